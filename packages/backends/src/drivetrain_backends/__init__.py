@@ -1,0 +1,1 @@
+"""DDP and single-device training behind one protocol, with its contract test."""

@@ -1,0 +1,1 @@
+"""Training checkpoints without pickle, committed by a manifest written last."""

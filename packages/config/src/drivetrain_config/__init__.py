@@ -1,0 +1,1 @@
+"""The one way settings are read: layers, precedence, sources, schema."""

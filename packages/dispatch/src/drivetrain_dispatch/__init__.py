@@ -1,0 +1,1 @@
+"""Build a model without memory, and measure it before it is loaded."""

@@ -1,0 +1,1 @@
+"""The drivetrain command: launch, env, test; notebook launcher."""

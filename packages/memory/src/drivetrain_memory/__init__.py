@@ -1,0 +1,1 @@
+"""Peak memory of host and accelerator, and the batch size that fits."""

@@ -1,0 +1,1 @@
+"""fp16, bf16 and loss scaling chosen for the hardware."""

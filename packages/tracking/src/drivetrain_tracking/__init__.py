@@ -1,0 +1,1 @@
+"""One tracker interface over many platforms; a JSONL tracker without dependencies."""

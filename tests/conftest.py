@@ -1,0 +1,57 @@
+"""Fixtures that every package's tests share: pools of connected processes, and scripts run on several ranks."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import Completed, RankPool, run_script
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[dict[int, RankPool]]:
+    """The pools of this session by their number of processes; each is started at its first use."""
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def run_ranks(rank_pools: dict[int, RankPool]) -> Callable[..., list[object]]:
+    """Call a module-level function on every rank of a gloo group of long-lived processes.
+
+    `run_ranks(function, *args, num_processes=2, timeout_seconds=60)` returns the ranks' results in rank order.
+    A rank that raises, dies or hangs fails the test with every rank's output and traceback.
+    """
+
+    def run(
+        function: Callable[..., object], *args: object, num_processes: int = 2, timeout_seconds: float = 60
+    ) -> list[object]:
+        pool = rank_pools.setdefault(num_processes, RankPool(num_processes))
+        return pool.call(function, *args, timeout_seconds=timeout_seconds)
+
+    return run
+
+
+@pytest.fixture
+def run_ranks_script(tmp_path: Path) -> Callable[..., list[Completed]]:
+    """Run Python source as a fresh process per rank (torchrun's variables set), for tests that kill or hang."""
+
+    def run(
+        source: str,
+        *args: str,
+        num_processes: int = 2,
+        timeout_seconds: float = 90,
+        environment: dict[str, str] | None = None,
+    ) -> list[Completed]:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        return run_script(
+            script,
+            *args,
+            num_processes=num_processes,
+            timeout_seconds=timeout_seconds,
+            environment=environment or {},
+        )
+
+    return run

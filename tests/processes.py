@@ -1,0 +1,202 @@
+"""Processes for tests: a pool of connected ranks that stays up, and one-off scripts; neither can hang a test."""
+
+import importlib.util
+import io
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from types import ModuleType
+
+TESTS = Path(__file__).parent
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, str]) -> dict[str, str]:
+    """The variables that torchrun gives a rank of a single node."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("DRIVETRAIN_", "TORCHELASTIC"))},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep),
+        **extra,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """What one rank's process left: its exit code (negative: the signal that ended it) and its output."""
+
+    rank: int
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_script(
+    script: Path, *args: str, num_processes: int, timeout_seconds: float, environment: dict[str, str]
+) -> list[Completed]:
+    """Run `script` once per rank; kill whatever is left at the deadline and fail with every rank's output."""
+    port = free_port()
+    files = [(tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")) for _ in range(num_processes)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), *args],
+            env=rank_environment(rank, num_processes, port, environment),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+        for rank, (out, err) in enumerate(files)
+    ]
+    deadline = time.monotonic() + timeout_seconds
+    late: list[int] = []
+    for rank, process in enumerate(processes):
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(rank)
+    for rank in late:
+        processes[rank].kill()
+        processes[rank].wait()
+    results: list[Completed] = []
+    for rank, (process, (out, err)) in enumerate(zip(processes, files, strict=True)):
+        texts: list[str] = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        results.append(Completed(rank=rank, returncode=process.returncode, stdout=texts[0], stderr=texts[1]))
+    if late:
+        shown = "\n".join(f"--- rank {r.rank} (exit {r.returncode})\n{r.stdout}{r.stderr}" for r in results)
+        raise AssertionError(f"ranks {late} still ran after {timeout_seconds} s and were killed\n{shown}")
+    return results
+
+
+class RankPool:
+    """`num_processes` processes joined in one gloo group, started once and reused by many tests."""
+
+    def __init__(self, num_processes: int) -> None:
+        self.num_processes = num_processes
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+
+    def call(self, function: Callable[..., object], *args: object, timeout_seconds: float) -> list[object]:
+        """Call `function(*args)` on every rank and return the results in rank order."""
+        if not self._connections:
+            self._start()
+        call = pickle.dumps((Path(function.__code__.co_filename), function.__name__, args))
+        for connection in self._connections:
+            connection.send_bytes(call)
+        answers = self._collect(time.monotonic() + timeout_seconds)
+        if any(answer is None or answer[0] == "raised" for answer in answers):
+            self.close()  # a group with a lost or failed rank is not one to go on with
+            raise AssertionError(self._report(answers, timeout_seconds))
+        return [answer[1] for answer in answers if answer is not None]
+
+    def close(self) -> None:
+        """End every process of the pool."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        port = free_port()
+        with Listener(("127.0.0.1", 0), backlog=self.num_processes) as listener:
+            address = f"127.0.0.1:{listener.address[1]}"
+            for rank in range(self.num_processes):
+                environment = rank_environment(rank, self.num_processes, port, {})
+                command = [sys.executable, str(Path(__file__)), address]
+                self._processes.append(
+                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+                )
+            accepted = [listener.accept() for _ in range(self.num_processes)]
+        by_rank = {connection.recv(): connection for connection in accepted}
+        self._connections = [by_rank[rank] for rank in range(self.num_processes)]
+
+    def _collect(self, deadline: float) -> list[tuple[str, object, str] | None]:
+        answers: list[tuple[str, object, str] | None] = [None] * self.num_processes
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), timeout=left):
+                assert isinstance(ready, Connection)
+                rank = waiting.pop(ready)
+                try:
+                    answers[rank] = ready.recv()
+                except EOFError:
+                    answers[rank] = ("raised", None, f"the process of rank {rank} died")
+            if any(answer is not None and answer[0] == "raised" for answer in answers):
+                deadline = min(deadline, time.monotonic() + 3)  # the others may be waiting for it
+        return answers
+
+    def _report(self, answers: list[tuple[str, object, str] | None], timeout_seconds: float) -> str:
+        lines: list[str] = []
+        for rank, answer in enumerate(answers):
+            if answer is None:
+                lines.append(f"--- rank {rank}: no answer within {timeout_seconds} s")
+            else:
+                lines.append(f"--- rank {rank}: {answer[0]}\n{answer[2]}")
+        return "\n".join(lines)
+
+
+def _load(path: Path) -> ModuleType:
+    name = "ranks_" + "_".join(path.with_suffix("").relative_to(TESTS).parts)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _serve(address: str) -> None:
+    """A pool's worker: join the group, then answer calls until the pool hangs up."""
+    import torch.distributed as dist
+
+    host, port = address.split(":")
+    connection = Client((host, int(port)))
+    dist.init_process_group("gloo")
+    connection.send(dist.get_rank())
+    while True:
+        try:
+            path, name, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        output = io.StringIO()
+        try:
+            with redirect_stdout(output), redirect_stderr(output):
+                result = getattr(_load(path), name)(*args)
+            connection.send(("returned", result, output.getvalue()))
+        except BaseException:
+            connection.send(("raised", None, output.getvalue() + traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
