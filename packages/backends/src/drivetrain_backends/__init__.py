@@ -1,1 +1,81 @@
-"""DDP and single-device training behind one protocol, with its contract test."""
+"""Training backends behind one protocol, and the contract test that each of them passes.
+
+A `Backend` prepares models together with their optimizers and schedulers; what comes back is stepped through
+`Prepared`. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every rank. A third
+party's backend is found by the entry point group `drivetrain.backends`.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_backends.accumulation import AccumulationWindow as AccumulationWindow
+    from drivetrain_backends.ddp import DDPBackend as DDPBackend
+    from drivetrain_backends.errors import AccumulationError as AccumulationError
+    from drivetrain_backends.errors import BatchMismatchError as BatchMismatchError
+    from drivetrain_backends.errors import PairingError as PairingError
+    from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
+    from drivetrain_backends.forward import restore_forward as restore_forward
+    from drivetrain_backends.optimizer import PreparedOptimizer as PreparedOptimizer
+    from drivetrain_backends.optimizer import StepResult as StepResult
+    from drivetrain_backends.protocol import Backend as Backend
+    from drivetrain_backends.protocol import Prepared as Prepared
+    from drivetrain_backends.registry import BackendRegistry as BackendRegistry
+    from drivetrain_backends.registry import register_backend as register_backend
+    from drivetrain_backends.scheduler import PreparedScheduler as PreparedScheduler
+    from drivetrain_backends.scheduler import Scheduler as Scheduler
+    from drivetrain_backends.settings import DDPSettings as DDPSettings
+    from drivetrain_backends.single import SingleBackend as SingleBackend
+    from drivetrain_backends.testing import BackendContract as BackendContract
+
+_ROOMS = {
+    "AccumulationError": "errors",
+    "AccumulationWindow": "accumulation",
+    "Backend": "protocol",
+    "BackendContract": "testing",
+    "BackendRegistry": "registry",
+    "BatchMismatchError": "errors",
+    "DDPBackend": "ddp",
+    "DDPSettings": "settings",
+    "PairingError": "errors",
+    "Prepared": "protocol",
+    "PreparedOptimizer": "optimizer",
+    "PreparedScheduler": "scheduler",
+    "Scheduler": "scheduler",
+    "SingleBackend": "single",
+    "StepResult": "optimizer",
+    "UnknownBackendError": "errors",
+    "register_backend": "registry",
+    "restore_forward": "forward",
+}
+__all__ = [
+    "AccumulationError",
+    "AccumulationWindow",
+    "Backend",
+    "BackendContract",
+    "BackendRegistry",
+    "BatchMismatchError",
+    "DDPBackend",
+    "DDPSettings",
+    "PairingError",
+    "Prepared",
+    "PreparedOptimizer",
+    "PreparedScheduler",
+    "Scheduler",
+    "SingleBackend",
+    "StepResult",
+    "UnknownBackendError",
+    "register_backend",
+    "restore_forward",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        from importlib import import_module
+
+        return getattr(import_module(f"drivetrain_backends.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'drivetrain_backends' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,1 +1,51 @@
-"""fp16, bf16 and loss scaling chosen for the hardware."""
+"""Mixed precision chosen for the hardware.
+
+`choose_policy` answers, for a device and a wish ("bf16", "fp16", "auto", "no"), what to compute in and why, or
+raises with what the device can do instead; nothing falls back in silence. `autocast` enters the policy, and
+`LossScaler` keeps fp16 gradients from vanishing.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_precision.autocast import autocast as autocast
+    from drivetrain_precision.errors import PrecisionError as PrecisionError
+    from drivetrain_precision.policy import Policy as Policy
+    from drivetrain_precision.policy import choose_policy as choose_policy
+    from drivetrain_precision.scaler import LossScaler as LossScaler
+    from drivetrain_precision.settings import PrecisionSettings as PrecisionSettings
+    from drivetrain_precision.support import Support as Support
+    from drivetrain_precision.support import supported_modes as supported_modes
+
+_ROOMS = {
+    "LossScaler": "scaler",
+    "Policy": "policy",
+    "PrecisionError": "errors",
+    "PrecisionSettings": "settings",
+    "Support": "support",
+    "autocast": "autocast",
+    "choose_policy": "policy",
+    "supported_modes": "support",
+}
+__all__ = [
+    "LossScaler",
+    "Policy",
+    "PrecisionError",
+    "PrecisionSettings",
+    "Support",
+    "autocast",
+    "choose_policy",
+    "supported_modes",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        from importlib import import_module
+
+        return getattr(import_module(f"drivetrain_precision.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'drivetrain_precision' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

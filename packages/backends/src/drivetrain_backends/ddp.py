@@ -1,0 +1,92 @@
+"""Data parallel training: a replica on every rank, gradients averaged by torch's DistributedDataParallel."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain_backends.settings import DDPSettings
+from drivetrain_backends.torch_backend import TorchBackend
+from drivetrain_state import Context
+
+
+class DDPBackend(TorchBackend):
+    """Each model is replicated on every rank; a model without trainable parameters is only moved.
+
+    Raises:
+        RuntimeError: The context has no process group.
+    """
+
+    settings_section: ClassVar[str | None] = "ddp"
+    settings_type: ClassVar[type[DDPSettings] | None] = DDPSettings
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Replicate `model`: rank 0's parameters and buffers reach all ranks. Called on all ranks."""
+        if not any(p.requires_grad for p in model.parameters()):
+            return model
+        settings: DDPSettings = self.settings
+        device = self.context.device
+        replica = DistributedDataParallel(
+            model,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=_group(self.context),
+            broadcast_buffers=settings.broadcast_buffers,
+            bucket_cap_mb=settings.bucket_size_mb,
+            find_unused_parameters=settings.find_unused_parameters,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+        )
+        _register_hook(replica, settings)
+        return replica
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
+        """Let ranks run out of batches at different steps; inside, a finished rank answers the others' reductions.
+
+        Args:
+            models: The prepared models that are trained inside.
+        """
+        replicas = [model for model in models if isinstance(model, DistributedDataParallel)]
+        return Join(replicas)
+
+    def applied(self) -> Mapping[str, object]:
+        """What is in force, read back from the DDP wrappers."""
+        replicas = [p.model for p in self._prepared if isinstance(p.model, DistributedDataParallel)]
+        found = dict(super().applied())
+        for replica in replicas[:1]:
+            found |= {
+                "find_unused_parameters": replica.find_unused_parameters,
+                "static_graph": replica.static_graph,
+                "gradient_as_bucket_view": replica.gradient_as_bucket_view,
+                "broadcast_buffers": replica.broadcast_buffers,
+                "bucket_size_mb": replica.bucket_bytes_cap / 2**20,
+            }
+        return found
+
+
+def _group(context: Context) -> ProcessGroup:
+    if context.group is None:
+        raise RuntimeError(
+            "the ddp backend needs a process group, and this is a single process; "
+            "start it with `drivetrain launch --num-processes N`, or use backend='single'"
+        )
+    return context.group
+
+
+def _register_hook(replica: DistributedDataParallel, settings: DDPSettings) -> None:
+    group = replica.process_group
+    if settings.communication_hook == "fp16":
+        replica.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif settings.communication_hook == "bf16":
+        replica.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    elif settings.communication_hook == "power_sgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=group,
+            matrix_approximation_rank=settings.power_sgd_rank,
+            start_powerSGD_iter=settings.power_sgd_start_step,
+        )
+        replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -1,0 +1,17 @@
+"""What can go wrong between a model, its optimizer and the backend that trains them."""
+
+
+class PairingError(ValueError):
+    """An optimizer or scheduler belongs to no prepared model."""
+
+
+class UnknownBackendError(ValueError):
+    """No backend of that name is installed or given."""
+
+
+class AccumulationError(RuntimeError):
+    """Two ways to normalise the loss, or steps in an order that would give wrong gradients."""
+
+
+class BatchMismatchError(TypeError):
+    """A batch does not fit the signature of the model's forward."""

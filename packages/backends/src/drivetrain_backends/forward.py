@@ -1,0 +1,90 @@
+"""The forward of a prepared model: under autocast, and with a readable error for a batch that does not fit it.
+
+The model keeps its identity, attributes and parameters: only its class is exchanged for a subclass whose `__call__`
+does this. A copy or pickle of a prepared model is the plain model again, for a copy that shared the wrapper would
+call the original's weights.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain_backends.errors import BatchMismatchError
+from drivetrain_precision import Policy, autocast
+
+
+class PreparedForward:
+    """Marks the classes made by `prepare_forward`; `original_class` is what they stand in for."""
+
+    original_class: type[nn.Module]
+
+
+def prepare_forward(model: nn.Module, policy: Policy, device: torch.device) -> None:
+    """Make `model(...)` compute as `policy` says, in place.
+
+    Raises:
+        ValueError: The model is a TorchScript module, whose class cannot be exchanged.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{type(model).__name__} is a TorchScript module, which cannot be prepared; "
+            "prepare the nn.Module it was made from, or compile that with torch.compile"
+        )
+    restore_forward(model)
+    original = type(model)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if policy.autocast_dtype is None:
+                return original.__call__(self, *args, **kwargs)
+            with autocast(policy, device):
+                return original.__call__(self, *args, **kwargs)
+        except TypeError as error:
+            if (mismatch := _mismatch(original, self, args, kwargs)) is not None:
+                raise BatchMismatchError(mismatch) from error
+            raise
+
+    def reduce_as_original(self: nn.Module, protocol: Any) -> Any:
+        build, arguments, *rest = original.__reduce_ex__(self, protocol)
+        return build, tuple(original if a is type(self) else a for a in arguments), *rest
+
+    members = {
+        "__call__": call,
+        "__reduce_ex__": reduce_as_original,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "original_class": original,
+    }
+    model.__class__ = type(original.__name__, (PreparedForward, original), members)
+
+
+def restore_forward(model: nn.Module) -> nn.Module:
+    """Undo `prepare_forward`, in place; a model that was not prepared stays as it is."""
+    if isinstance(model, PreparedForward):
+        model.__class__ = model.original_class  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+def _mismatch(original: type[nn.Module], model: nn.Module, args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Say how the arguments differ from the forward's signature; None if they fit it."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        parameters = list(signature.parameters.values())
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        needed = [p.name for p in parameters if p.name in named and p.default is p.empty]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        unexpected = [] if takes_any else sorted(set(kwargs) - set(named))
+        missing = [name for name in needed[len(args) :] if name not in kwargs]
+        found = [f"missing: {', '.join(missing)}"] if missing else []
+        found += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        found += [f"{len(args)} positional arguments"] if not found else []
+        return (
+            f"the batch does not fit {original.__name__}.forward{signature}: {'; '.join(found)}. "
+            "Rename or drop these keys in the dataset or collate_fn, or pass the fields by hand"
+        )
+    return None

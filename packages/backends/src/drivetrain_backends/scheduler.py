@@ -1,0 +1,80 @@
+"""A scheduler that counts optimizer steps: it advances when its optimizer has.
+
+Ranks do not multiply steps, an open accumulation window is no step, and neither is one skipped for an overflow; so
+the numbers a schedule is written in mean optimizer steps, or epochs where it is called once an epoch.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+from drivetrain_backends.optimizer import PreparedOptimizer
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """What is asked of a learning-rate scheduler; every one of torch.optim.lr_scheduler is of this shape."""
+
+    optimizer: Any
+
+    def step(self, *args: Any) -> None:
+        """Advance by one."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule stands."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a saved schedule stood."""
+        ...
+
+
+class PreparedScheduler:
+    """Stands in for the user's scheduler.
+
+    Args:
+        scheduler: The user's scheduler.
+        optimizer: The prepared optimizer whose steps it counts.
+
+    Attributes:
+        scheduler: The user's scheduler.
+    """
+
+    def __init__(self, scheduler: Scheduler, optimizer: PreparedOptimizer) -> None:
+        self.scheduler = scheduler
+        self._optimizer = optimizer
+        self._seen_steps = optimizer.num_steps
+
+    def step(self, *args: Any) -> None:
+        """Advance by one if the optimizer moved the parameters since the last call; else do nothing.
+
+        Args:
+            *args: Handed on, as ReduceLROnPlateau wants its metric.
+        """
+        if self._optimizer.num_steps != self._seen_steps:
+            self._seen_steps = self._optimizer.num_steps
+            self.scheduler.step(*args)
+
+    @property
+    def lag(self) -> int:
+        """Optimizer steps since the last call to `step`."""
+        return self._optimizer.num_steps - self._seen_steps
+
+    def catch_up(self, lag: int) -> None:
+        """Take `lag` of the optimizer's steps as still to be counted, after both were loaded."""
+        self._seen_steps = self._optimizer.num_steps - lag
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's scheduler's own state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the user's scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not yet set: while being unpickled or copied
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"PreparedScheduler({self.scheduler!r})"

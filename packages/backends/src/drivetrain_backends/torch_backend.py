@@ -1,0 +1,171 @@
+"""The backend around torch's own autograd: pairing and bookkeeping; how a model is wrapped is left open."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.accumulation import AccumulationWindow, BackwardRecord
+from drivetrain_backends.errors import AccumulationError, PairingError
+from drivetrain_backends.forward import PreparedForward, prepare_forward, restore_forward
+from drivetrain_backends.optimizer import PreparedOptimizer
+from drivetrain_backends.pairing import owners
+from drivetrain_backends.prepared import TorchPrepared
+from drivetrain_backends.scheduler import PreparedScheduler, Scheduler
+from drivetrain_precision import LossScaler, Policy, PrecisionSettings
+from drivetrain_state import Context
+
+
+class TorchBackend:
+    """What `SingleBackend` and `DDPBackend` share; `wrap` is what they differ in.
+
+    Args:
+        context: Ranks and device.
+        policy: The precision that models compute in.
+        window: The accumulation window; the caller begins its micro-batches.
+        settings: The backend's own section.
+        precision: How fp16's loss scale moves.
+    """
+
+    settings_section: ClassVar[str | None] = None
+    settings_type: ClassVar[type[Any] | None] = None
+
+    def __init__(
+        self,
+        context: Context,
+        policy: Policy,
+        *,
+        window: AccumulationWindow,
+        settings: Any = None,
+        precision: PrecisionSettings | None = None,
+    ) -> None:
+        self.context = context
+        self.policy = policy
+        self.window = window
+        self.settings = (
+            settings if settings is not None or self.settings_type is None else self.settings_type()
+        )
+        self.scaler = LossScaler(context.device, precision) if policy.needs_scaler else None
+        self._prepared: list[TorchPrepared] = []
+        self._record = BackwardRecord()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Turn a model that is on its device and under autocast into what the user calls."""
+        return model
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Inside, parameters are made on the backend's device at once."""
+        return self.context.device
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
+    ) -> tuple[TorchPrepared, ...]:
+        """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks."""
+        plain = [*(p.unwrap() for p in self._prepared), *models]
+        pairs = [(optimizer, owners(optimizer, plain)) for optimizer in optimizers]
+        self._check(models, [o for o, _ in pairs], schedulers)
+        self._prepared.extend(self._place(model) for model in models)
+        touched: list[TorchPrepared] = self._prepared[len(self._prepared) - len(models) :]
+        for optimizer, indices in pairs:
+            first, *others = (self._prepared[i] for i in indices)
+            _move_state(optimizer)
+            first.optimizers.append(PreparedOptimizer(optimizer, first))
+            first.partners = (*first.partners, *(o for o in others if o not in first.partners))
+            touched.append(first)
+        for scheduler in schedulers:
+            prepared, optimizer = self._trained_by(scheduler.optimizer)
+            prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
+            touched.append(prepared)
+        return tuple(dict.fromkeys(touched))
+
+    def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
+        """Add the gradients of a loss that may flow through any of the prepared models; see `Backend.backward`."""
+        if not self._prepared:
+            raise AccumulationError(
+                "backward() before prepare(model): there is no model to reduce gradients for"
+            )
+        trained, *others = [p for p in self._prepared if p.optimizers] or self._prepared
+        if others and count is not None:
+            raise AccumulationError(
+                f"backward(count=...) with {len(others) + 1} trained models: say with model= whose items are counted"
+            )
+        for prepared in others:
+            prepared.normalizer.note("mean")
+        trained.backward(loss, count=count)
+
+    def applied(self) -> Mapping[str, object]:
+        """What is in force, read back from the prepared models."""
+        return {
+            "device": str(self.context.device),
+            "gradient_accumulation_steps": self.window.num_micro_batches,
+            "mixed_precision": self.policy.mode,
+            "loss_scaling": self.scaler is not None,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, where there is one."""
+        return {"scaler": None if self.scaler is None else self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the loss scale of a saved run.
+
+        Raises:
+            ValueError: The saved run scaled its loss and this one does not, or the reverse.
+        """
+        if (state["scaler"] is None) != (self.scaler is None):
+            saved = "without" if state["scaler"] is None else "with"
+            raise ValueError(
+                f"the checkpoint was saved {saved} fp16 loss scaling, and this run has "
+                f"mixed_precision={self.policy.mode!r}; resume in the precision it was saved in"
+            )
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def close(self) -> None:
+        """Give every model its own class back and forget them all."""
+        for prepared in self._prepared:
+            prepared.release()
+        self._prepared = []
+
+    def _check(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
+    ) -> None:
+        """Refuse what cannot be prepared before anything is changed."""
+        for model in models:
+            if isinstance(model, PreparedForward):
+                raise ValueError(
+                    f"{type(model).__name__} is prepared already; prepare() a model once, or free_memory() first"
+                )
+        known = [*optimizers, *(o.optimizer for p in self._prepared for o in p.optimizers)]
+        known += [o for p in self._prepared for o in p.optimizers]
+        for scheduler in schedulers:
+            if not any(scheduler.optimizer is optimizer for optimizer in known):
+                raise PairingError(
+                    f"{type(scheduler).__name__}: its optimizer is not prepared; pass the optimizer to the same "
+                    "prepare() call, or prepare it first"
+                )
+
+    def _place(self, model: nn.Module) -> TorchPrepared:
+        model.to(self.context.device)
+        prepare_forward(model, self.policy, self.context.device)
+        try:
+            wrapped = self.wrap(model)
+        except BaseException:
+            restore_forward(model)
+            raise
+        return TorchPrepared(
+            wrapped, context=self.context, window=self.window, scaler=self.scaler, record=self._record
+        )
+
+    def _trained_by(self, optimizer: Optimizer) -> tuple[TorchPrepared, PreparedOptimizer]:
+        return next(
+            (p, o) for p in self._prepared for o in p.optimizers if o is optimizer or o.optimizer is optimizer
+        )
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Bring state that was loaded before the model moved to where the parameters are now."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())

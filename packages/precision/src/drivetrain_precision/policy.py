@@ -1,0 +1,66 @@
+"""The choice of a precision: a wish and a device in, a frozen policy out."""
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.support import Mode, supported_modes
+
+_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is computed in which dtype, and why.
+
+    Attributes:
+        mode: The precision that is applied: "no" (fp32), "fp16" or "bf16".
+        autocast_dtype: The dtype matrix products run in under autocast; None without autocast.
+        needs_scaler: Whether the loss must be scaled, as fp16's narrow exponent demands.
+        reason: One sentence for the effective plan.
+    """
+
+    mode: Mode
+    autocast_dtype: torch.dtype | None
+    needs_scaler: bool
+    reason: str
+
+
+def choose_policy(mode: str, device: torch.device) -> Policy:
+    """Choose the precision for `device`.
+
+    Args:
+        mode: "no" for fp32, "fp16", "bf16", or "auto": bf16 where the hardware computes in it, else fp16, else fp32.
+        device: The device that training runs on.
+
+    Returns:
+        The policy; its `reason` says what was decided and why.
+
+    Raises:
+        PrecisionError: The mode is unknown, or the device cannot compute in it; the message lists what it can do.
+    """
+    modes = get_args(Mode)
+    support = supported_modes(device)
+    if mode == "auto":
+        chosen = next(name for name in ("bf16", "fp16", "no") if support[name].level == "native")
+        passed_over = [
+            f"{name}: {support[name].reason}" for name in ("bf16", "fp16") if support[name].level != "native"
+        ]
+        return _policy(chosen, "; ".join([f"auto chose {chosen!r}: {support[chosen].reason}", *passed_over]))
+    if mode not in modes:
+        raise PrecisionError(
+            f"mixed_precision={mode!r}: must be one of {', '.join(map(repr, modes))} or 'auto'"
+        )
+    if support[mode].level == "none":
+        able = [name for name in modes if support[name].level != "none"]
+        raise PrecisionError(
+            f"mixed_precision={mode!r}: {device} cannot compute in it ({support[mode].reason}); "
+            f"it can do {', '.join(map(repr, able))}, and 'auto' picks the best of these"
+        )
+    return _policy(mode, support[mode].reason)
+
+
+def _policy(mode: Mode, reason: str) -> Policy:
+    return Policy(mode=mode, autocast_dtype=_DTYPES.get(mode), needs_scaler=mode == "fp16", reason=reason)

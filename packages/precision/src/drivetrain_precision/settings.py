@@ -1,0 +1,37 @@
+"""The `precision` section: how fp16's loss scale moves."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSettings:
+    """How the loss scale of fp16 training starts and moves; bf16 and fp32 have none."""
+
+    initial_scale: float = field(
+        default=65536.0, metadata={"help": "the loss scale of the first step; halved at each overflow"}
+    )
+    growth_factor: float = field(
+        default=2.0,
+        metadata={"help": "what the scale is multiplied by after growth_interval steps without overflow"},
+    )
+    backoff_factor: float = field(
+        default=0.5, metadata={"help": "what the scale is multiplied by after a step that overflowed"}
+    )
+    growth_interval: int = field(
+        default=2000, metadata={"help": "optimizer steps without overflow before the scale grows"}
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A value is outside its range; the message begins with the field's name.
+        """
+        if not self.initial_scale > 0:
+            raise ValueError(f"initial_scale={self.initial_scale!r}: must be above 0")
+        if not self.growth_factor > 1:
+            raise ValueError(f"growth_factor={self.growth_factor!r}: must be above 1")
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(f"backoff_factor={self.backoff_factor!r}: must lie between 0 and 1")
+        if self.growth_interval < 1:
+            raise ValueError(f"growth_interval={self.growth_interval!r}: must be at least 1")

@@ -1,0 +1,98 @@
+"""What each kind of device can compute in, as a table."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Mode = Literal["no", "fp16", "bf16"]
+Level = Literal["native", "emulated", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """How well a device computes in a mode.
+
+    `native`: in hardware. `emulated`: correct, but slower than fp32, good for tests. `none`: not at all.
+    """
+
+    level: Level
+    reason: str
+
+
+# Kinds whose ability is a property of the kind; CUDA and the CPU are asked below, model by model.
+_BY_KIND: dict[str, dict[str, Support]] = {
+    "xpu": {
+        "fp16": Support(level="native", reason="Intel GPUs compute in fp16"),
+        "bf16": Support(level="native", reason="Intel GPUs compute in bf16"),
+    },
+    "mps": {
+        "fp16": Support(level="native", reason="Apple GPUs compute in fp16"),
+        "bf16": Support(level="native", reason="Apple GPUs compute in bf16 from macOS 14 on"),
+    },
+    "npu": {
+        "fp16": Support(level="native", reason="Ascend NPUs compute in fp16"),
+        "bf16": Support(level="native", reason="Ascend NPUs compute in bf16"),
+    },
+    "mlu": {
+        "fp16": Support(level="native", reason="Cambricon MLUs compute in fp16"),
+        "bf16": Support(level="native", reason="Cambricon MLUs compute in bf16"),
+    },
+    "hpu": {
+        "fp16": Support(level="none", reason="Gaudi trains in bf16"),
+        "bf16": Support(level="native", reason="Gaudi computes in bf16"),
+    },
+    "xla": {
+        "fp16": Support(level="none", reason="TPUs have no fp16 units"),
+        "bf16": Support(level="native", reason="TPUs compute in bf16"),
+    },
+}
+_AMPERE = (8, 0)
+_VOLTA = (7, 0)
+
+
+def supported_modes(device: torch.device) -> dict[Mode, Support]:
+    """Say how well `device` computes in each mode.
+
+    Args:
+        device: The device that training runs on.
+
+    Returns:
+        For each of "no" (fp32), "fp16" and "bf16" the level of support and the reason for it.
+    """
+    fp32 = Support(level="native", reason="fp32 is computed everywhere")
+    if device.type == "cuda":
+        low = _cuda(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    elif device.type == "cpu":
+        low = _cpu()
+    else:
+        unknown = Support(level="none", reason=f"nothing is known of devices of the kind {device.type!r}")
+        low = _BY_KIND.get(device.type, {"fp16": unknown, "bf16": unknown})
+    return {"no": fp32, "fp16": low["fp16"], "bf16": low["bf16"]}
+
+
+def _cuda(capability: tuple[int, int], name: str) -> dict[str, Support]:
+    if torch.version.hip is not None:
+        both = Support(level="native", reason=f"{name} computes in it (ROCm)")
+        return {"fp16": both, "bf16": both}
+    shown = f"{name} has compute capability {capability[0]}.{capability[1]}"
+    return {
+        "fp16": Support(
+            level="native" if capability >= _VOLTA else "none", reason=f"{shown}; fp16 wants 7.0"
+        ),
+        "bf16": Support(
+            level="native" if capability >= _AMPERE else "none", reason=f"{shown}; bf16 wants 8.0"
+        ),
+    }
+
+
+def _cpu() -> dict[str, Support]:
+    # The only question torch answers about a CPU's bf16 units; absent on builds for other architectures.
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    slow = "this processor has no {} units: correct, but slower than fp32"
+    bf16 = (
+        Support(level="native", reason="this processor has bf16 instructions")
+        if has_bf16
+        else Support(level="emulated", reason=slow.format("bf16"))
+    )
+    return {"fp16": Support(level="emulated", reason=slow.format("fp16")), "bf16": bf16}
