@@ -1,1 +1,173 @@
-"""Who am I: ranks, device, mesh, collectives, seeds, rank-aware logging, a watchdog that names the culprit of a hang."""
+"""Who am I: ranks, device, mesh, collectives, seeds, rank-aware logging, a watchdog that names a hang's culprit."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_state.collectives import ReduceOp as ReduceOp
+    from drivetrain_state.collectives import barrier as barrier
+    from drivetrain_state.collectives import broadcast as broadcast
+    from drivetrain_state.collectives import broadcast_object as broadcast_object
+    from drivetrain_state.collectives import gather as gather
+    from drivetrain_state.collectives import gather_object as gather_object
+    from drivetrain_state.collectives import pad_across_processes as pad_across_processes
+    from drivetrain_state.collectives import reduce as reduce
+    from drivetrain_state.connect import connect as connect
+    from drivetrain_state.connect import group_backend as group_backend
+    from drivetrain_state.context import Context as Context
+    from drivetrain_state.control import local_main_process_first as local_main_process_first
+    from drivetrain_state.control import main_process_first as main_process_first
+    from drivetrain_state.control import on_last_process as on_last_process
+    from drivetrain_state.control import on_local_main_process as on_local_main_process
+    from drivetrain_state.control import on_main_process as on_main_process
+    from drivetrain_state.control import on_process as on_process
+    from drivetrain_state.control import part_of as part_of
+    from drivetrain_state.control import print_on_main as print_on_main
+    from drivetrain_state.control import split_between_processes as split_between_processes
+    from drivetrain_state.detect import DeviceAbility as DeviceAbility
+    from drivetrain_state.detect import DeviceGroup as DeviceGroup
+    from drivetrain_state.detect import abilities as abilities
+    from drivetrain_state.detect import best_device_kind as best_device_kind
+    from drivetrain_state.detect import describe as describe
+    from drivetrain_state.detect import detect_devices as detect_devices
+    from drivetrain_state.detect import device_count as device_count
+    from drivetrain_state.errors import CollectiveMismatchError as CollectiveMismatchError
+    from drivetrain_state.errors import ConnectError as ConnectError
+    from drivetrain_state.errors import DeviceError as DeviceError
+    from drivetrain_state.errors import GroupMismatchError as GroupMismatchError
+    from drivetrain_state.errors import LeafError as LeafError
+    from drivetrain_state.logs import RankLogger as RankLogger
+    from drivetrain_state.logs import get_logger as get_logger
+    from drivetrain_state.mesh import MeshPlan as MeshPlan
+    from drivetrain_state.mesh import ParallelDims as ParallelDims
+    from drivetrain_state.mesh import build_mesh as build_mesh
+    from drivetrain_state.scatter import scatter as scatter
+    from drivetrain_state.seed import derive_seed as derive_seed
+    from drivetrain_state.seed import deterministic_algorithms as deterministic_algorithms
+    from drivetrain_state.seed import load_rng_state as load_rng_state
+    from drivetrain_state.seed import reseed as reseed
+    from drivetrain_state.seed import rng_state as rng_state
+    from drivetrain_state.seed import set_seed as set_seed
+    from drivetrain_state.seed import synchronize_rng_states as synchronize_rng_states
+    from drivetrain_state.settings import DeviceChoice as DeviceChoice
+    from drivetrain_state.settings import StateSettings as StateSettings
+    from drivetrain_state.topology import Topology as Topology
+    from drivetrain_state.topology import topology_from_hosts as topology_from_hosts
+    from drivetrain_state.watch import Watch as Watch
+
+# Public name -> the file it stands in.
+_ROOMS = {
+    "CollectiveMismatchError": "errors",
+    "ConnectError": "errors",
+    "Context": "context",
+    "DeviceAbility": "detect",
+    "DeviceChoice": "settings",
+    "DeviceError": "errors",
+    "DeviceGroup": "detect",
+    "GroupMismatchError": "errors",
+    "LeafError": "errors",
+    "MeshPlan": "mesh",
+    "ParallelDims": "mesh",
+    "RankLogger": "logs",
+    "ReduceOp": "collectives",
+    "StateSettings": "settings",
+    "Topology": "topology",
+    "Watch": "watch",
+    "abilities": "detect",
+    "barrier": "collectives",
+    "best_device_kind": "detect",
+    "broadcast": "collectives",
+    "broadcast_object": "collectives",
+    "build_mesh": "mesh",
+    "connect": "connect",
+    "derive_seed": "seed",
+    "describe": "detect",
+    "detect_devices": "detect",
+    "deterministic_algorithms": "seed",
+    "device_count": "detect",
+    "gather": "collectives",
+    "gather_object": "collectives",
+    "get_logger": "logs",
+    "group_backend": "connect",
+    "load_rng_state": "seed",
+    "local_main_process_first": "control",
+    "main_process_first": "control",
+    "on_last_process": "control",
+    "on_local_main_process": "control",
+    "on_main_process": "control",
+    "on_process": "control",
+    "pad_across_processes": "collectives",
+    "part_of": "control",
+    "print_on_main": "control",
+    "reduce": "collectives",
+    "reseed": "seed",
+    "rng_state": "seed",
+    "scatter": "scatter",
+    "set_seed": "seed",
+    "split_between_processes": "control",
+    "synchronize_rng_states": "seed",
+    "topology_from_hosts": "topology",
+}
+__all__ = [
+    "CollectiveMismatchError",
+    "ConnectError",
+    "Context",
+    "DeviceAbility",
+    "DeviceChoice",
+    "DeviceError",
+    "DeviceGroup",
+    "GroupMismatchError",
+    "LeafError",
+    "MeshPlan",
+    "ParallelDims",
+    "RankLogger",
+    "ReduceOp",
+    "StateSettings",
+    "Topology",
+    "Watch",
+    "abilities",
+    "barrier",
+    "best_device_kind",
+    "broadcast",
+    "broadcast_object",
+    "build_mesh",
+    "connect",
+    "derive_seed",
+    "describe",
+    "detect_devices",
+    "deterministic_algorithms",
+    "device_count",
+    "gather",
+    "gather_object",
+    "get_logger",
+    "group_backend",
+    "load_rng_state",
+    "local_main_process_first",
+    "main_process_first",
+    "on_last_process",
+    "on_local_main_process",
+    "on_main_process",
+    "on_process",
+    "pad_across_processes",
+    "part_of",
+    "print_on_main",
+    "reduce",
+    "reseed",
+    "rng_state",
+    "scatter",
+    "set_seed",
+    "split_between_processes",
+    "synchronize_rng_states",
+    "topology_from_hosts",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        from importlib import import_module
+
+        return getattr(import_module(f"drivetrain_state.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'drivetrain_state' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,119 @@
+"""Walk nested batches: dict, list, tuple, named tuple, Mapping such as `BatchEncoding`, dataclass.
+
+Two walks in one order: `tensors_in` lists the tensors, `rebuild` puts others in their places. `None` may stand
+anywhere and stays. Mappings with string keys are walked in sorted order, so that ranks that filled theirs in
+another order still agree.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+
+from drivetrain_state.errors import LeafError
+
+Nested: TypeAlias = Any
+Data = TypeVar("Data")
+
+
+def tensors_in(data: Nested) -> list[torch.Tensor]:
+    """The tensors of `data`, in walking order.
+
+    Raises:
+        LeafError: If it holds anything else, with the path to it.
+    """
+    found: list[torch.Tensor] = []
+    if not _collect(data, found):
+        wrong = ((path, leaf) for path, leaf in leaves_with_paths(data) if not isinstance(leaf, torch.Tensor))
+        path, leaf = next(wrong)
+        raise LeafError(
+            f"data{path} is of type {type(leaf).__name__}: tensors are allowed, in dicts, lists, tuples and "
+            "dataclasses; make it a tensor, or send it with gather_object or broadcast_object"
+        )
+    return found
+
+
+def rebuild(data: Data, tensors: Iterator[torch.Tensor]) -> Data:
+    """The structure of `data` with each tensor replaced by the next of `tensors`."""
+    return cast("Data", _rebuild(data, tensors))
+
+
+def leaves_with_paths(data: Nested, path: str = "") -> Iterator[tuple[str, object]]:
+    """Each leaf of `data`, tensor or not, in walking order, with its path such as `['labels'][0]`."""
+    if data is None:
+        return
+    children = _children(data)
+    if children is None:
+        yield path, data
+        return
+    for step, child in children:
+        yield from leaves_with_paths(child, path + step)
+
+
+def _children(data: Nested) -> Iterator[tuple[str, Nested]] | None:
+    if isinstance(data, torch.Tensor):
+        return None
+    if isinstance(data, Mapping):
+        return ((f"[{key!r}]", data[key]) for key in _keys(cast("Mapping[Any, Any]", data)))
+    if isinstance(data, (list, tuple)):
+        return ((f"[{index}]", child) for index, child in enumerate(cast("list[Any]", data)))
+    if is_dataclass(data) and not isinstance(data, type):
+        return ((f".{f.name}", getattr(data, f.name)) for f in fields(data))
+    return None
+
+
+def _keys(data: Mapping[Any, Any]) -> list[Any]:
+    try:
+        return sorted(data)
+    except TypeError:  # keys of several types have no order of their own
+        return list(data)
+
+
+def _collect(data: Nested, found: list[torch.Tensor]) -> bool:
+    """Append the tensors of `data` to `found`; False as soon as something else stands there."""
+    if isinstance(data, torch.Tensor):
+        found.append(data)
+        return True
+    if isinstance(data, (dict, Mapping)):
+        mapping = cast("Mapping[Any, Any]", data)
+        return all(_collect(mapping[key], found) for key in _keys(mapping))
+    if isinstance(data, (list, tuple)):
+        return all(_collect(child, found) for child in cast("list[Any]", data))
+    if data is None:
+        return True
+    if is_dataclass(data) and not isinstance(data, type):
+        return all(_collect(getattr(data, f.name), found) for f in fields(data))
+    return False
+
+
+def _rebuild(data: Nested, tensors: Iterator[torch.Tensor]) -> Nested:
+    if isinstance(data, torch.Tensor):
+        return next(tensors)
+    if isinstance(data, (dict, Mapping)):
+        return _rebuild_mapping(cast("Mapping[Any, Any]", data), tensors)
+    if isinstance(data, (list, tuple)):
+        children = [_rebuild(child, tensors) for child in cast("list[Any]", data)]
+        kind = cast("Any", type(data))
+        return kind._make(children) if hasattr(kind, "_make") else kind(children)
+    if data is None:
+        return None
+    filled = copy(data)
+    for f in fields(data):
+        object.__setattr__(
+            filled, f.name, _rebuild(getattr(data, f.name), tensors)
+        )  # also where it is frozen
+    return filled
+
+
+def _rebuild_mapping(data: Mapping[Any, Any], tensors: Iterator[torch.Tensor]) -> Mapping[Any, Any]:
+    values = {key: _rebuild(data[key], tensors) for key in _keys(data)}
+    if type(data) is dict:
+        return {key: values[key] for key in data}
+    if isinstance(data, MutableMapping):
+        filled = copy(data)  # keeps what the type holds besides its items
+        for key, value in values.items():
+            filled[key] = value
+        return filled
+    return cast("Any", type(data))({key: values[key] for key in data})

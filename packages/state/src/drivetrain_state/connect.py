@@ -1,0 +1,221 @@
+"""Find this process's place and device, and meet the others: adopt a process group that fits, or make one."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from socket import gethostname
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from drivetrain_config.environ import LaunchedRanks
+
+from drivetrain_config import environ, resolve
+from drivetrain_state.context import Context
+from drivetrain_state.detect import best_device_kind, device_count
+from drivetrain_state.errors import ConnectError, DeviceError, GroupMismatchError
+from drivetrain_state.mesh import ParallelDims, build_mesh
+from drivetrain_state.seed import deterministic_algorithms
+from drivetrain_state.settings import DeviceChoice, StateSettings
+from drivetrain_state.topology import Topology, topology_from_hosts
+from drivetrain_state.watch import Watch
+
+# Which library moves the tensors of each kind of device; the CPU's always travel by gloo.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
+
+
+def connect(
+    settings: StateSettings | None = None,
+    *,
+    device: str | torch.device | None = None,
+    parallelism: ParallelDims | None = None,
+) -> Context:
+    """This process's place among the others: ranks, device, mesh. Called on all ranks.
+
+    A torch process group that exists already is adopted if it fits. Otherwise one is made from the launcher's
+    variables, and the context owns it. One process without a launcher needs no group and gets none, unless
+    `parallelism` asks for a mesh.
+
+    Args:
+        settings: The `state` section; None reads it from the command line, environment and file.
+        device: Wins over `settings.device`. With an index, such as `"cuda:1"`, exactly that device; without
+            one, the device of this process's local rank.
+        parallelism: Sizes of the parallel dimensions; None makes no mesh.
+
+    Raises:
+        DeviceError: If there is no such device, or the node has fewer of them than processes.
+        GroupMismatchError: If a process group exists and its world size, rank or backend differ.
+        ConnectError: If the ranks cannot meet, or the device has no way to.
+    """
+    wanted = torch.device(device) if device is not None and str(device) != "auto" else None
+    kind = wanted.type if wanted is not None else None
+    if settings is None:
+        settings = resolve(StateSettings, section="state", code={"device": kind}).value
+    elif kind is not None:
+        settings = replace(settings, device=cast("DeviceChoice", kind))
+    if settings.device == "auto":
+        settings = replace(settings, device=cast("DeviceChoice", best_device_kind()))
+    launched = environ.launched()
+    topology = _topology(launched)
+    place = _place(settings.device, wanted.index if wanted is not None else None, topology)
+    plan = parallelism.plan(topology.world_size) if parallelism is not None else None
+    with ExitStack() as undo:
+        owns_group = _join(place, topology, launched, settings, needs_group=plan is not None, undo=undo)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if settings.deterministic:
+            undo.enter_context(deterministic_algorithms())
+        return Context(
+            topology=topology,
+            device=place,
+            mesh=build_mesh(plan, place.type) if plan is not None else None,
+            group=group,
+            settings=settings,
+            watch=Watch(),
+            owns_group=owns_group,
+            _on_close=undo.pop_all(),
+        )
+
+
+def _topology(launched: LaunchedRanks | None) -> Topology:
+    """Ranks as the existing group and the launcher have them; both must agree where both speak."""
+    if launched is None:
+        return _topology_of_group() if dist.is_initialized() else Topology()
+    if dist.is_initialized():
+        for name, of_group, of_launcher in (
+            ("world size", dist.get_world_size(), launched.world_size),
+            ("rank", dist.get_rank(), launched.rank),
+        ):
+            if of_group != of_launcher:
+                raise GroupMismatchError(
+                    f"the process group that exists has {name} {of_group}, but the launcher's variables say "
+                    f"{of_launcher}: leave the making of the group to connect(), or make it with the launcher's ranks"
+                )
+    return Topology(
+        rank=launched.rank,
+        local_rank=launched.local_rank,
+        world_size=launched.world_size,
+        local_world_size=launched.local_world_size,
+        node_rank=launched.node_rank,
+        num_nodes=launched.num_nodes,
+    )
+
+
+def _topology_of_group() -> Topology:
+    """Ranks of a group that was made without a launcher: its ranks tell each other which node they run on."""
+    hosts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, gethostname())
+    return topology_from_hosts([str(host) for host in hosts], dist.get_rank())
+
+
+def _place(kind: str, index: int | None, topology: Topology) -> torch.device:
+    """The device of this process, checked to exist and made torch's current one."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = device_count(kind)
+    if count == 0:
+        raise DeviceError(
+            f"device={kind!r}: this machine has none that torch can use; say device='cpu' or 'auto'"
+        )
+    chosen = topology.local_rank if index is None else index
+    if chosen >= count:
+        raise DeviceError(
+            f"{kind}:{chosen} was wanted for local rank {topology.local_rank} of {topology.local_world_size}, but "
+            f"this process sees {count} {kind} device{'s' if count > 1 else ''}: start at most {count} processes a "
+            f"node, or say device='cpu'; where each process sees only its own device, say device='{kind}:0'"
+        )
+    if kind == "mps":
+        return torch.device("mps")
+    place = torch.device(kind, chosen)
+    if kind != "xla":
+        torch.accelerator.set_device_index(chosen)
+    return place
+
+
+def _join(
+    place: torch.device,
+    topology: Topology,
+    launched: LaunchedRanks | None,
+    settings: StateSettings,
+    *,
+    needs_group: bool,
+    undo: ExitStack,
+) -> bool:
+    """Adopt the process group or make one where one is needed; whether it was made here."""
+    if dist.is_initialized():
+        _check_group(place, topology)
+        return False
+    if topology.world_size == 1 and not needs_group:
+        return False
+    backend = group_backend(place.type)
+    timeout = timedelta(seconds=settings.timeout_seconds)
+    device_id = place if place.type == "cuda" else None
+    if topology.world_size == 1 or launched is None:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
+    else:
+        _meet(backend, launched, timeout, device_id)
+    undo.callback(_leave)
+    return True
+
+
+def group_backend(kind: str) -> str:
+    """The backends of a process group for a kind of device, such as `"cpu:gloo,cuda:nccl"`.
+
+    Raises:
+        ConnectError: For a kind that torch has no collectives for.
+    """
+    if kind not in _BACKENDS:
+        raise ConnectError(
+            f"device={kind!r} has no collectives between processes: start one process, or say device='cpu'"
+        )
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
+
+
+def _check_group(place: torch.device, topology: Topology) -> None:
+    """Refuse an existing group that does not carry the tensors of `place` as ours would."""
+    if topology.world_size == 1 and place.type not in _BACKENDS:
+        return
+    group_backend(place.type)
+    wanted = f"{place.type}:{_BACKENDS[place.type]}"
+    existing = str(dist.get_backend_config())
+    if wanted not in existing.split(","):
+        raise GroupMismatchError(
+            f"device {str(place)!r} needs a process group with {wanted!r}, but the one that exists has {existing!r}: "
+            f"make it with init_process_group({group_backend(place.type)!r}), leave the making to connect(), "
+            "or choose a device that it serves"
+        )
+
+
+def _meet(backend: str, launched: LaunchedRanks, timeout: timedelta, device_id: torch.device | None) -> None:
+    host = f"[{launched.master_addr}]" if ":" in launched.master_addr else launched.master_addr
+    address = f"{host}:{launched.master_port}"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{address}",
+            rank=launched.rank,
+            world_size=launched.world_size,
+            timeout=timeout,
+            device_id=device_id,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConnectError(
+                f"rank 0 cannot listen on {address}: the port is in use. Another run may hold it: choose another "
+                "with --main-process-port (torchrun: --master-port), or 0 for any that is free"
+            ) from error
+        raise ConnectError(
+            f"rank {launched.rank} of {launched.world_size} could not reach rank 0 at {address}: check that it was "
+            "started, and that the address and port are reachable from this node"
+        ) from error
+    except dist.DistStoreError as error:
+        raise ConnectError(
+            f"rank {launched.rank} waited {timeout.total_seconds():.0f} s at {address} for all of "
+            f"{launched.world_size} ranks: check that each was started, or raise timeout_seconds"
+        ) from error
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,52 @@
+"""What a process knows about itself and its peers: a frozen value, passed explicitly."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from drivetrain_state.settings import StateSettings
+from drivetrain_state.topology import Topology
+from drivetrain_state.watch import Watch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Context:
+    """This process among the others; `connect` makes it.
+
+    Used as a context manager it closes itself at the end.
+
+    Attributes:
+        topology: Ranks and counts.
+        device: Where this process computes.
+        mesh: The mesh of the parallel dimensions, if any were asked for.
+        group: The default process group; None in one process.
+        settings: What it was connected with.
+        watch: The progress mark that the watchdog reads.
+        owns_group: Whether `close` ends the group: false where the group was there before.
+    """
+
+    topology: Topology
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    group: ProcessGroup | None = None
+    settings: StateSettings = field(default_factory=StateSettings)
+    watch: Watch = field(default_factory=Watch)
+    owns_group: bool = False
+    _on_close: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def close(self) -> None:
+        """Stop the watchdog, and end the process group if this context made it. A second call does nothing."""
+        self._on_close.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,37 @@
+"""How the NVIDIA devices of a machine are connected, as their driver tells (nvidia-ml-py, the extra `nvidia`)."""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, Literal
+
+LinkType = Literal["nvlink", "pcie"]
+
+
+def nvidia_link(uuids: Sequence[str]) -> LinkType | None:
+    """The slowest link among devices, named as in `"GPU-..."`: NVLink only if each of them has an active one.
+
+    None for a single device, or where `nvidia-ml-py` or the driver's library is missing.
+    """
+    if len(uuids) < 2 or importlib.util.find_spec("pynvml") is None:
+        return None
+    pynvml: Any = importlib.import_module("pynvml")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # a torch with CUDA on a machine without NVIDIA's management library
+        return None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        return "nvlink" if all(_has_nvlink(pynvml, handle) for handle in handles) else "pcie"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _has_nvlink(pynvml: Any, handle: object) -> bool:
+    for link in range(int(pynvml.NVML_NVLINK_MAX_LINKS)):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                return True
+        except pynvml.NVMLError:  # past the last link that this device has
+            return False
+    return False

@@ -1,0 +1,105 @@
+"""Sizes of the parallel dimensions, and the device mesh that they span."""
+
+from dataclasses import dataclass
+from math import prod
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# Outermost first: neighbours along the last axis are neighbouring ranks, with the fastest links between them.
+AXES = ("pipeline", "data", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """The mesh that a run will have: the axes' names, outermost first, and their sizes."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def size(self, name: str) -> int:
+        """Size of axis `name`; 1 for an axis that the mesh does not have."""
+        return self.sizes[self.names.index(name)] if name in self.names else 1
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis."""
+        position: dict[str, int] = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            rank, position[name] = divmod(rank, size)
+        return {name: position[name] for name in self.names}
+
+    def data_shard(self, rank: int) -> tuple[int, int]:
+        """Which part of the data `rank` reads: (index, count).
+
+        The ranks of the data and shard axes read different samples; those that differ only along the pipeline,
+        context and tensor axes work on the same ones.
+        """
+        where = self.coordinate(rank)
+        shards = self.size("shard")
+        return where.get("data", 0) * shards + where.get("shard", 0), self.size("data") * shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """How the processes are divided among the kinds of parallelism; the sizes' product is the world size.
+
+    One size may be -1: what the others leave. `None` means not said: such an axis has size 1 and does not stand
+    in the mesh; only `data`, when no size is -1, takes what the others leave.
+
+    Attributes:
+        data: Replicas of the model that see different samples.
+        shard: Processes that share one replica's parameters and see different samples (FSDP).
+        context: Processes that share each sequence.
+        tensor: Processes that share each matrix.
+        pipeline: Stages that the layers are divided into.
+    """
+
+    data: int | None = None
+    shard: int | None = None
+    context: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            size = getattr(self, name)
+            if size is not None and size != -1 and size < 1:
+                raise ValueError(
+                    f"{name}={size!r}: a size of 1 or more is allowed, or -1 for what the others leave"
+                )
+        rest = [name for name in AXES if getattr(self, name) == -1]
+        if len(rest) > 1:
+            raise ValueError(f"{' and '.join(f'{name}=-1' for name in rest)}: only one size may be -1")
+
+    def plan(self, world_size: int) -> MeshPlan:
+        """The mesh of `world_size` processes.
+
+        Raises:
+            ValueError: If the sizes do not multiply to `world_size`.
+        """
+        said: dict[str, int] = {name: size for name in AXES if (size := getattr(self, name)) is not None}
+        rest = next((name for name, size in said.items() if size == -1), None)
+        if rest is None and "data" not in said:
+            rest = "data"
+        fixed = {name: size for name, size in said.items() if size != -1}
+        product = prod(fixed.values())
+        shown = " x ".join(f"{name}={size}" for name, size in fixed.items()) or "no fixed size"
+        if rest is None and product != world_size:
+            raise ValueError(
+                f"{shown} makes {product}, but there are world_size={world_size} processes: "
+                "change a size, set one to -1, or start another number of processes"
+            )
+        if world_size % product:
+            raise ValueError(
+                f"{shown} makes {product}, which does not divide world_size={world_size}: "
+                "change a size or start a multiple of it"
+            )
+        if rest is not None:
+            fixed[rest] = world_size // product
+        unsaid_data = "data" not in said and fixed.get("data") == 1 and len(fixed) > 1
+        names = tuple(name for name in AXES if name in fixed and not (name == "data" and unsaid_data))
+        return MeshPlan(names=names, sizes=tuple(fixed[name] for name in names))
+
+
+def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
+    """The device mesh of `plan`, over the default process group. Called on all ranks."""
+    return init_device_mesh(device_type, plan.sizes, mesh_dim_names=plan.names)

@@ -1,0 +1,75 @@
+"""Which process is this one, among how many: a frozen value that every other room takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The place of one process among all of them.
+
+    Attributes:
+        rank: This process among all, 0 to world_size - 1.
+        local_rank: This process among those of its node, 0 to local_world_size - 1.
+        world_size: Number of processes.
+        local_world_size: Number of processes on this node.
+        node_rank: This node among all nodes.
+        num_nodes: Number of nodes.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        for index, count in (
+            ("rank", "world_size"),
+            ("local_rank", "local_world_size"),
+            ("node_rank", "num_nodes"),
+        ):
+            position, size = getattr(self, index), getattr(self, count)
+            if not 0 <= position < size:
+                raise ValueError(
+                    f"{index}={position} with {count}={size}: {index} counts from 0 to {count} - 1; "
+                    "check the launcher's variables"
+                )
+        if self.local_world_size > self.world_size:
+            raise ValueError(
+                f"local_world_size={self.local_world_size} with world_size={self.world_size}: "
+                "a node cannot hold more processes than there are"
+            )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the rank with the highest number."""
+        return self.rank == self.world_size - 1
+
+
+def topology_from_hosts(hosts: Sequence[str], rank: int) -> Topology:
+    """The topology of `rank`, from the name of the node that each rank runs on, in rank order.
+
+    Nodes are numbered by their first rank, so that every rank finds the same numbers.
+    """
+    nodes = list(dict.fromkeys(hosts))
+    mates = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return Topology(
+        rank=rank,
+        local_rank=mates.index(rank),
+        world_size=len(hosts),
+        local_world_size=len(mates),
+        node_rank=nodes.index(hosts[rank]),
+        num_nodes=len(nodes),
+    )
