@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from drivetrain_state.collectives import gather_object as gather_object
     from drivetrain_state.collectives import pad_across_processes as pad_across_processes
     from drivetrain_state.collectives import reduce as reduce
-    from drivetrain_state.connect import connect as connect
-    from drivetrain_state.connect import group_backend as group_backend
+    from drivetrain_state.connection import connect as connect
+    from drivetrain_state.connection import group_backend as group_backend
     from drivetrain_state.context import Context as Context
     from drivetrain_state.control import local_main_process_first as local_main_process_first
     from drivetrain_state.control import main_process_first as main_process_first
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from drivetrain_state.mesh import MeshPlan as MeshPlan
     from drivetrain_state.mesh import ParallelDims as ParallelDims
     from drivetrain_state.mesh import build_mesh as build_mesh
-    from drivetrain_state.scatter import scatter as scatter
+    from drivetrain_state.scattering import scatter as scatter
     from drivetrain_state.seed import derive_seed as derive_seed
     from drivetrain_state.seed import deterministic_algorithms as deterministic_algorithms
     from drivetrain_state.seed import load_rng_state as load_rng_state
@@ -78,7 +78,7 @@ _ROOMS = {
     "broadcast": "collectives",
     "broadcast_object": "collectives",
     "build_mesh": "mesh",
-    "connect": "connect",
+    "connect": "connection",
     "derive_seed": "seed",
     "describe": "detect",
     "detect_devices": "detect",
@@ -87,7 +87,7 @@ _ROOMS = {
     "gather": "collectives",
     "gather_object": "collectives",
     "get_logger": "logs",
-    "group_backend": "connect",
+    "group_backend": "connection",
     "load_rng_state": "seed",
     "local_main_process_first": "control",
     "main_process_first": "control",
@@ -101,7 +101,7 @@ _ROOMS = {
     "reduce": "collectives",
     "reseed": "seed",
     "rng_state": "seed",
-    "scatter": "scatter",
+    "scatter": "scattering",
     "set_seed": "seed",
     "split_between_processes": "control",
     "synchronize_rng_states": "seed",
