@@ -4,7 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from processes import Completed, RankPool, run_script
+
+# Machines differ and are shared: no example has a deadline, the whole test has pytest's.
+settings.register_profile("drivetrain", deadline=None)
+settings.load_profile("drivetrain")
 
 
 @pytest.fixture(scope="session")

@@ -130,6 +130,10 @@ class LossNormalizer:
                 "where several models are prepared)"
             )
 
+    def discard(self) -> None:
+        """Forget the losses of the window: their gradients were thrown away."""
+        self._kind = None
+
     def correction(self, device: torch.device) -> Tensor | float:
         """What the closed window's reduced gradients must be multiplied by; 1.0 where they are right already.
 

@@ -115,6 +115,9 @@ class TorchPrepared:
             gathered = record.window == window.number and self._stepped_in != window.number
             if gathered and not (window.closing and record.micro_batch == window.begun):
                 return
+        if self._finished != self._record.serial:  # gradients that were never used: forget their losses too
+            self._finished = self._record.serial
+            self.normalizer.discard()
         optimizer.zero_grad(set_to_none)
 
     def clip(

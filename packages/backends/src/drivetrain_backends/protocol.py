@@ -126,6 +126,14 @@ class Backend(Protocol):
         """
         ...
 
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
+        """Let ranks run out of batches at different steps inside.
+
+        Raises:
+            RuntimeError: The backend cannot; the message says what to do instead.
+        """
+        ...
+
     def applied(self) -> Mapping[str, object]:
         """What is in force, read back from the live objects, for the effective plan."""
         ...

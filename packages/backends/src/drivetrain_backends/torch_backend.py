@@ -1,7 +1,7 @@
 """The backend around torch's own autograd: pairing and bookkeeping; how a model is wrapped is left open."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from drivetrain_backends.optimizer import PreparedOptimizer
 from drivetrain_backends.pairing import owners
 from drivetrain_backends.prepared import TorchPrepared
 from drivetrain_backends.scheduler import PreparedScheduler, Scheduler
-from drivetrain_precision import LossScaler, Policy, PrecisionSettings
+from drivetrain_precision import LossScaler, Policy
 from drivetrain_state import Context
 
 
@@ -26,7 +26,6 @@ class TorchBackend:
         policy: The precision that models compute in.
         window: The accumulation window; the caller begins its micro-batches.
         settings: The backend's own section.
-        precision: How fp16's loss scale moves.
     """
 
     settings_section: ClassVar[str | None] = None
@@ -39,7 +38,6 @@ class TorchBackend:
         *,
         window: AccumulationWindow,
         settings: Any = None,
-        precision: PrecisionSettings | None = None,
     ) -> None:
         self.context = context
         self.policy = policy
@@ -47,7 +45,7 @@ class TorchBackend:
         self.settings = (
             settings if settings is not None or self.settings_type is None else self.settings_type()
         )
-        self.scaler = LossScaler(context.device, precision) if policy.needs_scaler else None
+        self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
         self._prepared: list[TorchPrepared] = []
         self._record = BackwardRecord()
 
@@ -94,6 +92,11 @@ class TorchBackend:
         for prepared in others:
             prepared.normalizer.note("mean")
         trained.backward(loss, count=count)
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
+        """Nothing to do on one device; see `Backend.join`."""
+        del models
+        return nullcontext()
 
     def applied(self) -> Mapping[str, object]:
         """What is in force, read back from the prepared models."""

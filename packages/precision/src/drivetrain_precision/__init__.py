@@ -8,7 +8,7 @@ raises with what the device can do instead; nothing falls back in silence. `auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_precision.autocast import autocast as autocast
+    from drivetrain_precision.casting import autocast as autocast
     from drivetrain_precision.errors import PrecisionError as PrecisionError
     from drivetrain_precision.policy import Policy as Policy
     from drivetrain_precision.policy import choose_policy as choose_policy
@@ -23,7 +23,7 @@ _ROOMS = {
     "PrecisionError": "errors",
     "PrecisionSettings": "settings",
     "Support": "support",
-    "autocast": "autocast",
+    "autocast": "casting",
     "choose_policy": "policy",
     "supported_modes": "support",
 }

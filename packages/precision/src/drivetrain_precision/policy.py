@@ -6,6 +6,7 @@ from typing import get_args
 import torch
 
 from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.settings import PrecisionSettings
 from drivetrain_precision.support import Mode, supported_modes
 
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -18,22 +19,23 @@ class Policy:
     Attributes:
         mode: The precision that is applied: "no" (fp32), "fp16" or "bf16".
         autocast_dtype: The dtype matrix products run in under autocast; None without autocast.
-        needs_scaler: Whether the loss must be scaled, as fp16's narrow exponent demands.
+        scaling: How the loss scale moves, as fp16's narrow exponent demands one; None without one.
         reason: One sentence for the effective plan.
     """
 
     mode: Mode
     autocast_dtype: torch.dtype | None
-    needs_scaler: bool
+    scaling: PrecisionSettings | None
     reason: str
 
 
-def choose_policy(mode: str, device: torch.device) -> Policy:
+def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings | None = None) -> Policy:
     """Choose the precision for `device`.
 
     Args:
         mode: "no" for fp32, "fp16", "bf16", or "auto": bf16 where the hardware computes in it, else fp16, else fp32.
         device: The device that training runs on.
+        settings: How fp16's loss scale starts and moves.
 
     Returns:
         The policy; its `reason` says what was decided and why.
@@ -48,7 +50,9 @@ def choose_policy(mode: str, device: torch.device) -> Policy:
         passed_over = [
             f"{name}: {support[name].reason}" for name in ("bf16", "fp16") if support[name].level != "native"
         ]
-        return _policy(chosen, "; ".join([f"auto chose {chosen!r}: {support[chosen].reason}", *passed_over]))
+        return _policy(
+            chosen, settings, "; ".join([f"auto chose {chosen!r}: {support[chosen].reason}", *passed_over])
+        )
     if mode not in modes:
         raise PrecisionError(
             f"mixed_precision={mode!r}: must be one of {', '.join(map(repr, modes))} or 'auto'"
@@ -59,8 +63,9 @@ def choose_policy(mode: str, device: torch.device) -> Policy:
             f"mixed_precision={mode!r}: {device} cannot compute in it ({support[mode].reason}); "
             f"it can do {', '.join(map(repr, able))}, and 'auto' picks the best of these"
         )
-    return _policy(mode, support[mode].reason)
+    return _policy(mode, settings, support[mode].reason)
 
 
-def _policy(mode: Mode, reason: str) -> Policy:
-    return Policy(mode=mode, autocast_dtype=_DTYPES.get(mode), needs_scaler=mode == "fp16", reason=reason)
+def _policy(mode: Mode, settings: PrecisionSettings | None, reason: str) -> Policy:
+    scaling = (settings or PrecisionSettings()) if mode == "fp16" else None
+    return Policy(mode=mode, autocast_dtype=_DTYPES.get(mode), scaling=scaling, reason=reason)

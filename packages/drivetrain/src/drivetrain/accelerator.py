@@ -1,0 +1,400 @@
+"""The Accelerator: one object between a training loop and whatever it runs on.
+
+It decides nothing by itself: every method hands on to the part that does. `compose.py` builds the parts.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from torch import Tensor, nn
+
+from drivetrain import metrics, resume
+from drivetrain.accumulate import MicroBatch
+from drivetrain.compose import compose, read_layers
+from drivetrain.effective import plan_of, show_plan
+from drivetrain.plan import EffectivePlan
+from drivetrain.prepare import PreparedModels, prepare_objects
+from drivetrain.ranks import Ranks
+from drivetrain.settings import RunSettings
+from drivetrain_backends import (
+    AccumulationError,
+    Backend,
+    BackendRegistry,
+    restore_forward,
+)
+from drivetrain_config import Layers
+from drivetrain_data import DataSettings, Shard, ShardedLoader, shard_loader, skip_first_batches
+from drivetrain_memory import free_memory, profile
+from drivetrain_precision import autocast
+from drivetrain_state import ParallelDims, set_seed
+from drivetrain_tracking import Tracker
+
+
+class Accelerator(Ranks):
+    """Prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
+
+    Every argument may be left out; what is not said here is taken from the command line, the environment, a file, and
+    the default, in this order. Called on all ranks.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16", or "auto" for the best the device can do.
+        backend: A backend's name, a backend class, or "auto".
+        parallelism: How the ranks are split into dimensions; all data parallel by default.
+        gradient_accumulation_steps: Micro-batches in one optimizer step.
+        data: How loaders are sharded.
+        project_dir: Folder of checkpoints, logs and the effective plan.
+        log_with: Trackers to log to, such as ("jsonl",).
+        cpu: Train on the CPU even where an accelerator is present.
+        seed: Seed of every generator and of the data's order.
+        config: A YAML, TOML or JSON file of settings, or layers read before.
+        registry: Backends beside the installed ones, from `register_backend`.
+
+    Raises:
+        ConfigError: A setting is unknown or outside its range; the message says where it came from.
+        PrecisionError: The device cannot compute in the precision asked for.
+        UnknownBackendError: No such backend.
+    """
+
+    def __init__(
+        self,
+        *,
+        mixed_precision: Literal["no", "fp16", "bf16", "auto"] | None = None,
+        backend: str | type[Backend] | None = None,
+        parallelism: ParallelDims | None = None,
+        gradient_accumulation_steps: int | None = None,
+        data: DataSettings | Mapping[str, object] | None = None,
+        project_dir: Path | str | None = None,
+        log_with: Sequence[str] | str | None = None,
+        cpu: bool | None = None,
+        seed: int | None = None,
+        config: Path | str | Layers | None = None,
+        registry: BackendRegistry | None = None,
+    ) -> None:
+        backend_class = backend if isinstance(backend, type) else None
+        said = {
+            "mixed_precision": mixed_precision,
+            "backend": backend.__name__ if isinstance(backend, type) else backend,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "project_dir": None if project_dir is None else Path(project_dir),
+            "log_with": (log_with,) if isinstance(log_with, str) else log_with and tuple(log_with),
+            "cpu": cpu,
+            "seed": seed,
+        }
+        self._parts = compose(
+            run=said,
+            data=data,
+            parallelism=parallelism,
+            backend_class=backend_class,
+            registry=registry or BackendRegistry(),
+            layers=read_layers(config),
+        )
+        super().__init__(self._parts.context, self._parts.loaders)
+        self._prepared = PreparedModels()
+        self._loaders: list[ShardedLoader[Any]] = []
+        self._custom: dict[str, resume.Stateful] = {}
+        self._micro_batch = MicroBatch(self._parts.backend.window, self._parts.loaders)
+        self._plan_shown = False
+        if self.settings.seed is not None:
+            set_seed(self.settings.seed)
+
+    # What this process is
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings, resolved."""
+        return self._parts.resolved["run"].value
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision that is applied."""
+        return self._parts.policy.mode
+
+    @property
+    def plan(self) -> EffectivePlan:
+        """What was asked, what is applied, where each value came from; as of now.
+
+        Raises:
+            PlanMismatchError: Something applied differs from what was asked.
+        """
+        return plan_of(self._parts, self._loaders)
+
+    # Preparing
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare models, optimizers, schedulers and loaders. Called on all ranks with the same kinds of objects.
+
+        Args:
+            *objects: nn.Module, Optimizer, scheduler or DataLoader, in any order. A model and its optimizer may come
+                in one call, or the optimizer later.
+
+        Returns:
+            The prepared objects in the order given; the object itself for a single one.
+
+        Raises:
+            TypeError: An object is of no kind that can be prepared.
+            ValueError: An object is prepared already.
+            PairingError: An optimizer belongs to no prepared model, or a scheduler to no prepared optimizer.
+            PlanMismatchError: Something could not be applied as asked.
+        """
+        results, prepared, loaders = prepare_objects(objects, self._parts.backend, self._shard)
+        self._prepared.add(prepared)
+        self._loaders.extend(loaders)
+        plan = self.plan
+        if not self._plan_shown and self.is_main_process:
+            self._plan_shown = True
+            show_plan(plan, self.settings)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:
+        """The module as the user built it, with the trained parameters.
+
+        Args:
+            model: A prepared model; any other is returned as it is.
+            keep_autocast: Whether its forward goes on computing in the run's precision.
+        """
+        inner = next((one.unwrap() for one in self._prepared.all if one.model is model), model)
+        return inner if keep_autocast else restore_forward(inner)
+
+    def building(self) -> AbstractContextManager[None]:
+        """Inside, a model is constructed as the backend wants it, straight on its device."""
+        return self._parts.backend.building()
+
+    # The loop
+
+    def accumulate(self, *models: nn.Module) -> MicroBatch:
+        """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.
+
+        Args:
+            *models: The models trained in it; all prepared ones if none is given.
+
+        Returns:
+            A context. One serves every batch; it cannot be nested.
+
+        Raises:
+            RuntimeError: A micro-batch is open already.
+        """
+        micro_batch = self._micro_batch
+        if micro_batch.is_open:
+            raise AccumulationError("accumulate() inside accumulate(): one micro-batch is open already")
+        micro_batch.models = [self._prepared.of(model) for model in models] if models else self._prepared.all
+        return micro_batch
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch closes its window."""
+        return self._parts.backend.window.closing
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in one optimizer step."""
+        return self._parts.backend.window.num_micro_batches
+
+    @contextmanager
+    def no_sync(self, *models: nn.Module) -> Iterator[None]:
+        """Inside, gradients of the models (all by default) stay on their rank, as in DDP's context of that name."""
+        with ExitStack() as stack:
+            for prepared in [self._prepared.of(model) for model in models] or self._prepared.all:
+                stack.enter_context(prepared.no_sync())
+            yield
+
+    def backward(
+        self, loss: Tensor, *, count: Tensor | float | None = None, model: nn.Module | None = None
+    ) -> None:
+        """Add the gradients of a loss. Called on all ranks.
+
+        Args:
+            loss: Shape (). A mean over this rank's micro-batch; or, with `count`, a sum over `count` items of it.
+            count: The number of items the loss sums, as a number or a tensor of shape (). The window's gradient is
+                then that of the mean over all items of all ranks and micro-batches, however they are spread. A
+                second loss over the same items passes 0.
+            model: Which model the loss belongs to, where several are trained and one cannot tell.
+
+        Raises:
+            AccumulationError: Outside accumulate() while gradients are accumulated; a mean and a sum in one window;
+                or the loss's model is not known.
+        """
+        if not self._micro_batch.is_open and self.gradient_accumulation_steps > 1:
+            raise AccumulationError(
+                f"backward() outside accumulate() with gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}: which window it belongs to is not known; put the step into "
+                "`with accelerator.accumulate(model):`"
+            )
+        loader = self._parts.loaders.current
+        if loader is not None and loader.current is not None and not loader.current.even:
+            loss, count = metrics.weigh(loss, count, loader.current, self.process_index)
+        owner = self._parts.backend if model is None else self._prepared.of(model)
+        owner.backward(loss, count=count)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer's last step was left out because a gradient overflowed (fp16)."""
+        return any(optimizer.was_skipped for one in self._prepared.all for optimizer in one.optimizers)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip the gradients' global norm once the window is closed. Called on all ranks.
+
+        Returns:
+            The norm before clipping, shape (); None while the window is open.
+        """
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return self._prepared.holding(chosen).clip(chosen, norm=max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip each gradient element to [-clip_value, clip_value] once the window is closed. Called on all ranks."""
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._prepared.holding(chosen).clip(chosen, value=clip_value)
+
+    def autocast(self, *, enabled: bool = True) -> AbstractContextManager[object]:
+        """Compute in the run's precision inside, as prepared models do by themselves."""
+        return autocast(self._parts.policy, self.device, enabled=enabled)
+
+    def join_uneven_inputs(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
+        """Let ranks run out of batches at different steps, for loaders that were not prepared. Called on all ranks.
+
+        Raises:
+            RuntimeError: The backend cannot.
+        """
+        return self._parts.backend.join(models)
+
+    # Saving and resuming
+
+    def register_for_checkpointing(self, *objects: resume.Stateful, **named: resume.Stateful) -> None:
+        """Have objects with `state_dict` and `load_state_dict` saved and loaded with the rest.
+
+        Args:
+            *objects: Objects saved under their place in the order of registration.
+            **named: Objects saved under a name, which survives reordering.
+
+        Raises:
+            TypeError: An object lacks one of the two methods.
+            ValueError: A name is taken.
+        """
+        resume.register(self._custom, objects, named)
+
+    def save_state(self, output_dir: Path | str | None = None) -> Path:
+        """Save models, optimizers, schedulers, loader positions, generators and registered objects.
+
+        Called on all ranks, between accumulation windows.
+
+        Args:
+            output_dir: Folder of the checkpoints; `project_dir`/checkpoints by default.
+
+        Returns:
+            The folder of this checkpoint.
+
+        Raises:
+            RuntimeError: An accumulation window is open, whose gradients would be lost.
+            CheckpointError: The save failed on a rank; nothing was committed.
+        """
+        return resume.save(self._run_state(), self._parts.checkpointer(output_dir), plan=self.plan.as_dict())
+
+    def load_state(self, input_dir: Path | str | None = None) -> int:
+        """Take up a saved run, at this or another number of ranks. Called on all ranks, after `prepare`.
+
+        Args:
+            input_dir: A checkpoint's folder; the newest valid one of `project_dir`/checkpoints by default.
+
+        Returns:
+            The optimizer step it was saved at.
+        """
+        return resume.load(self._run_state(), self._parts.checkpointer(None), input_dir)
+
+    def skip_first_batches(self, dataloader: ShardedLoader[Any], num_batches: int = 0) -> Any:
+        """The rest of a loader's epoch, without reading what is skipped."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # Tracking
+
+    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
+        """Start the trackers of `log_with` on rank 0, with the run's configuration and effective plan."""
+        if self.is_main_process:
+            self._parts.trackers.start(project_name, {**(config or {}), "plan": self.plan.as_dict()})
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log values on rank 0.
+
+        Args:
+            values: Numbers, strings, or tensors of shape (), by name.
+            step: The optimizer step they belong to.
+        """
+        if self.is_main_process:
+            self._parts.trackers.log(values, step=step)
+
+    def get_tracker(self, name: str) -> Tracker:
+        """A tracker by its name in `log_with`.
+
+        Raises:
+            ValueError: It is not in use; the message lists those that are.
+        """
+        return self._parts.trackers.get(name)
+
+    def end_training(self) -> None:
+        """Finish the trackers, release the models, leave the process group. Called on all ranks."""
+        self._parts.trackers.finish()
+        self._parts.backend.close()
+        self._parts.context.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_training()
+
+    # Memory and time
+
+    def profile(self, directory: Path | str | None = None) -> AbstractContextManager[Any]:
+        """Profile the block; each rank writes a trace into `directory` (`project_dir`/profile by default)."""
+        chosen = (
+            Path(directory) if directory is not None else self._parts.project_dir("profile()") / "profile"
+        )
+        return profile(chosen, rank=self.process_index)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all that was prepared and hand cached memory back.
+
+        Returns:
+            One None for each object, to overwrite the caller's names with.
+        """
+        self._parts.backend.close()
+        self._prepared, self._loaders = PreparedModels(), []
+        free_memory()
+        return [None] * len(objects)
+
+    # Between the parts
+
+    def _shard(self, loader: Any) -> ShardedLoader[Any]:
+        data: DataSettings = self._parts.resolved["data"].value
+        index, count = self.context.data_shard
+        return shard_loader(
+            loader,
+            Shard(index, count),
+            device=self.device,
+            even=data.even,
+            split_batches=data.split_batches,
+            dispatch=data.dispatch,
+            group=self.context.group,
+            seed=data.seed,
+            non_blocking=data.non_blocking,
+            activity=self._parts.loaders,
+            on_batch=self._mark_batch,
+        )
+
+    def _mark_batch(self) -> None:
+        self.context.watch.mark("batch")
+
+    def _run_state(self) -> resume.RunState:
+        return resume.RunState(
+            context=self.context,
+            prepared=self._prepared.all,
+            backend=self._parts.backend,
+            loaders=self._loaders,
+            custom=self._custom,
+            seed=self.settings.seed or 0,
+        )

@@ -1,0 +1,138 @@
+"""Build the parts of an Accelerator from its settings: the one place where they meet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.settings import RunSettings
+from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings
+from drivetrain_config import Layers, Resolved, resolve
+from drivetrain_data import ActiveLoaders, DataSettings
+from drivetrain_precision import Policy, PrecisionSettings, choose_policy
+from drivetrain_state import Context, ParallelDims, StateSettings, connect
+from drivetrain_tracking import TrackerGroup, make_tracker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an Accelerator is made of.
+
+    Attributes:
+        resolved: Every section with its sources, by name.
+        context: Ranks, device, group.
+        policy: The precision.
+        backend: What trains the models.
+        loaders: Which loaders are being read.
+        trackers: Where values are logged.
+    """
+
+    resolved: Mapping[str, Resolved[Any]]
+    context: Context
+    policy: Policy
+    backend: Backend
+    loaders: ActiveLoaders
+    trackers: TrackerGroup
+
+    def project_dir(self, what: str) -> Path:
+        """The folder of the run.
+
+        Raises:
+            ValueError: None is set; the message says for what one is needed.
+        """
+        directory = self.resolved["run"].value.project_dir
+        if directory is None:
+            raise ValueError(f"{what} needs a folder: pass one, or set project_dir= of the Accelerator")
+        return directory
+
+    def checkpointer(self, directory: Path | str | None) -> Checkpointer:
+        """What saves into and loads from a folder of checkpoints; by default the project's."""
+        chosen = (
+            self.project_dir("saving and loading") / "checkpoints" if directory is None else Path(directory)
+        )
+        return Checkpointer(self.context, chosen, settings=self.resolved["checkpoint"].value)
+
+
+def read_layers(config: Path | str | Layers | None) -> Layers:
+    """The settings from outside the program; a file given in code stands in for one given to the launcher."""
+    if isinstance(config, Layers):
+        return config
+    return Layers.of_process(file=None if config is None else Path(config))
+
+
+def compose(
+    *,
+    run: Mapping[str, object | None],
+    data: DataSettings | Mapping[str, object] | None,
+    parallelism: ParallelDims | None,
+    backend_class: type[Backend] | None,
+    registry: BackendRegistry,
+    layers: Layers,
+) -> Parts:
+    """Resolve every section and build the parts. Called on all ranks.
+
+    Args:
+        run: The run section's fields as given in code; None means not said.
+        data: The data section as given in code.
+        parallelism: How ranks are split into dimensions.
+        backend_class: A backend class given in code, in place of a name.
+        registry: Where a backend's name is looked up.
+        layers: The settings from outside the program.
+
+    Raises:
+        ConfigError: A setting is unknown or outside its range; the message says where it came from.
+    """
+    resolved: dict[str, Resolved[Any]] = {"run": resolve(RunSettings, section="run", code=run, layers=layers)}
+    settings: RunSettings = resolved["run"].value
+    code: dict[str, Mapping[str, object | None]] = {
+        "state": {"device": "cpu"} if settings.cpu else {},
+        "precision": {},
+        "data": {"seed": settings.seed, **_as_mapping(data)},
+        "checkpoint": {},
+    }
+    types = {"state": StateSettings, "precision": PrecisionSettings, "data": DataSettings}
+    types["checkpoint"] = CheckpointSettings
+    for section, kind in types.items():
+        resolved[section] = resolve(kind, section=section, code=code[section], layers=layers)
+    context = connect(resolved["state"].value, parallelism=parallelism)
+    policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
+    chosen = backend_class or registry.get(_backend_name(settings.backend, context))
+    if chosen.settings_section is not None:
+        section = chosen.settings_section
+        resolved[section] = resolve(chosen.settings_type, section=section, layers=layers)
+    window = AccumulationWindow(settings.gradient_accumulation_steps)
+    backend = chosen(
+        context,
+        policy,
+        window=window,
+        settings=None if chosen.settings_section is None else resolved[chosen.settings_section].value,
+    )
+    return Parts(
+        resolved=resolved,
+        context=context,
+        policy=policy,
+        backend=backend,
+        loaders=ActiveLoaders(),
+        trackers=TrackerGroup([make_tracker(name, _directory(settings)) for name in settings.log_with]),
+    )
+
+
+def _backend_name(name: str, context: Context) -> str:
+    if name != "auto":
+        return name
+    return "single" if context.topology.world_size == 1 else "ddp"
+
+
+def _directory(settings: RunSettings) -> Path:
+    assert settings.project_dir is not None  # RunSettings refuses log_with without it
+    return settings.project_dir
+
+
+def _as_mapping(section: object) -> Mapping[str, object]:
+    if section is None:
+        return {}
+    if isinstance(section, Mapping):
+        return section
+    assert is_dataclass(section)
+    return {field.name: getattr(section, field.name) for field in fields(section)}

@@ -1,0 +1,42 @@
+"""The plan of a live run: read back from its parts, shown and stored once."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.compose import Parts
+from drivetrain.plan import EffectivePlan, make_plan
+from drivetrain.settings import RunSettings
+from drivetrain_data import ShardedLoader
+
+
+def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePlan:
+    """Read back what is in force and hold it against what was asked.
+
+    Raises:
+        PlanMismatchError: Something applied differs from what was asked.
+    """
+    settings: RunSettings = parts.resolved["run"].value
+    applied = parts.backend.applied()
+    sections = {"run": applied}
+    if parts.backend.settings_section is not None:
+        sections[parts.backend.settings_section] = applied
+    reasons = {"run.mixed_precision": parts.policy.reason} if settings.mixed_precision == "auto" else {}
+    topology = parts.context.topology
+    facts = {
+        "processes": f"{topology.world_size} on {topology.num_nodes} node(s)",
+        "device": str(parts.context.device),
+        "backend": type(parts.backend).__name__,
+        **{f"data order {i}": loader.order_source for i, loader in enumerate(loaders)},
+    }
+    return make_plan(parts.resolved, sections, reasons=reasons, facts=facts)
+
+
+def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:
+    """Print the plan to standard error and store it as plan.json in the project's folder. Called on rank 0."""
+    if settings.show_plan:
+        sys.stderr.write(f"{plan}\n")
+    if settings.project_dir is not None:
+        settings.project_dir.mkdir(parents=True, exist_ok=True)
+        (settings.project_dir / "plan.json").write_text(json.dumps(plan.as_dict(), indent=2) + "\n")

@@ -1,0 +1,138 @@
+"""The effective plan of a run: what was asked, what is applied, and where each value came from.
+
+What is applied is read back from the live objects (the DDP wrapper, the device, the policy), so that a setting which
+was dropped on the way shows, and is an error.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from drivetrain_config import Resolved
+
+
+class PlanMismatchError(RuntimeError):
+    """What is applied differs from what was asked, and nobody asked for the difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One setting.
+
+    Attributes:
+        setting: "section.field".
+        asked: The resolved value.
+        applied: What is in force; the asked value where nothing can be read back.
+        source: Where the asked value came from.
+        reason: Why another value is applied, where asking left the choice open ("auto").
+    """
+
+    setting: str
+    asked: Any
+    applied: Any
+    source: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectivePlan:
+    """Every setting of a run, and the facts it runs on.
+
+    Attributes:
+        rows: The settings, section by section.
+        facts: What is no setting: world size, device, where the data's order comes from.
+    """
+
+    rows: tuple[PlanRow, ...]
+    facts: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan in plain values, for plan.json, manifests and trackers."""
+        rows = {
+            row.setting: {k: _plain(v) for k, v in asdict(row).items() if k != "setting"} for row in self.rows
+        }
+        return {"settings": rows, "facts": {name: _plain(value) for name, value in self.facts.items()}}
+
+    def __str__(self) -> str:
+        shown = [row for row in self.rows if row.source != "default" or row.asked != row.applied]
+        table = [("setting", "asked", "applied", "from")]
+        table += [(r.setting, _short(r.asked), _short(r.applied), r.source) for r in shown]
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines = ["effective plan (what is not listed stands at its default)"]
+        lines += [f"  {name}: {_short(value)}" for name, value in self.facts.items()]
+        lines += [
+            "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+        lines += [f"  {row.setting}: {row.reason}" for row in shown if row.reason]
+        return "\n".join(lines)
+
+
+def make_plan(
+    resolved: Mapping[str, Resolved[Any]],
+    applied: Mapping[str, Mapping[str, object]],
+    *,
+    reasons: Mapping[str, str],
+    facts: Mapping[str, Any],
+) -> EffectivePlan:
+    """Hold what was asked against what is applied.
+
+    Args:
+        resolved: The resolved sections by name.
+        applied: For each section the values read back from live objects, by field; others are taken as asked.
+        reasons: Settings ("section.field") whose asked value left the choice open, with why the applied one was
+            chosen.
+        facts: What else the plan shows.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanMismatchError: An applied value differs from the asked one without a reason; the message lists all.
+    """
+    rows = [
+        row
+        for section, value in resolved.items()
+        for row in _rows(section, value, applied.get(section, {}), reasons)
+    ]
+    odd = [row for row in rows if row.applied != row.asked and not row.reason]
+    if odd:
+        listed = "; ".join(
+            f"{row.setting}: asked {row.asked!r} ({row.source}), applied {row.applied!r}" for row in odd
+        )
+        raise PlanMismatchError(
+            f"what was asked is not what is applied: {listed}. Ask for what is possible instead"
+        )
+    return EffectivePlan(rows=tuple(rows), facts=facts)
+
+
+def _rows(
+    section: str, value: Resolved[Any], applied: Mapping[str, object], reasons: Mapping[str, str]
+) -> Iterable[PlanRow]:
+    for field in fields(value.value):
+        if field.metadata.get("secret"):
+            continue
+        setting = f"{section}.{field.name}"
+        asked = getattr(value.value, field.name)
+        source = value.sources[field.name]
+        yield PlanRow(
+            setting=setting,
+            asked=asked,
+            applied=applied.get(field.name, asked),
+            source=source.kind if source.kind == "default" else f"{source.kind}: {source.where}",
+            reason=reasons.get(setting, ""),
+        )
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return str(value)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,127 @@
+"""Sort what a user hands to `prepare`, have each kind prepared by its owner, and give it back in order."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from drivetrain_backends import Backend, Prepared, PreparedOptimizer, PreparedScheduler, Scheduler
+from drivetrain_data import ShardedLoader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sorted:
+    """The objects of a `prepare` call by kind, each list in the order of the call."""
+
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    schedulers: list[Scheduler]
+    loaders: list[Any]
+
+
+def sort_objects(objects: Sequence[object]) -> Sorted:
+    """Sort objects by kind.
+
+    Raises:
+        TypeError: An object is of no kind that can be prepared; the message gives its place and type.
+        ValueError: An object is prepared already, or comes twice.
+    """
+    found = Sorted(models=[], optimizers=[], schedulers=[], loaders=[])
+    for place, obj in enumerate(objects):
+        if isinstance(obj, (PreparedOptimizer, PreparedScheduler, ShardedLoader)):
+            raise ValueError(f"prepare(): argument {place} is a {type(obj).__name__} and prepared already")
+        if any(obj is earlier for earlier in objects[:place]):
+            raise ValueError(f"prepare(): argument {place} ({type(obj).__name__}) comes twice")
+        _list_for(obj, found, place).append(obj)
+    return found
+
+
+def prepare_objects(
+    objects: Sequence[object], backend: Backend, shard: Callable[[Any], ShardedLoader[Any]]
+) -> tuple[list[object], tuple[Prepared, ...], list[ShardedLoader[Any]]]:
+    """Prepare objects and put the results where the originals stood.
+
+    Args:
+        objects: Models, optimizers, schedulers and loaders, in any order.
+        backend: Prepares models together with what trains them.
+        shard: Prepares a loader.
+
+    Returns:
+        The prepared objects in the order given, the models with what trains them, and the loaders.
+    """
+    found = sort_objects(objects)
+    # Loaders first: they cannot fail half-way, and a bad one must not leave models changed.
+    loaders = [shard(loader) for loader in found.loaders]
+    prepared = backend.prepare(found.models, found.optimizers, found.schedulers)
+    replaced: dict[int, object] = {id(old): new for old, new in zip(found.loaders, loaders, strict=True)}
+    for one in prepared:
+        replaced[id(one.unwrap())] = one.model
+        replaced |= {id(optimizer.optimizer): optimizer for optimizer in one.optimizers}
+        replaced |= {id(scheduler.scheduler): scheduler for scheduler in one.schedulers}
+    return [replaced[id(obj)] for obj in objects], prepared, loaders
+
+
+def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:
+    if isinstance(obj, nn.Module):
+        return found.models
+    if isinstance(obj, Optimizer):
+        return found.optimizers
+    if isinstance(obj, DataLoader):
+        return found.loaders
+    if isinstance(obj, Scheduler):
+        return found.schedulers
+    if hasattr(obj, "__iter__") and hasattr(obj, "dataset"):
+        return found.loaders
+    raise TypeError(
+        f"prepare(): argument {place} is of type {type(obj).__name__}, which cannot be prepared; allowed are "
+        "nn.Module, Optimizer, DataLoader (or any iterable with a .dataset) and a scheduler with .optimizer, "
+        "step, state_dict and load_state_dict. Leave other objects out, and register what must be saved with "
+        "register_for_checkpointing"
+    )
+
+
+class PreparedModels:
+    """The models an Accelerator has prepared, found again by what a user holds in hand.
+
+    Attributes:
+        all: Every one, in the order they were prepared.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Prepared] = []
+
+    def add(self, prepared: Sequence[Prepared]) -> None:
+        """Add those that are new."""
+        self.all.extend(one for one in prepared if one not in self.all)
+
+    def of(self, model: nn.Module) -> Prepared:
+        """Find a model by what `prepare` returned, or by the user's own module.
+
+        Raises:
+            ValueError: It was not prepared here.
+        """
+        for one in self.all:
+            if one.model is model or one.unwrap() is model:
+                return one
+        raise ValueError(
+            f"{type(model).__name__} was not prepared by this Accelerator; pass it to prepare() first, and then "
+            "what prepare() returned"
+        )
+
+    def holding(self, parameters: Sequence[Tensor]) -> Prepared:
+        """Find the model that parameters belong to, by the first of them.
+
+        Raises:
+            ValueError: There are none, or they belong to no prepared model.
+        """
+        if len(self.all) == 1:
+            return self.all[0]
+        for one in self.all:
+            if parameters and any(parameters[0] is parameter for parameter in one.unwrap().parameters()):
+                return one
+        raise ValueError(
+            f"the {len(parameters)} parameters to clip belong to no prepared model; pass model.parameters() of one"
+        )

@@ -1,0 +1,59 @@
+"""The `run` section: what a training run is, whatever it runs on."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What every run decides: precision, backend, accumulation, seed, where results go."""
+
+    mixed_precision: Literal["no", "fp16", "bf16", "auto"] = field(
+        default="no",
+        metadata={
+            "help": "what forward and backward compute in: fp32, fp16, bf16, or the best the device can do"
+        },
+    )
+    backend: str = field(
+        default="auto",
+        metadata={
+            "help": "how models are trained: single, ddp, an installed backend; auto: ddp on several processes"
+        },
+    )
+    gradient_accumulation_steps: int = field(
+        default=1, metadata={"help": "micro-batches in one optimizer step"}
+    )
+    cpu: bool = field(
+        default=False, metadata={"help": "train on the CPU even where an accelerator is present"}
+    )
+    seed: int | None = field(
+        default=None, metadata={"help": "seed of every random number generator and of the data's order"}
+    )
+    project_dir: Path | None = field(
+        default=None, metadata={"help": "folder of checkpoints, logs and the effective plan"}
+    )
+    log_with: tuple[str, ...] = field(default=(), metadata={"help": "trackers to log to, such as jsonl"})
+    show_plan: bool = field(
+        default=True, metadata={"help": "print the effective plan on rank 0 when training starts"}
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A value is outside its range; the message begins with the field's name.
+        """
+        modes = ("no", "fp16", "bf16", "auto")
+        if self.mixed_precision not in modes:
+            raise ValueError(f"mixed_precision={self.mixed_precision!r}: must be one of {', '.join(modes)}")
+        if self.gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: must be at least 1 micro-batch"
+            )
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed!r}: must lie between 0 and 2**63 - 1")
+        if self.log_with and self.project_dir is None:
+            raise ValueError(
+                f"log_with={self.log_with!r}: a tracker writes into project_dir, which is not set; give both"
+            )

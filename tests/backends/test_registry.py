@@ -1,0 +1,29 @@
+import pytest
+
+from drivetrain_backends import (
+    BackendRegistry,
+    DDPBackend,
+    SingleBackend,
+    UnknownBackendError,
+    register_backend,
+)
+
+
+def test_the_installed_backends_are_found_by_name() -> None:
+    assert BackendRegistry().get("single") is SingleBackend
+    assert BackendRegistry().get("ddp") is DDPBackend
+
+
+def test_a_backend_is_added_without_changing_anything_elsewhere() -> None:
+    class Mine(SingleBackend):
+        pass
+
+    registry = register_backend("mine", Mine)
+    assert registry.get("mine") is Mine
+    assert "mine" in registry.names()
+    assert "mine" not in BackendRegistry().names()
+
+
+def test_an_unknown_backend_lists_those_there_are() -> None:
+    with pytest.raises(UnknownBackendError, match="backend='dpp': must be 'auto' or one of 'ddp', 'single'"):
+        BackendRegistry().get("dpp")

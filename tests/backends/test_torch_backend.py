@@ -1,0 +1,161 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+from drivetrain_backends import AccumulationError, AccumulationWindow, PairingError, SingleBackend
+from drivetrain_precision import PrecisionSettings, choose_policy
+from drivetrain_state import StateSettings, connect
+
+
+def backend(
+    mode: str = "no", accumulation: int = 1, settings: PrecisionSettings | None = None
+) -> SingleBackend:
+    context = connect(StateSettings(device="cpu"))
+    policy = choose_policy(mode, context.device, settings)
+    return SingleBackend(context, policy, window=AccumulationWindow(accumulation))
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(2, 1)
+
+
+def test_an_optimizer_prepared_after_its_model_is_paired() -> None:
+    model, single = linear(), backend()
+    (first,) = single.prepare([model], [], [])
+    (again,) = single.prepare([], [SGD(model.parameters())], [])
+    assert again is first
+    assert len(first.optimizers) == 1
+
+
+def test_an_optimizer_of_another_model_is_refused_and_nothing_changed() -> None:
+    model = linear()
+    with pytest.raises(PairingError, match="belongs to no prepared model"):
+        backend().prepare([model], [SGD(linear().parameters())], [])
+    assert type(model) is nn.Linear
+
+
+def test_a_scheduler_of_an_unprepared_optimizer_is_refused() -> None:
+    model = linear()
+    with pytest.raises(PairingError, match="StepLR: its optimizer is not prepared"):
+        backend().prepare([model], [], [StepLR(SGD(model.parameters()), 1)])
+
+
+def test_a_model_is_prepared_once() -> None:
+    model, single = linear(), backend()
+    single.prepare([model], [], [])
+    with pytest.raises(ValueError, match="Linear is prepared already"):
+        single.prepare([model], [], [])
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale_for_the_next() -> None:
+    model, single = linear(), backend("fp16", settings=PrecisionSettings(initial_scale=16.0))
+    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    (optimizer,) = prepared.optimizers
+    before = model.weight.detach().clone()
+    prepared.backward(model(torch.ones(1, 2)).sum() * float("inf"))
+    optimizer.step()
+    assert optimizer.was_skipped
+    assert optimizer.num_steps == 0
+    assert torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    prepared.backward(model(torch.ones(1, 2)).float().sum())
+    assert single.state_dict()["scaler"]["scale"] == 8.0
+    optimizer.step()
+    assert not optimizer.was_skipped
+    torch.testing.assert_close(model.weight, before - 0.1)
+
+
+def test_skipped_steps_do_not_advance_the_scheduler() -> None:
+    model, single = linear(), backend("fp16")
+    optimizer = SGD(model.parameters(), lr=1.0)
+    (prepared,) = single.prepare([model], [optimizer], [StepLR(optimizer, 1, gamma=0.5)])
+    for factor in (float("inf"), 1.0, float("nan"), 1.0):
+        prepared.backward(model(torch.ones(1, 2)).float().sum() * factor)
+        prepared.optimizers[0].step()
+        prepared.schedulers[0].step()
+        prepared.optimizers[0].zero_grad()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_fp16_accumulation_with_counts_equals_fp32_of_the_same_forward() -> None:
+    weights = []
+    for mode in ("no", "fp16"):
+        model, single = linear(), backend(mode, accumulation=3)
+        (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        for i in range(9):
+            single.window.begin()
+            x = torch.full((i + 1, 2), 0.25 * i)
+            prepared.backward(model(x).float().square().sum(), count=i + 1)
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+        weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1], rtol=5e-3, atol=5e-4)
+
+
+def test_zero_grad_without_a_step_forgets_the_discarded_count() -> None:
+    model, single = linear(), backend()
+    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    (optimizer,) = prepared.optimizers
+    before = model.bias.item()
+    prepared.backward(model(torch.ones(10, 2)).sum(), count=10)
+    optimizer.zero_grad()  # the batch is thrown away
+    prepared.backward(model(torch.ones(5, 2)).sum(), count=5)
+    optimizer.step()
+    assert model.bias.item() == pytest.approx(before - 0.1)
+
+
+def test_two_trained_models_need_to_know_whose_items_are_counted() -> None:
+    models, single = [linear(), linear()], backend()
+    first, _ = single.prepare(models, [SGD(model.parameters()) for model in models], [])
+    loss = models[0](torch.ones(1, 2)).sum()
+    with pytest.raises(AccumulationError, match="say with model= whose items are counted"):
+        single.backward(loss, count=1)
+    first.backward(loss, count=1)
+    assert models[0].weight.grad is not None
+
+
+def test_backward_without_a_model_is_refused() -> None:
+    with pytest.raises(AccumulationError, match=r"before prepare\(model\)"):
+        backend().backward(torch.ones((), requires_grad=True))
+
+
+def test_clipping_wants_a_norm_or_a_value() -> None:
+    single = backend()
+    (prepared,) = single.prepare([linear()], [], [])
+    with pytest.raises(ValueError, match="give one of the two"):
+        prepared.clip(norm=1.0, value=1.0)
+
+
+def test_an_optimizer_step_with_a_closure_is_refused() -> None:
+    model, single = linear(), backend()
+    (prepared,) = single.prepare([model], [SGD(model.parameters())], [])
+    with pytest.raises(ValueError, match="a closure computes gradients outside"):
+        prepared.optimizers[0].step(lambda: 0.0)
+
+
+def test_a_scheduler_built_on_the_prepared_optimizer_works() -> None:
+    model, single = linear(), backend()
+    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+    scheduler = StepLR(prepared.optimizers[0], 1, gamma=0.5)
+    (prepared,) = single.prepare([], [], [scheduler])
+    prepared.backward(model(torch.ones(1, 2)).sum())
+    prepared.optimizers[0].step()
+    prepared.schedulers[0].step()
+    assert prepared.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+def test_loading_a_checkpoint_of_another_precision_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="saved with fp16 loss scaling, and this run has mixed_precision='no'"
+    ):
+        backend().load_state_dict({"scaler": {"scale": 2.0, "growth_tracker": 0}})
+
+
+def test_closing_gives_the_models_back() -> None:
+    model, single = linear(), backend("bf16")
+    single.prepare([model], [], [])
+    single.close()
+    assert type(model) is nn.Linear
