@@ -1,0 +1,126 @@
+"""Every check of the repository behind one command: `uv run python tools/check.py [NAME ...]`.
+
+Without a name the fast checks run. `--list` says what each one looks at. `alone` takes packages' names too:
+`tools/check.py alone state data`. The exit code is 1 if anything was found.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from checks import alone, floors, lint, oldest, site, sizes, suite, types
+from checks.findings import Finding
+from checks.workspace import read_packages
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A check that can be asked for by name; `run` takes the repository's root."""
+
+    name: str
+    run: Callable[[Path], list[Finding]]
+    looks_at: str
+    slow: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a check found, and how long it took."""
+
+    check: Check
+    findings: tuple[Finding, ...]
+    seconds: float
+
+
+CHECKS = (
+    Check(name="lint", run=lint.check, looks_at="ruff's rules and formatting"),
+    Check(name="types", run=types.check, looks_at="pyright, strict"),
+    Check(name="floors", run=floors.check, looks_at="imports point down the floors of docs/design.md only"),
+    Check(name="sizes", run=sizes.check, looks_at="lengths and names of rooms, and what a room never does"),
+    Check(name="docs", run=site.check, looks_at="the site builds without a warning, every code block runs"),
+    Check(name="test", run=suite.check, looks_at="the README's test command", slow=True),
+    Check(
+        name="alone",
+        run=alone.check,
+        looks_at="each package's tests with only its wheel installed",
+        slow=True,
+    ),
+    Check(
+        name="oldest", run=oldest.check, looks_at="the fast tests on the oldest torch we support", slow=True
+    ),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the checks that are asked for and print one table."""
+    parser = argparse.ArgumentParser(prog="tools/check.py", description="Check the repository.")
+    parser.add_argument("names", nargs="*", help="checks to run; after `alone`, packages to try")
+    parser.add_argument("--list", action="store_true", help="say what each check looks at")
+    options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(_described(check) for check in CHECKS))
+        return 0
+    try:
+        chosen = choose(options.names, known_packages=tuple(read_packages(ROOT)))
+    except ValueError as error:
+        parser.error(str(error))
+    outcomes = [_run(check) for check in chosen]
+    print(report(outcomes))
+    return 1 if any(outcome.findings for outcome in outcomes) else 0
+
+
+def choose(names: Sequence[str], *, known_packages: Sequence[str]) -> tuple[Check, ...]:
+    """The checks that the words of the command line ask for, in the order of CHECKS.
+
+    Words that name packages narrow `alone` down to these.
+
+    Raises:
+        ValueError: A word is neither, or packages are named without `alone`.
+    """
+    by_name = {check.name: check for check in CHECKS}
+    packages = tuple(name for name in names if name in known_packages)
+    unknown = [name for name in names if name not in by_name and name not in packages]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no check; there are {', '.join(by_name)}")
+    if packages and "alone" not in names:
+        raise ValueError(f"{packages[0]!r} is a package, which only `alone` takes")
+    if not names:
+        return tuple(check for check in CHECKS if not check.slow)
+    by_name["alone"] = replace(by_name["alone"], run=partial(alone.check, packages=packages))
+    return tuple(check for name, check in by_name.items() if name in names)
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """Every finding under its check's name, then the table of checks."""
+    lines: list[str] = []
+    for outcome in outcomes:
+        if outcome.findings:
+            lines += [f"\n{outcome.check.name}", *(f"  {finding}" for finding in outcome.findings)]
+    lines += ["", f"{'check':<8} {'result':<14} {'seconds':>8}"]
+    lines += [f"{o.check.name:<8} {_result(len(o.findings)):<14} {o.seconds:>8.1f}" for o in outcomes]
+    return "\n".join(lines)
+
+
+def _run(check: Check) -> Outcome:
+    print(f"{check.name}: {check.looks_at} ...", flush=True)
+    start = time.perf_counter()
+    findings = tuple(check.run(ROOT))
+    return Outcome(check=check, findings=findings, seconds=time.perf_counter() - start)
+
+
+def _result(count: int) -> str:
+    return {0: "ok", 1: "1 finding"}.get(count, f"{count} findings")
+
+
+def _described(check: Check) -> str:
+    return f"{check.name:<8} {check.looks_at}{' (slow: asked for by name)' if check.slow else ''}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What `tools/check.py` runs: one room a check, each a function from the repository's root to its findings."""

@@ -1,0 +1,61 @@
+"""Each package installed alone from its wheel, as a user gets it; a shared environment hides an undeclared import."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from checks.commands import shown
+from checks.environments import (
+    TEST_TOOLS,
+    build_wheels,
+    fresh_environment,
+    install,
+    locked_versions,
+    requirements_of,
+)
+from checks.findings import Finding
+from checks.workspace import Package, read_packages, siblings
+
+
+def check(root: Path, packages: tuple[str, ...] = ()) -> list[Finding]:
+    """Run each package's tests, and its README's code, with nothing installed but what it declares.
+
+    Args:
+        root: The repository.
+        packages: The packages to try, by folder name; all of them if none is named.
+    """
+    known = read_packages(root)
+    build = root / "build" / "alone"
+    wheels = build_wheels(root, build / "wheels")
+    constraints = locked_versions(root, build / "constraints.txt")
+    found: list[Finding] = []
+    for name in packages or tuple(known):
+        found += _try_alone(root, known[name], known, wheels, constraints)
+    shutil.rmtree(build / "environment", ignore_errors=True)
+    return found
+
+
+def _try_alone(
+    root: Path, package: Package, known: dict[str, Package], wheels: dict[str, Path], constraints: Path
+) -> list[Finding]:
+    where = f"{package.name} alone"
+    tests = [
+        page
+        for page in (f"tests/{package.name}", f"packages/{package.name}/README.md")
+        if (root / page).exists()
+    ]
+    if f"tests/{package.name}" not in tests:
+        return [Finding(where=where, message=f"no tests/{package.name}: a package has tests of its own")]
+    environment = fresh_environment(constraints.parent / "environment")
+    requirements = requirements_of(package, siblings(package, known), wheels)
+    try:
+        install(environment, [*requirements, *TEST_TOOLS, *_numpy(package)], constraints=constraints)
+    except subprocess.CalledProcessError as error:
+        return [Finding(where=where, message=f"does not install: uv ended with exit code {error.returncode}")]
+    command = [str(environment.scripts / "pytest"), "-q", "-p", "no:cacheprovider", *tests]
+    return shown(where, command, cwd=root, timeout_seconds=1200, environment=environment.variables())
+
+
+def _numpy(package: Package) -> tuple[str, ...]:
+    """The tests of a package that needs torch may use numpy, which torch takes where it finds it."""
+    return ("numpy",) if "torch" in package.dependencies else ()

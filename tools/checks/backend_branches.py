@@ -1,0 +1,87 @@
+"""No branch on a training backend's name or type outside the backend's own file: that is what the protocol is for."""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from checks.findings import Finding
+from checks.sources import Source
+from checks.workspace import Package
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A backend as its entry point tells: its name, its class's name, and the module that is its own."""
+
+    name: str
+    class_name: str
+    module_path: str
+
+
+def registered_backends(packages: Iterable[Package]) -> list[Registered]:
+    """Every backend that a package of the workspace registers."""
+    points = [point for package in packages for point in package.backends.items()]
+    return [
+        Registered(
+            name=name, class_name=target.partition(":")[2], module_path=_path(target.partition(":")[0])
+        )
+        for name, target in points
+    ]
+
+
+def backend_branches(sources: Iterable[Source], packages: Iterable[Package]) -> list[Finding]:
+    """Comparisons with a backend's name, and type tests for its class, outside its own file."""
+    backends = registered_backends(packages)
+    found: list[Finding] = []
+    for source in sources:
+        foreign = [backend for backend in backends if not _owns(backend, source)]
+        names = {backend.name: backend for backend in foreign}
+        classes = {backend.class_name: backend for backend in foreign}
+        for node in ast.walk(source.tree):
+            for backend in [*_named(node, names), *_typed(node, classes)]:
+                message = (
+                    f"branches on the backend {backend.name!r}: let the Backend protocol carry the difference"
+                )
+                found.append(source.finding(node, message))
+    return found
+
+
+def _path(module: str) -> str:
+    return "/src/" + module.replace(".", "/")
+
+
+def _owns(backend: Registered, source: Source) -> bool:
+    inside = source.path.removesuffix(".py").removesuffix("/__init__")
+    return inside.endswith(backend.module_path) or f"{backend.module_path}/" in source.path
+
+
+def _named(node: ast.AST, names: Mapping[str, Registered]) -> Iterator[Registered]:
+    match node:
+        case ast.Compare(left=left, comparators=comparators):
+            sides = [left, *comparators]
+        case ast.Match(subject=subject, cases=cases):
+            patterns = [part for case in cases for part in ast.walk(case.pattern)]
+            sides = [subject, *(part.value for part in patterns if isinstance(part, ast.MatchValue))]
+        case _:
+            return
+    # device.type == "xla" asks what a device is; torch's devices and our backends may share a name.
+    if any("device" in ast.unparse(side) for side in sides):
+        return
+    constants = [part.value for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)]
+    yield from (names[value] for value in constants if isinstance(value, str) and value in names)
+
+
+def _typed(node: ast.AST, classes: Mapping[str, Registered]) -> Iterator[Registered]:
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, wanted]):
+            parts = list(ast.walk(wanted))
+        case ast.Compare(ops=[ast.Is() | ast.IsNot() | ast.Eq() | ast.NotEq()], comparators=[wanted]):
+            parts = [wanted]
+        case ast.match_case(pattern=pattern):
+            parts = [part.cls for part in ast.walk(pattern) if isinstance(part, ast.MatchClass)]
+        case _:
+            return
+    for part in parts:
+        name = part.attr if isinstance(part, ast.Attribute) else part.id if isinstance(part, ast.Name) else ""
+        if name in classes:
+            yield classes[name]

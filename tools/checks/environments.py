@@ -1,0 +1,107 @@
+"""Fresh environments to try wheels in, as a user gets them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checks.workspace import Package
+
+# What a test run itself needs; everything else must come from the package's own declarations.
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "sybil")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """A virtual environment at `folder`."""
+
+    folder: Path
+
+    @property
+    def scripts(self) -> Path:
+        """Where its programs stand."""
+        return self.folder / ("Scripts" if os.name == "nt" else "bin")
+
+    def variables(self) -> dict[str, str]:
+        """What a program of this environment gets on top of its caller's variables."""
+        # Every environment stands at the same path in its turn, so that torch's modules are compiled once for all.
+        bytecode = self.folder.with_name(f"{self.folder.name}-bytecode")
+        paths = os.pathsep.join([str(self.scripts), os.environ.get("PATH", "")])
+        return {
+            "PATH": paths,
+            "PYTHONPYCACHEPREFIX": str(bytecode),
+            "PYTHONPATH": "",
+            "VIRTUAL_ENV": str(self.folder),
+        }
+
+
+def fresh_environment(folder: Path) -> Environment:
+    """Make an empty environment at `folder`, for the Python that runs this; an older one there is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _uv("venv", "--quiet", "--no-project", "--python", sys.executable, str(folder), cwd=folder.parent.parent)
+    return Environment(folder=folder)
+
+
+def install(environment: Environment, requirements: Sequence[str], *, constraints: Path) -> None:
+    """Install requirements, at the versions that `constraints` names where it names one."""
+    python = str(environment.scripts / "python")
+    # No workspace sources: what is not given as a wheel comes from the index, as it does for a user.
+    arguments = [
+        "pip",
+        "install",
+        "--quiet",
+        "--no-sources",
+        "--python",
+        python,
+        "--constraint",
+        str(constraints),
+    ]
+    _uv(*arguments, *requirements, cwd=environment.folder.parent)
+
+
+def build_wheels(root: Path, folder: Path) -> dict[str, Path]:
+    """Build every package's wheel into `folder`; the wheels by distribution."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _uv("build", "--quiet", "--all-packages", "--wheel", "--out-dir", str(folder), cwd=root)
+    return {wheel.name.partition("-")[0].replace("_", "-"): wheel for wheel in sorted(folder.glob("*.whl"))}
+
+
+def locked_versions(root: Path, file: Path, *, without: str | None = None) -> Path:
+    """Write the lock's versions of every third party as a constraints file.
+
+    Args:
+        root: The repository.
+        file: The file to write.
+        without: A distribution to leave out, with whatever only it needs.
+
+    Returns:
+        `file`.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pruned = ["--prune", without] if without else []
+    selection = [
+        "--all-packages",
+        "--all-extras",
+        "--no-emit-workspace",
+        "--no-hashes",
+        "--no-annotate",
+        "--frozen",
+    ]
+    _uv("export", "--quiet", *selection, *pruned, "--output-file", str(file), cwd=root)
+    return file
+
+
+def requirements_of(package: Package, brought: Sequence[Package], wheels: dict[str, Path]) -> list[str]:
+    """What is handed to the installer: the package's wheel and those of the siblings it declares."""
+    extras = f"[{','.join(package.alone_extras)}]" if package.alone_extras else ""
+    own = f"{package.distribution}{extras} @ {wheels[package.distribution].as_uri()}"
+    return [own, *(f"{other.distribution} @ {wheels[other.distribution].as_uri()}" for other in brought)]
+
+
+def _uv(*arguments: str, cwd: Path) -> None:
+    cwd.mkdir(parents=True, exist_ok=True)
+    program = os.environ.get("UV", "uv")
+    subprocess.run([program, *arguments], cwd=cwd, stdin=subprocess.DEVNULL, check=True)
