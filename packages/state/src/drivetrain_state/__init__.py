@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from drivetrain_state.topology import Topology as Topology
     from drivetrain_state.topology import topology_from_hosts as topology_from_hosts
     from drivetrain_state.watch import Watch as Watch
+    from drivetrain_state.watchdog import Watchdog as Watchdog
+    from drivetrain_state.watchdog import start_watchdog as start_watchdog
 
 # Public name -> the file it stands in.
 _ROOMS = {
@@ -72,6 +74,7 @@ _ROOMS = {
     "StateSettings": "settings",
     "Topology": "topology",
     "Watch": "watch",
+    "Watchdog": "watchdog",
     "abilities": "detect",
     "barrier": "collectives",
     "best_device_kind": "detect",
@@ -104,6 +107,7 @@ _ROOMS = {
     "scatter": "scattering",
     "set_seed": "seed",
     "split_between_processes": "control",
+    "start_watchdog": "watchdog",
     "synchronize_rng_states": "seed",
     "topology_from_hosts": "topology",
 }
@@ -124,6 +128,7 @@ __all__ = [
     "StateSettings",
     "Topology",
     "Watch",
+    "Watchdog",
     "abilities",
     "barrier",
     "best_device_kind",
@@ -156,6 +161,7 @@ __all__ = [
     "scatter",
     "set_seed",
     "split_between_processes",
+    "start_watchdog",
     "synchronize_rng_states",
     "topology_from_hosts",
 ]

@@ -19,6 +19,7 @@ from drivetrain_state.seed import deterministic_algorithms
 from drivetrain_state.settings import DeviceChoice, StateSettings
 from drivetrain_state.topology import Topology, topology_from_hosts
 from drivetrain_state.watch import Watch
+from drivetrain_state.watchdog import start_watchdog
 
 # Which library moves the tensors of each kind of device; the CPU's always travel by gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
@@ -61,16 +62,18 @@ def connect(
     plan = parallelism.plan(topology.world_size) if parallelism is not None else None
     with ExitStack() as undo:
         owns_group = _join(place, topology, launched, settings, needs_group=plan is not None, undo=undo)
-        group = dist.group.WORLD if dist.is_initialized() else None
+        watch = Watch()
+        if settings.watchdog and topology.world_size > 1:
+            undo.callback(start_watchdog(topology=topology, settings=settings, watch=watch).stop)
         if settings.deterministic:
             undo.enter_context(deterministic_algorithms())
         return Context(
             topology=topology,
             device=place,
             mesh=build_mesh(plan, place.type) if plan is not None else None,
-            group=group,
+            group=dist.group.WORLD if dist.is_initialized() else None,
             settings=settings,
-            watch=Watch(),
+            watch=watch,
             owns_group=owns_group,
             _on_close=undo.pop_all(),
         )
