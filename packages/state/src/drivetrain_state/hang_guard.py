@@ -34,12 +34,16 @@ class Pulse:
         """Seconds since the last progress that was seen."""
         return monotonic() - self._progressed_at
 
-    def look(self) -> None:
-        """See whether a watch was marked since the last look."""
+    def look(self) -> float:
+        """See whether a watch was marked since the last look.
+
+        Returns:
+            Seconds for which this process itself was stopped, or its host asleep: 0 as a rule. No rank is idle then.
+        """
         now = monotonic()
         gap, self._looked_at = now - self._looked_at, now
-        if gap > self._longest_gap_seconds:
-            self._progressed_at += gap  # the process itself was stopped, or its host asleep: nobody hung
+        stopped_seconds = gap if gap > self._longest_gap_seconds else 0.0
+        self._progressed_at += stopped_seconds
         for watch in self.watches:
             count = watch.count
             if count != self._counts.get(watch, 0):
@@ -47,6 +51,7 @@ class Pulse:
                 self.latest = watch
                 self.beats += 1
                 self._progressed_at = now
+        return stopped_seconds
 
 
 class Guard(threading.Thread):
@@ -65,7 +70,8 @@ class Guard(threading.Thread):
         self.ending = "finished"
         self.verdict: Verdict | None = None
         self.heard_at = monotonic()  # when the store last answered the talker
-        self._store = store
+        self._store: Store | None = store
+        self._store_address = store_address(store)
         self._threads: list[threading.Thread] = [self]
         self._stack: tuple[Frame, ...] = ()
         self._stack_since = monotonic()
@@ -93,11 +99,12 @@ class Guard(threading.Thread):
             atexit.unregister(self._end_with_process)
             for thread in self._threads:
                 thread.join(timeout=2)  # the store may be gone, and the talker in it
+            self._threads, self._store = [], None  # what is held no longer can be freed: the store's port
 
     def run(self) -> None:
         """Look every now and then until the last watch is released."""
         while not self.stopping.wait(self.poll_seconds):
-            self.pulse.look()
+            self.heard_at += self.pulse.look()
             idle = self.pulse.idle_seconds
             if idle < self.settings.hang_timeout_seconds / 2:
                 self._stack = ()
@@ -129,11 +136,9 @@ class Guard(threading.Thread):
         verdict = self.verdict
         if not self.stuck(place) and not (verdict is not None and verdict.blocked):
             return
-        found = (
-            ""
-            if verdict is None
-            else f"{verdict.text}\n" + (f"All stacks: {verdict.stacks}\n" if verdict.stacks else "")
-        )
+        found = ""
+        if verdict is not None:
+            found = f"{verdict.text}\n" + (f"All stacks: {verdict.stacks}\n" if verdict.stacks else "")
         _end_process(
             f"drivetrain: rank {self.topology.rank} ends its process (exit code {HANG_EXIT_CODE}): no progress for "
             f"{idle:.0f} s, and timeout_seconds={self.settings.timeout_seconds:g}. Last progress: "
@@ -151,7 +156,7 @@ class Guard(threading.Thread):
         say(
             f"drivetrain: rank {self.topology.rank}: no progress for {idle:.0f} s (last: "
             f"{self.pulse.latest.label}), at {place.where}: {place.call}\n"
-            f"Likely culprit: whoever hosts the rendezvous store at {store_address(self._store)} (rank 0, or the "
+            f"Likely culprit: whoever hosts the rendezvous store at {self._store_address} (rank 0, or the "
             "launcher): it does not answer, so it was killed or stopped\n"
         )
 

@@ -1,7 +1,8 @@
 """The questions and answers about a hang, as keys of a store; one client of its own for each rank.
 
 A round is one question to all ranks, numbered from 1. Every value is written by one rank and read by the others:
-nothing here waits for a rank, and only ages travel, so that the clocks of the hosts need not agree.
+nothing here waits for a rank, and only ages travel, so that the clocks of the hosts need not agree. A store may show
+a write to the others a moment later.
 """
 
 import json

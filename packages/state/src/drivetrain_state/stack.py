@@ -141,10 +141,12 @@ def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
 
 def _native_wait(frame: Frame) -> WaitsFor:
     """Whose part the native code needs that a frame calls."""
-    called = _called_name(frame.expression)
-    if called in _RANK_CALLS or frame.module.startswith("torch_xla"):
+    names = {_called_name(frame.expression)}
+    if frame_owner(frame) == "torch":
+        names.add(frame.function)  # torch.cuda.synchronize calls a native function of another name
+    if names & _RANK_CALLS or frame.module.startswith("torch_xla"):
         return "ranks"
-    return "device" if called in _DEVICE_CALLS else "nothing"
+    return "device" if names & _DEVICE_CALLS else "nothing"
 
 
 def _is_communication(frame: Frame) -> bool:
@@ -156,8 +158,13 @@ def _is_communication(frame: Frame) -> bool:
 
 def _called_name(expression: str) -> str:
     """The name of the function that the source of a call calls: `item` for `loss.mean().item()`."""
-    match = re.search(r"(\w+)\s*\([^()]*\)$", expression)
-    return match.group(1) if match else ""
+    depth = 0
+    for index in range(len(expression) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(expression[index], 0)
+        if depth == 0:  # the parenthesis that opens the arguments, or no call at all
+            match = re.search(r"\w+$", expression[:index].rstrip())
+            return match.group() if match and expression[index] == "(" else ""
+    return ""
 
 
 def _shortened(expression: str) -> str:
