@@ -13,9 +13,9 @@ _EVERYTHING = frozenset({"Exception", "BaseException"})
 _CONTAINERS = frozenset(
     {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
 )
-_CONTAINERS |= frozenset({"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"})
-_MUTATORS = frozenset({"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem"})
-_MUTATORS |= frozenset({"remove", "discard", "clear", "appendleft"})
+_MUTATORS = frozenset(
+    {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
+) | frozenset({"pop", "popitem", "remove", "discard", "clear"})
 
 
 def environment_access(source: Source) -> list[Finding]:

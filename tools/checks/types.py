@@ -13,9 +13,14 @@ def check(root: Path) -> list[Finding]:
 
 
 def type_findings(output: str, root: Path) -> list[Finding]:
-    """Findings from `pyright --outputjson`; a warning counts like an error."""
+    """Findings from `pyright --outputjson`; a warning counts like an error, and so does a run that read no file."""
+    said = json.loads(output)
+    if not said["summary"]["filesAnalyzed"]:
+        return [
+            Finding(where="pyproject.toml", message="pyright read no file: [tool.pyright] include names none")
+        ]
     found: list[Finding] = []
-    for entry in json.loads(output)["generalDiagnostics"]:
+    for entry in said["generalDiagnostics"]:
         path = Path(entry["file"])
         shown = path.relative_to(root) if path.is_relative_to(root) else path
         line = entry.get("range", {}).get("start", {}).get("line", 0) + 1
