@@ -1,0 +1,42 @@
+"""All ranks or none: an action that fails on one rank fails on every rank."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from drivetrain_checkpoint.errors import SaveAbortedError
+from drivetrain_state import Context, gather_object
+
+Value = TypeVar("Value")
+
+
+def on_all_ranks(context: Context, action: Callable[[], Value], *, doing: str) -> list[Value]:
+    """Do something on every rank and wait until all have done it. Called on all ranks.
+
+    Args:
+        context: This process among the others.
+        action: What this rank does; its result is pickled to the other ranks.
+        doing: What it is, for the message.
+
+    Returns:
+        The results of all ranks, in rank order.
+
+    Raises:
+        Exception: Whatever `action` raised on this rank.
+        SaveAbortedError: It raised on another rank; the message holds that rank's error.
+    """
+    result: Value | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001 - raised below, as soon as every rank knows of it
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = gather_object(context, (result, told))
+    if failure is not None:
+        raise failure
+    failures = [
+        f"rank {rank} failed with {told}" for rank, (_, told) in enumerate(outcomes) if told is not None
+    ]
+    if failures:
+        raise SaveAbortedError(f"{doing} was given up on every rank: {'; '.join(failures)}")
+    return [value for value, _ in outcomes]  # type: ignore[misc]

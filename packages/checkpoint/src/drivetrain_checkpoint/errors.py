@@ -1,0 +1,21 @@
+"""What can go wrong with a checkpoint, as exceptions that name the file or the value and the way out."""
+
+
+class StateError(ValueError):
+    """A state holds something that no checkpoint can hold; the message names its path and type."""
+
+
+class CorruptCheckpointError(RuntimeError):
+    """A checkpoint is not what was written: a file is missing, too short or changed; the message names it."""
+
+
+class NoCheckpointError(RuntimeError):
+    """There is nothing to load where a checkpoint was looked for."""
+
+
+class SaveAbortedError(RuntimeError):
+    """Another rank failed, so nothing was saved; the message holds that rank's error."""
+
+
+class FolderNotSharedError(RuntimeError):
+    """The ranks do not see the same folder: it lies on a disk of one host."""

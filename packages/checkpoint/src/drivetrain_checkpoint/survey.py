@@ -1,0 +1,53 @@
+"""What a directory of checkpoints holds: each folder's manifest, or why it is no checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_checkpoint.errors import CorruptCheckpointError
+from drivetrain_checkpoint.layout import MANIFEST, step_folders
+from drivetrain_checkpoint.manifest import Manifest, check_files, read_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A folder that is named as a checkpoint.
+
+    Attributes:
+        folder: Where it is.
+        committed: Whether a manifest is there; without one, a save was not completed.
+        manifest: What it says; None if there is none that can be read.
+        problem: Why it is not valid; None if manifest and file sizes are right.
+    """
+
+    folder: Path
+    committed: bool
+    manifest: Manifest | None
+    problem: str | None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether manifest and file sizes are right."""
+        return self.problem is None
+
+    @property
+    def sequence(self) -> int:
+        """Its number among the saves into the directory; 0 where no manifest tells."""
+        return 0 if self.manifest is None else self.manifest.sequence
+
+
+def survey(directory: Path) -> tuple[Found, ...]:
+    """Every checkpoint of a directory, the last saved first, whatever its step; those without a manifest last."""
+    found = [inspect(folder) for folder in step_folders(directory)]
+    return tuple(sorted(found, key=lambda one: one.sequence, reverse=True))
+
+
+def inspect(folder: Path) -> Found:
+    """Look at one folder: manifest and file sizes."""
+    manifest = None
+    problem = None
+    try:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+    except CorruptCheckpointError as error:
+        problem = str(error)
+    return Found(folder=folder, committed=(folder / MANIFEST).is_file(), manifest=manifest, problem=problem)
