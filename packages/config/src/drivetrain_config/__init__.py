@@ -1,1 +1,78 @@
-"""The one way settings are read: layers, precedence, sources, schema."""
+"""The one way settings are read: layers, precedence, sources, schema.
+
+A section is a frozen dataclass; `resolve` fills it from code, command line, environment, file and default, in this
+order, and says for each field where its value came from. Flags, JSON schema, tables and questions are made from the
+same dataclass. `drivetrain_config.environ` is the one door to the process's environment.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_config.environ import LaunchedRanks as LaunchedRanks
+    from drivetrain_config.errors import ConfigError as ConfigError
+    from drivetrain_config.layers import Layers as Layers
+    from drivetrain_config.layers import Source as Source
+    from drivetrain_config.registry import Command as Command
+    from drivetrain_config.registry import commands as commands
+    from drivetrain_config.registry import section_names as section_names
+    from drivetrain_config.registry import sections as sections
+    from drivetrain_config.resolution import Disagreement as Disagreement
+    from drivetrain_config.resolution import Resolved as Resolved
+    from drivetrain_config.resolution import resolve as resolve
+    from drivetrain_config.schema import Flag as Flag
+    from drivetrain_config.schema import Question as Question
+    from drivetrain_config.schema import flags as flags
+    from drivetrain_config.schema import json_schema as json_schema
+    from drivetrain_config.schema import markdown_table as markdown_table
+    from drivetrain_config.schema import questions as questions
+
+_ROOMS = {
+    "Command": "registry",
+    "ConfigError": "errors",
+    "Disagreement": "resolution",
+    "Flag": "schema",
+    "LaunchedRanks": "environ",
+    "Layers": "layers",
+    "Question": "schema",
+    "Resolved": "resolution",
+    "Source": "layers",
+    "commands": "registry",
+    "flags": "schema",
+    "json_schema": "schema",
+    "markdown_table": "schema",
+    "questions": "schema",
+    "resolve": "resolution",
+    "section_names": "registry",
+    "sections": "registry",
+}
+__all__ = [
+    "Command",
+    "ConfigError",
+    "Disagreement",
+    "Flag",
+    "LaunchedRanks",
+    "Layers",
+    "Question",
+    "Resolved",
+    "Source",
+    "commands",
+    "flags",
+    "json_schema",
+    "markdown_table",
+    "questions",
+    "resolve",
+    "section_names",
+    "sections",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        from importlib import import_module
+
+        return getattr(import_module(f"drivetrain_config.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'drivetrain_config' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
