@@ -1,0 +1,104 @@
+"""What sharding a loader over ranks costs per batch beyond the raw DataLoader: two processes, CPU.
+
+    uv run --group bench python benchmarks/loader.py
+
+Map-style datasets are sharded by index; iterable ones are read by rank 0 alone, which hands every rank its batches.
+The raw loader of an iterable dataset reads on each rank for itself, which is right only where every rank has a stream
+of its own: it is the floor, not a way to get the same result.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rounds import Table, installed, parse_arguments, report, run_on_two_ranks, take_turns
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+BATCH_SIZE = 32  # samples a rank
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples of `num_floats` numbers that cost nothing to make."""
+
+    def __init__(self, num_samples: int, num_floats: int) -> None:
+        self.num_samples = num_samples
+        self.sample = torch.randn(num_floats)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self.num_samples):
+            yield self.sample
+
+
+def timed(loader: Iterable[Any], num_batches: int) -> Callable[[], float]:
+    """A turn: the seconds of one batch, over an epoch of `num_batches` on every rank. Called on all ranks."""
+
+    def turn() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        count = sum(1 for _ in loader)
+        assert count == num_batches, (count, num_batches)
+        return (time.perf_counter() - start) / num_batches
+
+    return turn
+
+
+def contestants(raw: Iterable[Any], prepare: Callable[[], DataLoader[Any]]) -> dict[str, Iterable[Any]]:
+    """The raw loader, and a fresh one as each library prepares it."""
+    from drivetrain import Accelerator
+
+    loaders: dict[str, Iterable[Any]] = {"raw DataLoader": raw}
+    loaders["drivetrain"] = Accelerator(cpu=True).prepare(prepare())
+    if installed("accelerate"):
+        from accelerate import Accelerator as Peer
+
+        loaders["Accelerate"] = Peer(cpu=True).prepare(prepare())
+    return loaders
+
+
+def map_style(num_batches: int) -> dict[str, Iterable[Any]]:
+    """Contestants over a shuffled map-style dataset."""
+    data = TensorDataset(torch.randn(2 * num_batches * BATCH_SIZE, 16))
+    raw = DataLoader(data, batch_size=BATCH_SIZE, sampler=DistributedSampler(data, shuffle=True))
+    return contestants(raw, lambda: DataLoader(data, batch_size=BATCH_SIZE, shuffle=True))
+
+
+def dispatched(num_batches: int, num_floats: int) -> dict[str, Iterable[Any]]:
+    """Contestants over an iterable dataset that rank 0 reads for all."""
+    raw = DataLoader(Stream(num_batches * BATCH_SIZE, num_floats), batch_size=BATCH_SIZE)
+    stream = Stream(2 * num_batches * BATCH_SIZE, num_floats)
+    return contestants(raw, lambda: DataLoader(stream, batch_size=BATCH_SIZE))
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Time the loaders. Called on both ranks."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    cases = {
+        "Map-style, shuffled, batches of 2 kB": (map_style(200), 200),
+        "Iterable, read by rank 0, batches of 2 kB": (dispatched(200, 16), 200),
+        "Iterable, read by rank 0, batches of 1 MB": (dispatched(50, 8192), 50),
+    }
+    tables: list[Table] = []
+    for title, (loaders, num_batches) in cases.items():
+        turns = {name: timed(loader, num_batches) for name, loader in loaders.items()}
+        tables.append(Table(title=title, unit="us", seconds=take_turns(turns, rounds=arguments.rounds)))
+    if dist.get_rank() == 0:
+        report("loader", tables, arguments)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start two ranks, or be one of them."""
+    arguments = parse_arguments(__doc__, rounds=15)
+    if arguments.worker:
+        measure(arguments)
+    else:
+        run_on_two_ranks(arguments)
+
+
+if __name__ == "__main__":
+    main()

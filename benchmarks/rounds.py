@@ -1,0 +1,138 @@
+"""What the benchmarks share: contestants take turns in rounds, and medians become a table with ratios."""
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "accelerate", "lightning-fabric")  # whose versions a table names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One comparison.
+
+    Attributes:
+        title: What is measured.
+        unit: "us", "ms" or "s": what times are shown in.
+        seconds: The times of each contestant, one a round; the first contestant is what the others are held against.
+    """
+
+    title: str
+    unit: str
+    seconds: Mapping[str, Sequence[float]]
+
+    def __str__(self) -> str:
+        scale = {"us": 1e6, "ms": 1e3, "s": 1.0}[self.unit]
+        base, *_ = self.seconds.values()
+        base_name, *_ = self.seconds
+        lines = [
+            f"**{self.title}**",
+            "",
+            f"| | median, {self.unit} | added, {self.unit} | ratio |",
+            "|---|---:|---:|---:|",
+        ]
+        for name, times in self.seconds.items():
+            median = statistics.median(times) * scale
+            # Differences and ratios within a round: what slows the machine for a while slows both.
+            pairs = list(zip(times, base, strict=True))
+            added = statistics.median(own - other for own, other in pairs) * scale
+            ratio = statistics.median(own / other for own, other in pairs)
+            compared = "| |" if name == base_name else f"{added:.3g} | {ratio:.2f} |"
+            lines.append(f"| {name} | {median:.3g} | {compared}")
+        return "\n".join(lines)
+
+
+def take_turns(
+    contestants: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Run every contestant once a round, each round beginning with another one.
+
+    Args:
+        contestants: Functions that do their work and return the seconds it took.
+        rounds: Rounds that count.
+        warmup: Rounds before them that do not.
+
+    Returns:
+        The seconds of each contestant, one a round, in the contestants' order.
+    """
+    names = list(contestants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warmup + rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            taken = contestants[name]()
+            if number >= warmup:
+                seconds[name].append(taken)
+    return seconds
+
+
+def report(name: str, tables: Sequence[Table], arguments: argparse.Namespace, *, note: str = "") -> None:
+    """Print the tables, and write them to `arguments.results` with what they were measured on."""
+    heading = f"# {name}\n\n{_conditions(arguments)}\n" + (f"\n{note}\n" if note else "")
+    text = "\n".join([heading, *(f"{table}\n" for table in tables)])
+    print(text)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / f"{name}.md").write_text(text)
+
+
+def parse_arguments(description: str, *, rounds: int) -> argparse.Namespace:
+    """The arguments that every benchmark has: --rounds, --results, and --worker for its own processes."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="rounds that count, after one that does not"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder the table is written to")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_on_two_ranks(arguments: argparse.Namespace) -> None:
+    """Run this script again as two ranks under torch's own launcher, which favours no contestant."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [sys.argv[0], "--worker", "--rounds", str(arguments.rounds), "--results", str(arguments.results)]
+    subprocess.run([sys.executable, *launcher, *script], check=True)
+
+
+def installed(package: str) -> bool:
+    """Whether a peer is there; a table leaves out those that are not."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        print(f"{package} is not installed and left out; `uv run --group bench` brings it", file=sys.stderr)
+        return False
+    return True
+
+
+def _conditions(arguments: argparse.Namespace) -> str:
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES if _has(package))
+    day = datetime.datetime.now(tz=datetime.UTC).date()
+    return (
+        f"{day}; {versions}; Python {platform.python_version()}; {_processor()}. Contestants took turns in "
+        f"{arguments.rounds} rounds of one run; medians over rounds, differences and ratios within a round."
+    )
+
+
+def _has(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def _processor() -> str:
+    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
+
+
+def _cpuinfo() -> list[str]:
+    file = Path("/proc/cpuinfo")
+    return file.read_text().splitlines() if file.exists() else []

@@ -1,0 +1,87 @@
+"""What it costs to begin: importing, asking for help, launching an empty script.
+
+uv run --group bench python benchmarks/startup.py
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rounds import Table, installed, parse_arguments, report, take_turns
+
+BIN = Path(sys.executable).parent
+# What an import adds to a process that has torch: measured inside, so that torch's own time does not drown it.
+TIMED_IMPORT = "import torch, time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+
+
+def command(*words: str) -> Callable[[], float]:
+    """A turn: the seconds a command takes from start to end."""
+
+    def turn() -> float:
+        start = time.perf_counter()
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return time.perf_counter() - start
+
+    return turn
+
+
+def imported(statement: str) -> Callable[[], float]:
+    """A turn: the seconds an import takes in a fresh process that has imported torch."""
+
+    def turn() -> float:
+        code = TIMED_IMPORT.format(statement)
+        return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
+
+    return turn
+
+
+def cases(script: str) -> dict[str, tuple[str, dict[str, Callable[[], float]]]]:
+    """Title to unit and contestants; the first of each is what the others are held against."""
+    python, drivetrain, torchrun = sys.executable, str(BIN / "drivetrain"), str(BIN / "torchrun")
+    launch = (drivetrain, "launch", "--num-processes")
+    imports = {"from drivetrain import Accelerator": imported("from drivetrain import Accelerator")}
+    helps = {
+        "torchrun --help": command(torchrun, "--help"),
+        "drivetrain --help": command(drivetrain, "--help"),
+    }
+    one = {"python": command(python, script), "drivetrain launch": command(*launch, "1", script)}
+    two = {
+        "torchrun": command(torchrun, "--standalone", "--nproc-per-node", "2", script),
+        "drivetrain launch": command(*launch, "2", script),
+    }
+    if installed("accelerate"):
+        accelerate = str(BIN / "accelerate")
+        peer = (accelerate, "launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no")
+        peer += ("--num_machines", "1", "--num_processes")
+        imports["from accelerate import Accelerator"] = imported("from accelerate import Accelerator")
+        helps["accelerate --help"] = command(accelerate, "--help")
+        one["accelerate launch"] = command(*peer, "1", script)
+        two["accelerate launch"] = command(*peer, "2", script)
+    if installed("lightning-fabric"):
+        imports["from lightning_fabric import Fabric"] = imported("from lightning_fabric import Fabric")
+    return {
+        "Import beyond `import torch`": ("ms", imports),
+        "Help": ("s", helps),
+        "Launch of an empty script, one process": ("s", one),
+        "Launch of an empty script, two processes": ("s", two),
+    }
+
+
+def main() -> None:
+    """Time every case."""
+    arguments = parse_arguments(__doc__, rounds=9)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "empty.py"
+        script.write_text("")
+        tables = [
+            Table(title=title, unit=unit, seconds=take_turns(contestants, rounds=arguments.rounds))
+            for title, (unit, contestants) in cases(str(script)).items()
+        ]
+    report("startup", tables, arguments)
+
+
+if __name__ == "__main__":
+    main()
