@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
     from drivetrain_checkpoint.errors import FolderNotSharedError as FolderNotSharedError
     from drivetrain_checkpoint.errors import NoCheckpointError as NoCheckpointError
-    from drivetrain_checkpoint.errors import SaveAbortedError as SaveAbortedError
+    from drivetrain_checkpoint.errors import RankFailedError as RankFailedError
     from drivetrain_checkpoint.errors import StateError as StateError
     from drivetrain_checkpoint.load import Loaded as Loaded
     from drivetrain_checkpoint.manifest import Manifest as Manifest
@@ -32,7 +32,7 @@ _ROOMS = {
     "Loaded": "load",
     "Manifest": "manifest",
     "NoCheckpointError": "errors",
-    "SaveAbortedError": "errors",
+    "RankFailedError": "errors",
     "State": "tree",
     "StateError": "errors",
     "read_manifest": "manifest",
@@ -47,7 +47,7 @@ __all__ = [
     "Loaded",
     "Manifest",
     "NoCheckpointError",
-    "SaveAbortedError",
+    "RankFailedError",
     "State",
     "StateError",
     "read_manifest",

@@ -1,9 +1,9 @@
 """All ranks or none: an action that fails on one rank fails on every rank."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from drivetrain_checkpoint.errors import SaveAbortedError
+from drivetrain_checkpoint.errors import RankFailedError
 from drivetrain_state import Context, gather_object
 
 Value = TypeVar("Value")
@@ -22,7 +22,7 @@ def on_all_ranks(context: Context, action: Callable[[], Value], *, doing: str) -
 
     Raises:
         Exception: Whatever `action` raised on this rank.
-        SaveAbortedError: It raised on another rank; the message holds that rank's error.
+        RankFailedError: It raised on another rank; the message holds that rank's error.
     """
     result: Value | None = None
     failure: Exception | None = None
@@ -38,5 +38,5 @@ def on_all_ranks(context: Context, action: Callable[[], Value], *, doing: str) -
         f"rank {rank} failed with {told}" for rank, (_, told) in enumerate(outcomes) if told is not None
     ]
     if failures:
-        raise SaveAbortedError(f"{doing} was given up on every rank: {'; '.join(failures)}")
-    return [value for value, _ in outcomes]  # type: ignore[misc]
+        raise RankFailedError(f"{doing} was given up on every rank: {'; '.join(failures)}")
+    return [cast("Value", value) for value, _ in outcomes]

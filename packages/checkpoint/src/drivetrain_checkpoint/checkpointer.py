@@ -68,7 +68,7 @@ class Checkpointer:
 
         Raises:
             StateError: A state holds something that cannot be stored: its path, type and a way out.
-            SaveAbortedError: Another rank failed; the message holds its error, and nothing was saved.
+            RankFailedError: Another rank failed; the message holds its error, and nothing was saved.
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             OSError: The disk is full, or the folder cannot be written; nothing was saved.
         """

@@ -13,8 +13,8 @@ class NoCheckpointError(RuntimeError):
     """There is nothing to load where a checkpoint was looked for."""
 
 
-class SaveAbortedError(RuntimeError):
-    """Another rank failed, so nothing was saved; the message holds that rank's error."""
+class RankFailedError(RuntimeError):
+    """Another rank failed, so this one gave up too; the message holds that rank's error."""
 
 
 class FolderNotSharedError(RuntimeError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drivetrain_checkpoint.agreement import on_all_ranks
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
 from drivetrain_checkpoint.manifest import Manifest, check_files, read_manifest
 from drivetrain_checkpoint.parts import read_part
@@ -99,20 +100,24 @@ def _candidates(context: Context, directory: Path, problems: list[str]) -> list[
 
 def _try(context: Context, folder: Path) -> Loaded | CorruptCheckpointError:
     """What this rank reads, if every rank could read its own; else the first rank's error."""
-    save_id = ""
     loaded: Loaded | None = None
-    failure: CorruptCheckpointError | None = None
-    try:
-        manifest = read_manifest(folder)
-        check_files(folder, manifest)
-        save_id = manifest.save_id
-        loaded = _read(context, folder, manifest)
-    except CorruptCheckpointError as error:
-        failure = error
-    answers = gather_object(context, (save_id, str(failure) if failure is not None else None))
+    damage: CorruptCheckpointError | None = None
+
+    def read() -> tuple[str | None, str | None]:
+        nonlocal loaded, damage
+        try:
+            manifest = read_manifest(folder)
+            check_files(folder, manifest)
+            loaded = _read(context, folder, manifest)
+        except CorruptCheckpointError as error:
+            damage = error
+            return None, str(error)
+        return manifest.save_id, None
+
+    answers = on_all_ranks(context, read, doing=f"the load of {folder}")
     told = next((told for _, told in answers if told is not None), None)
     if told is not None:
-        return failure or CorruptCheckpointError(told)
+        return damage or CorruptCheckpointError(told)
     if len({save_id for save_id, _ in answers}) > 1:
         raise FolderNotSharedError(
             f"the ranks see different checkpoints in {folder}: load from a folder that every host mounts"

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import xxhash
 
-from drivetrain_checkpoint.errors import CorruptCheckpointError
+from drivetrain_checkpoint.errors import CorruptCheckpointError, StateError
 from drivetrain_checkpoint.files import BLOCK_BYTES, FileRecord, check_size, sync_folder
 from drivetrain_checkpoint.layout import MANIFEST, UNCOMMITTED_MANIFEST, Parts
 from drivetrain_checkpoint.tree import Json, decode, encode
@@ -48,9 +48,6 @@ def commit_manifest(folder: Path, manifest: Manifest) -> None:
     """Make the files of `folder` a checkpoint: from this rename on it is one, and before it it is none.
 
     The files must be on the disk already, and are their folder's entries before the manifest is.
-
-    Raises:
-        StateError: The plan holds tensors, or something that JSON cannot express.
     """
     content = _to_json(manifest)
     text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False, indent=1)
@@ -103,12 +100,19 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         check_size(folder / record.name, record)
 
 
-def _to_json(manifest: Manifest) -> dict[str, Json]:
-    plan = encode(manifest.plan, root="plan")
-    if plan.tensors:
-        from drivetrain_checkpoint.errors import StateError
+def encode_plan(plan: Mapping[str, Any] | None) -> Json:
+    """A plan as tagged JSON.
 
-        raise StateError(f"plan: it holds tensors ({', '.join(plan.tensors)}); a plan is plain values")
+    Raises:
+        StateError: It holds tensors, or something that JSON cannot express.
+    """
+    encoded = encode(plan, root="plan")
+    if encoded.tensors:
+        raise StateError(f"plan: {next(iter(encoded.tensors))!r} is a tensor; a plan is plain values")
+    return encoded.json
+
+
+def _to_json(manifest: Manifest) -> dict[str, Json]:
     return {
         "format": "drivetrain-checkpoint",
         "format_version": FORMAT_VERSION,
@@ -129,7 +133,7 @@ def _to_json(manifest: Manifest) -> dict[str, Json]:
             for record in manifest.files.values()
         },
         "libraries": dict(manifest.libraries),
-        "plan": plan.json,
+        "plan": encode_plan(manifest.plan),
     }
 
 

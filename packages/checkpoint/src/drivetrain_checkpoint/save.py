@@ -13,7 +13,7 @@ from drivetrain_checkpoint.agreement import on_all_ranks
 from drivetrain_checkpoint.errors import FolderNotSharedError
 from drivetrain_checkpoint.files import FileRecord
 from drivetrain_checkpoint.layout import MANIFEST, next_attempt, own_files, plan_parts, step_folder
-from drivetrain_checkpoint.manifest import Manifest, commit_manifest
+from drivetrain_checkpoint.manifest import Manifest, commit_manifest, encode_plan
 from drivetrain_checkpoint.parts import write_part
 from drivetrain_checkpoint.retention import delete, plan_retention
 from drivetrain_checkpoint.survey import inspect, survey
@@ -54,7 +54,7 @@ def save(context: Context, directory: Path, step: int, content: Content, *, keep
 
     Raises:
         StateError: Something in `content` cannot be stored; nothing was saved.
-        SaveAbortedError: Another rank failed; nothing was saved.
+        RankFailedError: Another rank failed; nothing was saved.
         FolderNotSharedError: This rank does not see the folder that rank 0 made.
     """
     is_main = context.topology.is_main
@@ -100,6 +100,7 @@ def _agreed_plan(context: Context, directory: Path, step: int, content: Content)
 
 def _prepare(context: Context, directory: Path, step: int, content: Content) -> _SavePlan:
     """Make the folder. Files of a committed checkpoint of this step stay until the new ones are committed."""
+    encode_plan(content.plan)  # a plan that cannot be written is known before anything is
     folder = step_folder(directory, step)
     if not (folder / MANIFEST).is_file():
         for path in own_files(folder):
@@ -124,7 +125,7 @@ def _prepare(context: Context, directory: Path, step: int, content: Content) -> 
 def _write(context: Context, plan: _SavePlan, content: Content) -> list[FileRecord]:
     """This rank's files."""
     folder, parts, rank = plan.folder, plan.manifest.parts, context.topology.rank
-    if not folder.is_dir():
+    if not _is_visible(folder):
         raise FolderNotSharedError(
             f"rank {rank} does not see {folder}, which rank 0 made: save into a folder that every host mounts"
         )
@@ -145,6 +146,11 @@ def _write(context: Context, plan: _SavePlan, content: Content) -> list[FileReco
         folder, parts.per_rank[rank], dict(content.per_rank), root="per_rank", on_block=on_block
     )
     return records
+
+
+def _is_visible(folder: Path) -> bool:
+    """Whether the folder is there, asked of its parent: a network file system may remember that it was not."""
+    return folder.parent.is_dir() and folder in folder.parent.iterdir()
 
 
 def _discard(plan: _SavePlan) -> None:

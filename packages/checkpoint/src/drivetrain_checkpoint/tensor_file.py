@@ -93,7 +93,11 @@ def read_tensors(reader: HashedReader, path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as header:
             for name in header.offset_keys():
                 described = header.get_slice(name)
-                tensors[name] = torch.empty(described.get_shape(), dtype=_DTYPES[described.get_dtype()])
+                if (dtype := _DTYPES.get(described.get_dtype())) is None:
+                    raise CorruptCheckpointError(
+                        f"{path}: {name!r} has the dtype {described.get_dtype()}, which this torch does not have"
+                    )
+                tensors[name] = torch.empty(described.get_shape(), dtype=dtype)
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{path} is no safetensors file: {error}") from error
     header_bytes = int.from_bytes(reader.read(8), "little")
