@@ -1,0 +1,41 @@
+"""The site: Sphinx reads Markdown (MyST), takes the reference from docstrings, and furo draws it."""
+
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+project = "drivetrain"
+author = "the drivetrain authors"
+copyright = author
+html_theme = "furo"
+html_title = "drivetrain"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 4
+# The heading of a package's name comes with its docstring between; a page may step from # to ###.
+suppress_warnings = ["myst.header"]
+
+default_role = "code"  # docstrings write `name`, as Markdown does
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # "Attributes:" beside the fields themselves would describe each one twice
+
+
+def write_pages(_app: Sphinx) -> None:
+    """Write the reference before Sphinx looks for pages."""
+    from reference import write_reference
+
+    write_reference(ROOT)
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx once."""
+    app.connect("builder-inited", write_pages)

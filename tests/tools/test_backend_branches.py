@@ -1,0 +1,61 @@
+import pytest
+
+from checks.backend_branches import backend_branches
+from checks.sources import parse
+from checks.workspace import Package
+
+PACKAGE = Package(
+    name="toys",
+    distribution="drivetrain-toys",
+    module="drivetrain_toys",
+    version="1",
+    dependencies=(),
+    alone_extras=(),
+    backends={"toy": "drivetrain_toys.toy:ToyBackend", "big": "drivetrain_toys.big.engine:BigBackend"},
+)
+
+
+def lines(text: str, path: str = "packages/a/src/a/room.py") -> list[str]:
+    return [finding.where for finding in backend_branches([parse(path, text)], [PACKAGE])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if backend == 'toy': pass",
+        "if 'toy' != settings.backend: pass",
+        "if name in ('toy', 'other'): pass",
+        "isinstance(backend, ToyBackend)",
+        "isinstance(backend, (int, toys.ToyBackend))",
+        "type(backend) is ToyBackend",
+    ],
+)
+def test_a_branch_on_a_name_or_type_is_found(text: str) -> None:
+    assert lines(text) == ["packages/a/src/a/room.py:1"]
+
+
+def test_a_match_on_a_name_or_type_is_found() -> None:
+    assert len(lines("match backend:\n    case 'toy': pass\n    case BigBackend(): pass")) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["if device.type == 'toy': pass", "names = ['toy']", "ToyBackend()", "if backend == 'unknown': pass"],
+)
+def test_what_is_no_branch_on_a_backend_is_fine(text: str) -> None:
+    assert lines(text) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("packages/toys/src/drivetrain_toys/toy.py", "isinstance(backend, ToyBackend)"),
+        ("packages/toys/src/drivetrain_toys/big/engine.py", "if name == 'big': pass"),
+    ],
+)
+def test_a_backend_may_speak_of_itself(path: str, text: str) -> None:
+    assert lines(text, path) == []
+
+
+def test_a_backend_may_not_speak_of_another() -> None:
+    assert lines("isinstance(backend, BigBackend)", "packages/toys/src/drivetrain_toys/toy.py") != []

@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+
+from checks.sizes import check, lengths_and_names
+from checks.sources import parse
+
+
+def room(text: str, path: str = "packages/a/src/a/room.py"):
+    return lengths_and_names(parse(path, text))
+
+
+def function_of(lines: int) -> str:
+    return "def long():\n" + "    pass\n" * (lines - 1)
+
+
+def test_a_file_may_have_400_lines_and_no_more() -> None:
+    assert room("x = 1\n" * 400) == []
+    [finding] = room("x = 1\n" * 401)
+    assert finding.where == "packages/a/src/a/room.py"
+    assert "401 lines" in finding.message
+
+
+@pytest.mark.parametrize("prefix", ["", "async ", "class A:\n  "])
+def test_a_function_may_have_60_lines_and_no_more(prefix: str) -> None:
+    def body(lines: int) -> str:
+        return prefix + function_of(lines)
+
+    assert room(body(60)) == []
+    [finding] = room(body(61))
+    assert "long() has 61 lines" in finding.message
+
+
+@pytest.mark.parametrize("name", ["utils.py", "_helpers.py", "core/loop.py", "common/__init__.py", "misc.py"])
+def test_a_name_that_says_nothing_is_found(name: str) -> None:
+    [finding] = room("", f"packages/a/src/a/{name}")
+    assert "does not say what the room holds" in finding.message
+
+
+def test_a_name_that_contains_such_a_word_is_fine() -> None:
+    assert room("", "packages/a/src/a/core_count.py") == []
+
+
+def make_package(root: Path, room: str) -> None:
+    folder = root / "packages" / "toy"
+    (folder / "src" / "drivetrain_toy").mkdir(parents=True)
+    (folder / "pyproject.toml").write_text('[project]\nname = "drivetrain-toy"\nversion = "1"\n')
+    (folder / "src" / "drivetrain_toy" / "__init__.py").write_text("")
+    (folder / "src" / "drivetrain_toy" / "settings.py").write_text("import dataclasses\n")
+    (folder / "src" / "drivetrain_toy" / "room.py").write_text(room)
+
+
+def test_a_clean_tree_has_no_finding(tmp_path: Path) -> None:
+    make_package(tmp_path, "import os\n\nprint(os.sep)\n")
+    assert check(tmp_path) == []
+
+
+def test_a_tree_with_violations_names_each_place(tmp_path: Path) -> None:
+    make_package(tmp_path, "import os\n\nprint(os.environ)\n\ndef f():\n    global x\n    x = 1\n")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "utils.py").write_text("import os\n\nos.environ\n")
+    assert [finding.where for finding in check(tmp_path)] == [
+        "tools/utils.py",
+        "packages/toy/src/drivetrain_toy/room.py:3",
+        "packages/toy/src/drivetrain_toy/room.py:6",
+    ]
