@@ -1,8 +1,9 @@
 import pytest
 import torch
-from drivetrain_state.buckets import as_bytes, buckets, flat, map_buckets, split_by_rank, unflat
 from hypothesis import given
 from hypothesis import strategies as st
+
+from drivetrain_state.buckets import as_bytes, buckets, flat, map_buckets, split_by_rank, unflat
 
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=5)
 
@@ -44,7 +45,9 @@ def test_results_come_back_in_the_order_of_the_tensors() -> None:
     assert [result.item() for result in results] == [10, 11, 12]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.uint16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+)
 def test_bytes_are_a_view_of_every_dtype(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, dtype=dtype)
     as_bytes(tensor).fill_(1)

@@ -16,7 +16,9 @@ def test_no_public_name_is_hidden_by_the_room_it_stands_in() -> None:
 
 def test_importing_the_package_loads_no_torch_and_opens_no_device() -> None:
     source = "import sys, drivetrain_state; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "False\n", done.stderr
 
 

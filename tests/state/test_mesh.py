@@ -1,9 +1,10 @@
 from math import prod
 
 import pytest
-from drivetrain_state import MeshPlan, ParallelDims, StateSettings, connect
 from hypothesis import given
 from hypothesis import strategies as st
+
+from drivetrain_state import MeshPlan, ParallelDims, StateSettings, connect
 
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 sizes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4))

@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+
 from drivetrain_state import StateSettings
 
 
@@ -31,5 +32,7 @@ def test_settings_are_read_without_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from drivetrain_state import StateSettings; print(StateSettings().timeout_seconds)"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "600.0\n", done.stderr

@@ -1,7 +1,8 @@
 import pytest
-from drivetrain_state import Topology, topology_from_hosts
 from hypothesis import given
 from hypothesis import strategies as st
+
+from drivetrain_state import Topology, topology_from_hosts
 
 
 def test_one_process_is_main_and_last() -> None:

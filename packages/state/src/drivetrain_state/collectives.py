@@ -68,7 +68,9 @@ def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
 def _gather_even(context: Context, bucket: list[Tensor]) -> list[Tensor]:
     world_size = context.topology.world_size
     rows = _all_gather_rows(context, flat(bucket))
-    pieces = torch.split_with_sizes_copy(rows, [tensor.numel() for tensor in bucket], dim=1)
+    sizes = [tensor.numel() for tensor in bucket]
+    # One call copies all pieces; torch's annotation of it leaves out that it returns them.
+    pieces = cast("tuple[Tensor, ...]", torch.split_with_sizes_copy(rows, sizes, dim=1))
     return [
         piece.view(stacked_leading(tensor.shape, world_size))
         for piece, tensor in zip(pieces, bucket, strict=True)

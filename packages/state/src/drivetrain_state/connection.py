@@ -8,9 +8,9 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from drivetrain_config.environ import LaunchedRanks
 
 from drivetrain_config import environ, resolve
+from drivetrain_config.environ import LaunchedRanks
 from drivetrain_state.context import Context
 from drivetrain_state.detect import best_device_kind, device_count
 from drivetrain_state.errors import ConnectError, DeviceError, GroupMismatchError
@@ -48,8 +48,7 @@ def connect(
         GroupMismatchError: If a process group exists and its world size, rank or backend differ.
         ConnectError: If the ranks cannot meet, or the device has no way to.
     """
-    wanted = torch.device(device) if device is not None and str(device) != "auto" else None
-    kind = wanted.type if wanted is not None else None
+    kind, index = _asked(device)
     if settings is None:
         settings = resolve(StateSettings, section="state", code={"device": kind}).value
     elif kind is not None:
@@ -58,7 +57,7 @@ def connect(
         settings = replace(settings, device=cast("DeviceChoice", best_device_kind()))
     launched = environ.launched()
     topology = _topology(launched)
-    place = _place(settings.device, wanted.index if wanted is not None else None, topology)
+    place = _place(settings.device, index, topology)
     plan = parallelism.plan(topology.world_size) if parallelism is not None else None
     with ExitStack() as undo:
         owns_group = _join(place, topology, launched, settings, needs_group=plan is not None, undo=undo)
@@ -77,6 +76,18 @@ def connect(
             owns_group=owns_group,
             _on_close=undo.pop_all(),
         )
+
+
+def _asked(device: str | torch.device | None) -> tuple[str | None, int | None]:
+    """Kind and index in such as `"cuda:1"`; torch parses no kind whose library is not loaded."""
+    if device is None:
+        return None, None
+    kind, _, index = str(device).partition(":")
+    if index and not index.isdecimal():
+        raise DeviceError(
+            f"device={str(device)!r}: say a kind such as 'cuda', or one device such as 'cuda:1'"
+        )
+    return kind, int(index) if index else None
 
 
 def _topology(launched: LaunchedRanks | None) -> Topology:

@@ -173,7 +173,7 @@ def deterministic_algorithms() -> Generator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    chosen = environ.child_environment().get(_CUBLAS_WORKSPACE, "")
+    chosen = environ.read(_CUBLAS_WORKSPACE) or ""
     value = chosen if chosen in _CUBLAS_DETERMINISTIC else _CUBLAS_DETERMINISTIC[0]
     with environ.exported(**{_CUBLAS_WORKSPACE: value}):
         torch.use_deterministic_algorithms(True)
@@ -184,11 +184,11 @@ def deterministic_algorithms() -> Generator[None]:
 
 
 def _require_cublas_workspace() -> None:
-    chosen = environ.child_environment().get(_CUBLAS_WORKSPACE, "")
+    chosen = environ.read(_CUBLAS_WORKSPACE) or ""
     if torch.cuda.is_available() and chosen not in _CUBLAS_DETERMINISTIC:
         raise RuntimeError(
             f"deterministic=True: cuBLAS needs {_CUBLAS_WORKSPACE}=:4096:8, which is {chosen or 'not set'!r}. "
-            "Connect with StateSettings(deterministic=True), use `with deterministic_algorithms():`, or set it at start"
+            "Connect with StateSettings(deterministic=True), use deterministic_algorithms(), or set it at the start"
         )
 
 

@@ -1,0 +1,231 @@
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain_state import (
+    ConnectError,
+    DeviceError,
+    GroupMismatchError,
+    ParallelDims,
+    StateSettings,
+    Topology,
+    connect,
+    group_backend,
+)
+
+CPU = StateSettings(device="cpu", watchdog=False)
+
+
+def test_one_process_without_a_launcher_has_no_group() -> None:
+    with connect(device="cpu") as context:
+        assert context.group is None
+        assert context.mesh is None
+        assert not context.owns_group
+        assert not dist.is_initialized()
+        assert context.topology == Topology()
+        assert context.device == torch.device("cpu")
+
+
+def test_a_mesh_for_one_process_brings_a_group_that_ends_with_it() -> None:
+    context = connect(CPU, parallelism=ParallelDims(shard=-1))
+    assert context.owns_group
+    assert context.mesh is not None
+    assert context.mesh.mesh_dim_names == ("shard",)
+    context.close()
+    context.close()
+    assert not dist.is_initialized()
+
+
+def test_a_context_cannot_be_changed() -> None:
+    with connect(CPU) as context, pytest.raises(AttributeError, match="cannot assign to field"):
+        context.device = torch.device("meta")  # type: ignore[misc]
+
+
+def test_the_argument_wins_over_the_settings() -> None:
+    with connect(StateSettings(device="xpu"), device="cpu") as context:
+        assert context.device.type == "cpu"
+        assert context.settings.device == "cpu"
+
+
+def test_a_kind_that_is_not_here_is_an_error_with_the_way_out() -> None:
+    with pytest.raises(DeviceError, match=r"device='mlu': this machine has none.*'cpu' or 'auto'"):
+        connect(device="mlu")
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device='gpu'.*cpu, cuda"):
+        connect(device="gpu")
+
+
+def test_an_index_that_is_no_number_is_refused() -> None:
+    with pytest.raises(DeviceError, match="device='cuda:first': say a kind"):
+        connect(device="cuda:first")
+
+
+def test_a_wrong_mesh_leaves_no_group_behind() -> None:
+    with pytest.raises(ValueError, match="world_size=1"):
+        connect(CPU, parallelism=ParallelDims(tensor=2))
+    assert not dist.is_initialized()
+
+
+def test_backends_by_device() -> None:
+    assert group_backend("cpu") == "gloo"
+    assert group_backend("cuda") == "cpu:gloo,cuda:nccl"
+    with pytest.raises(ConnectError, match="device='mps' has no collectives"):
+        group_backend("mps")
+
+
+def _adopt() -> tuple[object, ...]:
+    first, second = connect(CPU), connect(CPU)
+    assert first.group is second.group is dist.group.WORLD
+    assert not first.owns_group
+    first.close()
+    second.close()
+    return dist.is_initialized(), first.topology
+
+
+def test_an_existing_group_is_adopted_and_outlives_the_contexts(run_ranks) -> None:
+    for rank, (alive, topology) in enumerate(run_ranks(_adopt)):
+        assert alive
+        assert topology == Topology(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from drivetrain_state import *
+settings = StateSettings(device="cpu", watchdog=False, timeout_seconds=20)
+"""
+
+
+def test_a_group_that_was_made_is_owned_shared_and_ended(run_ranks_script) -> None:
+    source = (
+        SCRIPT
+        + """
+first = connect(settings)
+second = connect(settings)
+assert first.owns_group and not second.owns_group and first.group is second.group
+assert reduce(second, torch.ones(1)).item() == 2
+second.close()
+assert dist.is_initialized()
+first.close()
+assert not dist.is_initialized()
+print(first.topology.rank, first.device)
+"""
+    )
+    done = run_ranks_script(source)
+    assert [(each.returncode, each.stdout) for each in done] == [(0, "0 cpu\n"), (0, "1 cpu\n")], done
+
+
+def test_a_group_made_without_a_launcher_tells_its_ranks(run_ranks_script) -> None:
+    source = """
+import os, sys, torch.distributed as dist
+rank, port = int(os.environ["RANK"]), os.environ["MASTER_PORT"]
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+from drivetrain_state import *
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+context = connect(StateSettings(device="cpu", watchdog=False))
+print(context.topology.rank, context.topology.local_rank, context.topology.local_world_size, context.owns_group)
+dist.destroy_process_group()
+"""
+    done = run_ranks_script(source)
+    assert [each.stdout for each in done] == ["0 0 2 False\n", "1 1 2 False\n"], done
+
+
+def test_a_group_of_another_size_is_refused_naming_both(run_ranks_script) -> None:
+    source = (
+        SCRIPT
+        + """
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    connect(settings)
+except GroupMismatchError as error:
+    print(error)
+"""
+    )
+    for each in run_ranks_script(source):
+        assert "has world size 1, but the launcher's variables say 2" in each.stdout, each
+
+
+def test_a_group_with_another_backend_is_refused_naming_both() -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(
+            GroupMismatchError, match=r"needs a process group with 'cpu:gloo', but .* has '.*fake"
+        ):
+            connect(CPU)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_port_in_use_is_said(run_ranks_script) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        source = (
+            SCRIPT
+            + """
+try:
+    connect(settings)
+except ConnectError as error:
+    print(error)
+"""
+        )
+        (first,) = run_ranks_script(
+            source,
+            num_processes=1,
+            environment={"MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        )
+    assert f"rank 0 cannot listen on 127.0.0.1:{port}: the port is in use" in first.stdout, first
+
+
+def test_ranks_that_do_not_come_are_said(run_ranks_script) -> None:
+    source = (
+        SCRIPT.replace("timeout_seconds=20", "timeout_seconds=2")
+        + """
+try:
+    connect(settings)
+except ConnectError as error:
+    print(error)
+"""
+    )
+    (first,) = run_ranks_script(
+        source, num_processes=1, environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    )
+    assert "rank 0 waited 2 s" in first.stdout, first
+
+
+def test_the_watchdog_runs_while_the_context_is_open(run_ranks_script) -> None:
+    source = """
+import threading
+from drivetrain_state import *
+before = threading.active_count()
+context = connect(device="cpu")
+during = threading.active_count()
+barrier(context)
+context.close()
+print(during > before, not any(type(t).__module__.startswith("drivetrain") for t in threading.enumerate()))
+"""
+    for each in run_ranks_script(source):
+        assert each.stdout == "True True\n", each
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+def test_more_processes_than_devices_is_an_error_with_the_count(run_ranks_script) -> None:
+    count = torch.cuda.device_count()
+    source = "from drivetrain_state import *\nconnect(device='cuda')"
+    done = run_ranks_script(
+        source,
+        num_processes=1,
+        environment={
+            "LOCAL_RANK": str(count),
+            "RANK": str(count),
+            "WORLD_SIZE": str(count + 1),
+            "LOCAL_WORLD_SIZE": str(count + 1),
+        },
+    )
+    assert f"this process sees {count} cuda device" in done[0].stderr

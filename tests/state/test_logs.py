@@ -1,0 +1,47 @@
+import logging
+
+import pytest
+import torch
+
+from drivetrain_state import Context, StateSettings, Topology, connect, get_logger
+
+
+def _of(rank: int) -> Context:
+    topology = Topology(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+    return Context(topology=topology, device=torch.device("cpu"))
+
+
+def test_the_main_process_speaks_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    for rank in range(2):
+        get_logger("run", _of(rank)).warning("loss %.1f", 0.5)
+    assert [record.getMessage() for record in caplog.records] == ["loss 0.5"]
+
+
+def test_every_rank_speaks_where_asked_and_says_its_rank(caplog: pytest.LogCaptureFixture) -> None:
+    for rank in range(2):
+        get_logger("run", _of(rank)).warning("loss %.1f", 0.5, main_process_only=False)
+    assert [record.getMessage() for record in caplog.records] == ["[rank 0] loss 0.5", "[rank 1] loss 0.5"]
+
+
+def test_a_record_names_the_line_that_logged(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger("run", _of(0)).warning("here")
+    assert caplog.records[0].funcName == "test_a_record_names_the_line_that_logged"
+    assert caplog.records[0].name == "run"
+
+
+def _in_order() -> list[str]:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    plain = logging.getLogger("in order")
+    plain.addHandler(handler)
+    try:
+        get_logger("in order", context).error("hello", in_order=True)
+    finally:
+        plain.removeHandler(handler)
+    return lines
+
+
+def test_ranks_speak_one_after_the_other(run_ranks) -> None:
+    assert run_ranks(_in_order) == [["[rank 0] hello"], ["[rank 1] hello"]]
