@@ -46,8 +46,8 @@ class Table:
             pairs = list(zip(times, base, strict=True))
             added = statistics.median(own - other for own, other in pairs) * scale
             ratio = statistics.median(own / other for own, other in pairs)
-            compared = "| |" if name == base_name else f"{added:.3g} | {ratio:.2f} |"
-            lines.append(f"| {name} | {median:.3g} | {compared}")
+            compared = "| |" if name == base_name else f"{_short(added)} | {ratio:.2f} |"
+            lines.append(f"| {name} | {_short(median)} | {compared}")
         return "\n".join(lines)
 
 
@@ -136,3 +136,7 @@ def _processor() -> str:
 def _cpuinfo() -> list[str]:
     file = Path("/proc/cpuinfo")
     return file.read_text().splitlines() if file.exists() else []
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"

@@ -18,10 +18,10 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -48,9 +48,7 @@ def write_tokens(directory: Path) -> None:
 
 def read_windows(file: Path, block_size: int) -> np.ndarray:
     """The bytes of a file in rows of shape (block_size + 1,), memory-mapped: a dataset as it stands."""
-    tokens = np.memmap(
-        file, dtype=np.uint8, mode="c"
-    )  # copy on write, since torch wants memory it may write to
+    tokens = np.memmap(file, dtype=np.uint8, mode="c")  # copy on write: torch wants memory it may write to
     num_windows = len(tokens) // (block_size + 1)
     return tokens[: num_windows * (block_size + 1)].reshape(num_windows, block_size + 1)
 
@@ -212,7 +210,8 @@ def show_progress(accelerator: Accelerator, done: int, total: int) -> Progress:
 def plot_losses(log: Path, image: Path) -> None:
     """Draw the losses of a log, across every stop and resume."""
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for name, marker in (("train loss", ""), ("validation loss", "o")):
         curve = {
             record["step"]: record[name] for record in records if name in record

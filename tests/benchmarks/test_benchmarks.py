@@ -1,0 +1,28 @@
+"""Every benchmark runs and writes its table, with the peers that are installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "baseline"),
+    [
+        ("step_overhead", "raw PyTorch"),
+        ("collectives", "torch, one flat all_gather"),
+        ("loader", "raw DataLoader"),
+        ("startup", "torchrun"),
+    ],
+)
+def test_benchmark_writes_its_table(name: str, baseline: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--rounds", "1", "--results", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    table = (tmp_path / f"{name}.md").read_text()
+    assert f"| {baseline} |" in table
+    assert "drivetrain" in table

@@ -1,0 +1,45 @@
+"""Run an example as its users do, through the `drivetrain` command."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def launch(
+    example: str,
+    *args: str,
+    num_processes: int,
+    interrupt_at: str | None = None,
+    timeout_seconds: float = 150,
+) -> subprocess.CompletedProcess[str]:
+    """Run an example to its end, or press Ctrl-C once a line of its standard error contains `interrupt_at`."""
+    command = [sys.executable, "-m", "drivetrain_launcher", "launch", "--num-processes", str(num_processes)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DRIVETRAIN_")}
+    with subprocess.Popen(
+        [*command, str(EXAMPLES / example), *args],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal sends Ctrl-C to the whole foreground group, and so do we
+    ) as process:
+        assert process.stderr is not None
+        read: list[str] = []
+        try:
+            while interrupt_at is not None and (line := process.stderr.readline()):
+                read.append(line)
+                if interrupt_at in line:
+                    os.killpg(process.pid, signal.SIGINT)
+                    break
+            out, err = process.communicate(timeout=timeout_seconds)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    completed = subprocess.CompletedProcess(process.args, process.returncode, out, "".join(read) + err)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed

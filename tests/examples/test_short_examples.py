@@ -1,0 +1,38 @@
+"""The examples that print a result: it is the right one, and the same on one process and on two."""
+
+import re
+
+import pytest
+
+from examples.launching import launch
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.parametrize("num_processes", [1, 2])]
+
+
+def number(pattern: str, text: str) -> float:
+    """The number that the pattern's group found."""
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return float(found[1])
+
+
+def test_minimal_fits_the_line(num_processes: int) -> None:
+    shown = launch("minimal.py", num_processes=num_processes).stdout
+    assert number(r"loss ([\d.]+) on", shown) < 0.01
+    assert f"on {num_processes} process(es)" in shown
+
+
+def test_token_counts_shows_the_error_that_count_removes(num_processes: int) -> None:
+    shown = launch("token_counts.py", num_processes=num_processes).stdout
+    assert number(r"backward\(mean\): the gradient is ([\d.]+) % off", shown) > 10
+    assert number(r"backward\(sum, count=n\): the gradient is ([\d.]+) % off", shown) == 0
+
+
+def test_evaluation_is_exact_on_an_uneven_tail(num_processes: int) -> None:
+    shown = launch("evaluation.py", num_processes=num_processes).stdout
+    assert shown == ""
+
+
+def test_two_models_learn_the_ring(num_processes: int) -> None:
+    shown = launch("two_models.py", "--steps", "400", num_processes=num_processes).stdout
+    assert number(r"lie ([\d.]+) from the ring", shown) < 0.5
