@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.manifest import read_manifest as read_manifest
     from drivetrain_checkpoint.settings import CheckpointSettings as CheckpointSettings
     from drivetrain_checkpoint.survey import Found as Found
-    from drivetrain_checkpoint.survey import survey as survey
+    from drivetrain_checkpoint.survey import find_checkpoints as find_checkpoints
     from drivetrain_checkpoint.tree import State as State
 
 # Public name -> the file it stands in.
@@ -35,8 +35,8 @@ _ROOMS = {
     "RankFailedError": "errors",
     "State": "tree",
     "StateError": "errors",
+    "find_checkpoints": "survey",
     "read_manifest": "manifest",
-    "survey": "survey",
 }
 __all__ = [
     "CheckpointSettings",
@@ -50,8 +50,8 @@ __all__ = [
     "RankFailedError",
     "State",
     "StateError",
+    "find_checkpoints",
     "read_manifest",
-    "survey",
 ]
 
 

@@ -10,7 +10,7 @@ from drivetrain_checkpoint.agreement import on_all_ranks
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
 from drivetrain_checkpoint.manifest import Manifest, check_files, read_manifest
 from drivetrain_checkpoint.parts import read_part
-from drivetrain_checkpoint.survey import survey
+from drivetrain_checkpoint.survey import find_checkpoints
 from drivetrain_checkpoint.tree import State
 from drivetrain_state import Context, broadcast_object, gather_object
 
@@ -86,7 +86,7 @@ def newest(context: Context, directory: Path) -> Path | None:
 
 def _candidates(context: Context, directory: Path, problems: list[str]) -> list[Path]:
     """What rank 0 sees: the folders that may be loaded, newest first; what is wrong with the others is noted."""
-    found = survey(directory) if context.topology.is_main else ()
+    found = find_checkpoints(directory) if context.topology.is_main else ()
     for one in found:
         if one.problem is not None and one.committed:
             logger.warning("%s is passed over: %s", one.folder, one.problem)

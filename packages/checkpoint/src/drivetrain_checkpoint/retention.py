@@ -18,7 +18,7 @@ def plan_retention(found: Sequence[Found], *, keep_last: int | None) -> tuple[Pa
     valid checkpoint nothing is deleted.
 
     Args:
-        found: The last saved first, as `survey` gives it.
+        found: The last saved first, as `find_checkpoints` gives it.
         keep_last: At least 1; None keeps all.
     """
     valid = [one for one in found if one.is_valid]

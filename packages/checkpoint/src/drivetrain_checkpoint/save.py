@@ -16,7 +16,7 @@ from drivetrain_checkpoint.layout import MANIFEST, next_attempt, own_files, plan
 from drivetrain_checkpoint.manifest import Manifest, commit_manifest, encode_plan
 from drivetrain_checkpoint.parts import write_part
 from drivetrain_checkpoint.retention import delete, plan_retention
-from drivetrain_checkpoint.survey import inspect, survey
+from drivetrain_checkpoint.survey import find_checkpoints, inspect
 from drivetrain_checkpoint.tree import State
 from drivetrain_state import Context
 
@@ -82,17 +82,20 @@ def save(context: Context, directory: Path, step: int, content: Content, *, keep
 
 
 def _agreed_plan(context: Context, directory: Path, step: int, content: Content) -> _SavePlan:
-    """Rank 0's plan, once all ranks are here and mean the same step."""
+    """Rank 0's plan, once all ranks are here and mean the same folder."""
 
-    def prepare() -> tuple[int, _SavePlan | None]:
+    def prepare() -> tuple[Path, _SavePlan | None]:
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
-        return step, _prepare(context, directory, step, content) if context.topology.is_main else None
+        plan = _prepare(context, directory, step, content) if context.topology.is_main else None
+        return step_folder(directory, step), plan
 
     answers = on_all_ranks(context, prepare, doing=f"the save of step {step}")
-    if any(other != step for other, _ in answers):
-        shown = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(answers))
-        raise ValueError(f"save() was called with different steps ({shown}); save the same step on all ranks")
+    if len({folder for folder, _ in answers}) > 1:
+        shown = ", ".join(f"rank {rank}: {folder}" for rank, (folder, _) in enumerate(answers))
+        raise ValueError(
+            f"save() would write different folders ({shown}); save the same step into the same directory on all ranks"
+        )
     plan = answers[0][1]
     assert plan is not None
     return plan
@@ -109,7 +112,7 @@ def _prepare(context: Context, directory: Path, step: int, content: Content) -> 
     folder.mkdir(parents=True, exist_ok=True)
     manifest = Manifest(
         step=step,
-        sequence=1 + max((one.sequence for one in survey(directory)), default=0),
+        sequence=1 + max((one.sequence for one in find_checkpoints(directory)), default=0),
         save_id=uuid4().hex,
         saved_at="",
         world_size=context.topology.world_size,
@@ -166,7 +169,7 @@ def _discard(plan: _SavePlan) -> None:
 def _clean_up(directory: Path, folder: Path, files: Mapping[str, FileRecord], keep_last: int | None) -> None:
     """After a commit: what it replaced in its folder, then what retention lets go."""
     _delete_unlisted(folder, keep=files)
-    delete(plan_retention(survey(directory), keep_last=keep_last))
+    delete(plan_retention(find_checkpoints(directory), keep_last=keep_last))
 
 
 def _delete_unlisted(folder: Path, *, keep: Mapping[str, FileRecord]) -> None:

@@ -35,7 +35,7 @@ class Found:
         return 0 if self.manifest is None else self.manifest.sequence
 
 
-def survey(directory: Path) -> tuple[Found, ...]:
+def find_checkpoints(directory: Path) -> tuple[Found, ...]:
     """Every checkpoint of a directory, the last saved first, whatever its step; those without a manifest last."""
     found = [inspect(folder) for folder in step_folders(directory)]
     return tuple(sorted(found, key=lambda one: one.sequence, reverse=True))

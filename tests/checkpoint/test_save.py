@@ -1,0 +1,258 @@
+import random
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain_checkpoint import (
+    Checkpointer,
+    CheckpointSettings,
+    RankFailedError,
+    StateError,
+    find_checkpoints,
+)
+from drivetrain_state import Context, connect
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1000,), float(step))}
+
+
+def save(checkpointer: Checkpointer, step: int) -> Path:
+    return checkpointer.save(
+        step, models={"model": state_of(step)}, replicated={"step": step}, per_rank={"rng": torch.arange(3)}
+    )
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_old_ones_go_after_the_new_one_is_committed(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=CheckpointSettings(keep_last=2))
+    for step in (1, 2, 10):
+        assert save(checkpointer, step) == tmp_path / f"step-{step}"
+    assert names_in(tmp_path) == ["step-10", "step-2"]
+
+
+def test_a_run_started_over_does_not_lose_its_new_checkpoints_to_old_higher_steps(
+    tmp_path: Path, context: Context
+) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=CheckpointSettings(keep_last=1))
+    save(checkpointer, 500)
+    save(checkpointer, 100)
+    assert names_in(tmp_path) == ["step-100"]
+
+
+def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    for value in (1, 2, 3):
+        path = checkpointer.save(5, models={"model": state_of(value)}, replicated={}, per_rank={})
+        assert torch.equal(checkpointer.load().models["model"]["weight"], state_of(value)["weight"])
+    assert names_in(path) == [
+        "manifest.json", "rank-0.2.json", "state.2.json", "weights-model.2.json", "weights-model.2.safetensors"
+    ]  # fmt: skip
+
+
+def test_a_save_that_is_refused_leaves_the_committed_step_as_it_was(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    save(checkpointer, 5)
+    before = names_in(tmp_path / "step-5")
+    with pytest.raises(StateError, match=r"^replicated\['bad'\]: it is a function"):
+        checkpointer.save(5, models={"model": state_of(6)}, replicated={"bad": save}, per_rank={})
+    assert names_in(tmp_path / "step-5") == before
+    assert checkpointer.load().replicated == {"step": 5}
+
+
+def test_a_save_that_is_refused_leaves_no_folder(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    with pytest.raises(StateError, match=r"^per_rank\['bad'\]"):
+        checkpointer.save(1, models={"model": state_of(1)}, replicated={}, per_rank={"bad": save})
+    assert names_in(tmp_path) == []
+
+
+def test_leftovers_of_a_save_that_died_make_room(tmp_path: Path, context: Context) -> None:
+    folder = tmp_path / "step-5"
+    folder.mkdir()
+    (folder / "weights-model.safetensors").write_bytes(b"torn")
+    save(Checkpointer(context, tmp_path), 5)
+    assert "weights-model.safetensors" in names_in(folder)
+    assert Checkpointer(context, tmp_path).load().step == 5
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3"])
+def test_a_step_is_a_count(tmp_path: Path, context: Context, step: object) -> None:
+    with pytest.raises(ValueError, match=r"^step=.* an integer from 0 on"):
+        Checkpointer(context, tmp_path).save(step, models={}, replicated={}, per_rank={})  # type: ignore[arg-type]
+
+
+def test_no_file_is_a_pickle(tmp_path: Path, context: Context) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    path = Checkpointer(context, tmp_path).save(
+        1,
+        models={"model": model.state_dict()},
+        replicated={"optimizer": optimizer.state_dict(), "odd": (1, b"x", {2: float("nan")})},
+        per_rank={"rng": torch.get_rng_state(), "python": random.getstate()},
+    )
+    for file in path.iterdir():
+        content = file.read_bytes()
+        # Pickles from protocol 2 on begin with \x80; torch.save and NumPy files with the marks of zip and .npy.
+        assert content[:1] != b"\x80", file
+        assert content[:4] != b"PK\x03\x04", file
+        assert content[:6] != b"\x93NUMPY", file
+        start = content[8:9] if file.suffix == ".safetensors" else content[:1]
+        assert start == b"{", file
+
+
+def two_ranks_save(directory: str, keep_last: int) -> list[str]:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, directory, settings=CheckpointSettings(keep_last=keep_last))
+        for step in (1, 2, 3):
+            path = save(checkpointer, step)
+            assert (path / "manifest.json").is_file()  # committed when it returns, whatever the rank
+    return names_in(path)
+
+
+def rank_one_cannot_store_its_state(directory: str) -> str:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, directory)
+        save(checkpointer, 1)
+        bad = {"bad": object()} if context.topology.rank == 1 else {}
+        try:
+            checkpointer.save(2, models={"model": state_of(2)}, replicated={}, per_rank=bad)
+        except (StateError, RankFailedError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def ranks_mean_different_steps(directory: str) -> str:
+    with connect(device="cpu") as context:
+        with pytest.raises(ValueError, match="different folders") as caught:
+            save(Checkpointer(context, directory), context.topology.rank)
+        return str(caught.value)
+
+
+def test_each_rank_writes_its_own_and_rank_zero_the_rest(run_ranks, tmp_path: Path) -> None:
+    files = [
+        "manifest.json", "rank-0.json", "rank-0.safetensors", "rank-1.json", "rank-1.safetensors",
+        "state.json", "weights-model.json", "weights-model.safetensors",
+    ]  # fmt: skip
+    assert run_ranks(two_ranks_save, str(tmp_path), 2) == [files, files]
+    assert names_in(tmp_path) == ["step-2", "step-3"]
+
+
+def test_a_rank_that_fails_aborts_the_save_on_every_rank_with_its_error(run_ranks, tmp_path: Path) -> None:
+    aborted, failed = run_ranks(rank_one_cannot_store_its_state, str(tmp_path))
+    assert failed.startswith("StateError: per_rank['bad']: it is a object")
+    assert aborted.startswith("RankFailedError: the save of step 2 was given up on every rank: rank 1 failed")
+    assert names_in(tmp_path) == ["step-1"]
+
+
+def test_ranks_that_mean_different_steps_are_shown(run_ranks, tmp_path: Path) -> None:
+    shown = run_ranks(ranks_mean_different_steps, str(tmp_path))
+    assert all(re.search(r"rank 0: .*/step-0, rank 1: .*/step-1\)", text) for text in shown)
+
+
+KILLED_SAVES = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+import torch
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, find_checkpoints
+from drivetrain_state import Context, Topology
+
+directory, rounds = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+context = Context(topology=Topology(), device=torch.device("cpu"))
+checkpointer = Checkpointer(context, directory, settings=CheckpointSettings(keep_last=2))
+
+def save(step):
+    weight = torch.full((500_000,), float(step))
+    checkpointer.save(step, models={"model": {"weight": weight, "tied": weight}}, replicated={"step": step},
+                      per_rank={})
+
+started = time.monotonic()
+save(0)
+one_save_seconds = time.monotonic() - started
+chance = random.Random(0)
+killed = 0
+for number in range(rounds):
+    before = checkpointer.load().step
+    delay = chance.uniform(0, 3 * one_save_seconds)
+    child = os.fork()
+    if child == 0:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        for step in range(before + 1, before + 20):
+            save(step)
+        os._exit(0)
+    killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    loaded = checkpointer.load()
+    assert loaded.step >= before, (loaded.step, before)
+    assert loaded.replicated == {"step": loaded.step}
+    assert torch.equal(loaded.models["model"]["weight"], torch.full((500_000,), float(loaded.step)))
+    assert loaded.models["model"]["tied"] is loaded.models["model"]["weight"]
+    assert len([one for one in find_checkpoints(directory) if one.is_valid]) <= 3
+save(10_000)
+assert checkpointer.load().step == 10_000
+print("killed", killed)
+"""
+
+
+def kill_rounds(run_ranks_script, directory: Path, rounds: int) -> None:
+    [result] = run_ranks_script(
+        KILLED_SAVES, str(directory), str(rounds), num_processes=1, timeout_seconds=170
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[1]) > rounds // 2
+
+
+def test_killed_at_any_moment_the_newest_valid_one_loads(run_ranks_script, tmp_path: Path) -> None:
+    kill_rounds(run_ranks_script, tmp_path, rounds=12)
+
+
+@pytest.mark.slow
+def test_killed_many_times_the_newest_valid_one_loads(run_ranks_script, tmp_path: Path) -> None:
+    kill_rounds(run_ranks_script, tmp_path, rounds=200)
+
+
+KILLED_RANK = """
+import os, signal, sys
+import torch
+from drivetrain_checkpoint import Checkpointer
+from drivetrain_state import StateSettings, connect
+
+def save(checkpointer, step):
+    checkpointer.save(step, models={"model": {"weight": torch.ones(10)}}, replicated={}, per_rank={})
+
+with connect(StateSettings(device="cpu", timeout_seconds=20, watchdog=False)) as context:
+    checkpointer = Checkpointer(context, sys.argv[1])
+    save(checkpointer, 1)
+    if context.topology.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        save(checkpointer, 2)
+    except RuntimeError as error:
+        print("noticed", type(error).__name__)
+        os._exit(7)
+"""
+
+
+def test_a_rank_that_is_killed_ends_the_save_and_commits_nothing(run_ranks_script, tmp_path: Path) -> None:
+    noticed, killed = run_ranks_script(KILLED_RANK, str(tmp_path))
+    assert killed.returncode == -signal.SIGKILL
+    assert noticed.returncode == 7, noticed.stderr
+    assert "noticed" in noticed.stdout
+    assert [one.folder.name for one in find_checkpoints(tmp_path) if one.is_valid] == ["step-1"]
+
+
+def test_a_disk_error_leaves_the_earlier_checkpoint(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    save(checkpointer, 1)
+    (tmp_path / "step-2").write_text("a file stands where the folder should be")
+    with pytest.raises(FileExistsError, match="step-2"):
+        save(checkpointer, 2)
+    assert checkpointer.load().step == 1

@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import torch
+
+from drivetrain_checkpoint import Checkpointer, find_checkpoints
+from drivetrain_state import Context
+
+
+def save(context: Context, directory: Path, step: int) -> Path:
+    state = {"weight": torch.ones(3)}
+    return Checkpointer(context, directory).save(step, models={"model": state}, replicated={}, per_rank={})
+
+
+def test_the_last_saved_comes_first_whatever_its_step(tmp_path: Path, context: Context) -> None:
+    for step in (5, 100, 20):
+        save(context, tmp_path, step)
+    assert [one.folder.name for one in find_checkpoints(tmp_path)] == ["step-20", "step-100", "step-5"]
+
+
+def test_it_tells_what_is_wrong_with_each(tmp_path: Path, context: Context) -> None:
+    (save(context, tmp_path, 1) / "manifest.json").unlink()
+    (save(context, tmp_path, 2) / "weights-model.safetensors").write_bytes(b"")
+    save(context, tmp_path, 3)
+    by_name = {one.folder.name: one for one in find_checkpoints(tmp_path)}
+    assert by_name["step-3"].is_valid
+    assert "weights-model.safetensors has 0 bytes" in str(by_name["step-2"].problem)
+    assert by_name["step-2"].committed
+    assert "never completed" in str(by_name["step-1"].problem)
+    assert not by_name["step-1"].committed
+
+
+def test_an_empty_or_missing_directory_holds_none(tmp_path: Path) -> None:
+    assert find_checkpoints(tmp_path) == ()
+    assert find_checkpoints(tmp_path / "missing") == ()
