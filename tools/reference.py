@@ -5,7 +5,7 @@
 
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,10 @@ from checks.workspace import Package, read_packages
 def write_reference(root: Path) -> None:
     """Write every page into docs/reference/, leaving those alone that have not changed."""
     packages = list(read_packages(root).values())
-    pages = {package.module: package_page(package, import_module(package.module)) for package in packages}
+    homes = {package.module for package in packages}
+    pages = {
+        package.module: package_page(package, import_module(package.module), homes) for package in packages
+    }
     pages["index"] = index_page(packages)
     pages["settings"] = settings_page()
     pages["changelogs"] = changelogs_page(root, packages)
@@ -28,12 +31,18 @@ def write_reference(root: Path) -> None:
             file.write_text(text)
 
 
-def package_page(package: Package, module: ModuleType) -> str:
-    """The page of one package: its own names from their docstrings, re-exported ones as links to their home."""
+def package_page(package: Package, module: ModuleType, modules: Collection[str]) -> str:
+    """The page of one package: its own names from their docstrings, re-exported ones as links to their home.
+
+    Args:
+        package: The package.
+        module: The package, imported.
+        modules: The import names of all packages, each of which has a page.
+    """
     names: list[str] = getattr(module, "__all__", [])
     homes = {name: _home(getattr(module, name)) for name in names}
-    own = [name for name in names if homes[name] in ("", package.module)]
-    lent = [name for name in names if name not in own]
+    lent = [name for name in names if homes[name] in modules and homes[name] != package.module]
+    own = [name for name in names if name not in lent]
     text = f"# {package.distribution}\n\n```{{eval-rst}}\n.. automodule:: {package.module}\n   :no-members:\n```\n"
     text += "".join(_entry(package.module, name, getattr(module, name)) for name in own)
     if lent:
@@ -44,16 +53,15 @@ def package_page(package: Package, module: ModuleType) -> str:
 
 def settings_page() -> str:
     """A table for each section that any installed package declares."""
-    from drivetrain_config import markdown_table, registry
+    from drivetrain_config import markdown_table, sections
 
     text = (
-        "# Settings\n\nEvery setting, by section. Code wins over the command line, the command line over the "
+        "# Settings\n\nEvery setting, by section. Code wins over the command line, the command line over the\n"
+        "environment, the environment over the file, the file over the default.\n"
     )
-    text += "environment, the environment\nover the file, the file over the default.\n"
-    for name, section in sorted(registry.sections().items()):
-        text += (
-            f"\n## {name}\n\n{inspect.cleandoc(section.__doc__ or '')}\n\n{markdown_table(section, name)}\n"
-        )
+    for name, section in sorted(sections().items()):
+        summary = inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0]
+        text += f"\n## {name}\n\n{summary}\n\n{markdown_table(section, name)}\n"
     return text
 
 
@@ -77,7 +85,7 @@ def index_page(packages: Iterable[Package]) -> str:
 
 
 def _home(value: object) -> str:
-    """The package in which a public value was defined; "" for a plain value, which does not tell."""
+    """The top-level package in which a value was defined; "" for a plain value, which does not tell."""
     return str(getattr(value, "__module__", "") or "").partition(".")[0]
 
 

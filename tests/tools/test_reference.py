@@ -27,18 +27,18 @@ def toy_module() -> ModuleType:
     def act() -> None: ...
 
     act.__module__ = "drivetrain_toy.thing"
-    module.__dict__.update(
-        __all__=["LIMIT", "Lent", "Thing", "act"], LIMIT=3, Lent=Lent, Thing=Thing, act=act
-    )
+    names = {"Alias": int | str, "LIMIT": 3, "Lent": Lent, "Thing": Thing, "act": act}
+    module.__dict__.update(names, __all__=sorted(names))
     return module
 
 
 def test_a_page_documents_own_names_and_links_lent_ones() -> None:
-    page = package_page(TOY, toy_module())
+    page = package_page(TOY, toy_module(), {"drivetrain_toy", "drivetrain_other"})
     assert page.startswith("# drivetrain-toy\n")
     for line in (
         ".. autoclass:: drivetrain_toy.Thing",
         ".. autofunction:: drivetrain_toy.act",
+        ".. autodata:: drivetrain_toy.Alias",
         ".. autodata:: drivetrain_toy.LIMIT",
         "| `Lent` | [drivetrain_other](drivetrain_other.md) |",
     ):

@@ -1,18 +1,30 @@
 """The documentation: the site builds without a warning, and every code block of every page runs."""
 
+import shutil
 from pathlib import Path
 
-from checks.commands import SCRIPTS, captured, shown
+from checks.commands import SCRIPTS, captured, failure, shown
 from checks.findings import Finding
 
 
 def build(root: Path) -> list[Finding]:
-    """Build the site into docs/_build/html; each warning is a finding."""
-    command = [str(SCRIPTS / "sphinx-build"), "-W", "--keep-going", "-q", "-E", "-b", "html", "docs"]
-    finished = captured([*command, "docs/_build/html"], cwd=root)
-    if not finished.returncode:
-        return []
-    return [Finding(where="sphinx", message=line) for line in warning_lines(finished.stderr)]
+    """Build the site anew into docs/_build/html; each warning is a finding."""
+    site = root / "docs" / "_build" / "html"
+    shutil.rmtree(site, ignore_errors=True)
+    command = [
+        str(SCRIPTS / "sphinx-build"),
+        "-W",
+        "--keep-going",
+        "-q",
+        "-E",
+        "-b",
+        "html",
+        "docs",
+        str(site),
+    ]
+    finished = captured(command, cwd=root)
+    warnings = [Finding(where="sphinx", message=line) for line in warning_lines(finished.stderr)]
+    return warnings or failure("sphinx", finished)
 
 
 def check(root: Path) -> list[Finding]:
@@ -27,6 +39,5 @@ def check(root: Path) -> list[Finding]:
 
 
 def warning_lines(output: str) -> list[str]:
-    """What sphinx-build complained about, without its closing line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return [line for line in lines if not line.startswith("build finished with problems")]
+    """What sphinx-build complained about, a line a complaint."""
+    return [line.strip() for line in output.splitlines() if "WARNING: " in line or "ERROR: " in line]
