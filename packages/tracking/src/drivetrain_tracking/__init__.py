@@ -1,1 +1,66 @@
-"""One tracker interface over many platforms; a JSONL tracker without dependencies."""
+"""One tracker interface over many platforms; a JSONL tracker without dependencies.
+
+`TrackerGroup` logs to several trackers from the right rank and names the one that fails; `make_tracker` finds those
+that installed packages announce; `JSONLTracker` writes a file of JSON lines that survives kills and resumes.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_tracking.errors import TrackerFailedError as TrackerFailedError
+    from drivetrain_tracking.errors import TrackerStateError as TrackerStateError
+    from drivetrain_tracking.errors import UnknownTrackerError as UnknownTrackerError
+    from drivetrain_tracking.errors import ValueNotLoggableError as ValueNotLoggableError
+    from drivetrain_tracking.group import TrackerGroup as TrackerGroup
+    from drivetrain_tracking.jsonl import JSONLTracker as JSONLTracker
+    from drivetrain_tracking.plain import plain_config as plain_config
+    from drivetrain_tracking.plain import plain_values as plain_values
+    from drivetrain_tracking.protocol import Tracker as Tracker
+    from drivetrain_tracking.protocol import Values as Values
+    from drivetrain_tracking.registry import make_tracker as make_tracker
+    from drivetrain_tracking.registry import tracker_names as tracker_names
+    from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
+
+# Public name -> the file it stands in.
+_ROOMS = {
+    "JSONLTracker": "jsonl",
+    "Tracker": "protocol",
+    "TrackerFailedError": "errors",
+    "TrackerGroup": "group",
+    "TrackerStateError": "errors",
+    "TrackingSettings": "settings",
+    "UnknownTrackerError": "errors",
+    "ValueNotLoggableError": "errors",
+    "Values": "protocol",
+    "make_tracker": "registry",
+    "plain_config": "plain",
+    "plain_values": "plain",
+    "tracker_names": "registry",
+}
+__all__ = [
+    "JSONLTracker",
+    "Tracker",
+    "TrackerFailedError",
+    "TrackerGroup",
+    "TrackerStateError",
+    "TrackingSettings",
+    "UnknownTrackerError",
+    "ValueNotLoggableError",
+    "Values",
+    "make_tracker",
+    "plain_config",
+    "plain_values",
+    "tracker_names",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        from importlib import import_module
+
+        return getattr(import_module(f"drivetrain_tracking.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'drivetrain_tracking' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
