@@ -25,5 +25,9 @@ def type_findings(output: str, root: Path) -> list[Finding]:
         shown = path.relative_to(root) if path.is_relative_to(root) else path
         line = entry.get("range", {}).get("start", {}).get("line", 0) + 1
         rule = entry.get("rule", entry["severity"])
-        found.append(Finding(where=f"{shown.as_posix()}:{line}", message=f"{entry['message']} ({rule})"))
+        found.append(
+            Finding(
+                where=f"{shown.as_posix()}:{line}", message=f"{' '.join(entry['message'].split())} ({rule})"
+            )
+        )
     return found
