@@ -68,7 +68,7 @@ class Guard(threading.Thread):
         self.pulse = Pulse(watch, longest_gap_seconds=max(5.0, 10 * self.poll_seconds))
         self.stopping = threading.Event()
         self.ending = "finished"
-        self.verdict: Verdict | None = None
+        self._verdict: Verdict | None = None
         self.heard_at = monotonic()  # when the store last answered the talker
         self._store: Store | None = store
         self._store_address = store_address(store)
@@ -107,13 +107,26 @@ class Guard(threading.Thread):
             self.heard_at += self.pulse.look()
             idle = self.pulse.idle_seconds
             if idle < self.settings.hang_timeout_seconds / 2:
-                self._stack = ()
+                self._stack, self._verdict = (), None
                 continue
             self._look_at_stack()
             if idle > self.settings.timeout_seconds + 2 * self.poll_seconds:
                 self._end_process_if_stuck(idle)
             elif idle > self.settings.hang_timeout_seconds:
                 self._tell_if_alone(idle)
+
+    def learn(self, verdict: Verdict | None) -> None:
+        """Take in what the ranks found together; None once the run went on.
+
+        That somebody is stuck stays true until then: those who waited may have failed since.
+        """
+        if verdict is None or verdict.blocked or self._verdict is None:
+            self._verdict = verdict
+
+    @property
+    def is_condemned(self) -> bool:
+        """Whether the process will end at the group's timeout, unless it makes progress."""
+        return self._verdict is not None and self._verdict.blocked
 
     def stuck(self, place: Place) -> bool:
         """Whether this rank waits for another and has not moved for a third of its idle time.
@@ -133,8 +146,8 @@ class Guard(threading.Thread):
 
     def _end_process_if_stuck(self, idle: float) -> None:
         place = find_place(self._stack)
-        verdict = self.verdict
-        if not self.stuck(place) and not (verdict is not None and verdict.blocked):
+        verdict = self._verdict
+        if not self.stuck(place) and not self.is_condemned:
             return
         found = ""
         if verdict is not None:

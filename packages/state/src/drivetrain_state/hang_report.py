@@ -101,8 +101,8 @@ def diagnose(world_size: int, answers: Mapping[int, Answer], departures: Mapping
     waiting = sorted(rank for rank, answer in present.items() if answer.waits)
     silent = tuple(rank for rank in range(world_size) if rank not in answers and rank not in departures)
     suspects = [Suspect(ranks=silent, reason=_SILENT)] if silent else []
+    suspects += _departed({r: how for r, how in departures.items() if waiting or how != "finished"})
     if waiting:
-        suspects += _departed(departures)
         busy = tuple(sorted(set(present) - set(waiting)))
         if busy:
             suspects.append(Suspect(ranks=busy, reason=_OWN_CODE))
@@ -167,7 +167,10 @@ def _departed(departures: Mapping[int, str]) -> list[Suspect]:
         by_ending.setdefault(departures[rank], []).append(rank)
     endings = sorted(by_ending, key=lambda ending: (ending == "finished", by_ending[ending]))
     return [
-        Suspect(ranks=tuple(by_ending[ending]), reason=f"{ending}, while the others wait")
+        Suspect(
+            ranks=tuple(by_ending[ending]),
+            reason=f"{ending}, while the others wait" if ending == "finished" else ending,
+        )
         for ending in endings
     ]
 
@@ -186,7 +189,7 @@ def _apart(waiting: Sequence[Answer]) -> list[Suspect]:
 
 def _row(rank: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> tuple[str, str, str]:
     if rank in departures:
-        return "", f"({departures[rank]})", ""
+        return "", f"({departures[rank].partition(':')[0]})", ""
     if rank not in answers:
         return "", "(no answer)", ""
     answer = answers[rank]

@@ -76,6 +76,8 @@ class Talker(threading.Thread):
         hang = settings.hang_timeout_seconds
         # Who was alarmed for nothing waits longer, but never so long that the end comes unannounced.
         patience = min(hang * (1 + self._false_alarms), max(hang, settings.timeout_seconds / 2))
+        if self._guard.is_condemned and pulse.idle_seconds > 0.9 * settings.timeout_seconds:
+            return False  # others fail of the same hang just now: asking again would accuse them
         return pulse.idle_seconds > patience and monotonic() >= self._quiet_until
 
     def _answer(self, number: int) -> None:
@@ -104,14 +106,16 @@ class Talker(threading.Thread):
         if current.verdict is None:
             if self._is_reporter(current):
                 self._collect(current)
-            current.verdict = self._guard.verdict = self._rounds.verdict(current.number)
+            current.verdict = self._rounds.verdict(current.number)
+            if current.verdict is not None:
+                self._guard.learn(current.verdict)
             return
         pulse, rank = self._guard.pulse, self._guard.topology.rank
         if current.verdict.witness == rank and pulse.beats != current.beats:
             self._rounds.resume(current.number, f"rank {rank} went on with: {pulse.latest.label}")
         if (text := self._rounds.resumed(current.number)) is not None:
             current.over = True
-            self._guard.verdict = None
+            self._guard.learn(None)
             self._false_alarms += 1
             if current.reported_here:
                 waited = monotonic() - current.seen_at
