@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+
 from drivetrain_state.watch import Watch
 
 
