@@ -55,6 +55,8 @@ def connect(
         settings = replace(settings, device=cast("DeviceChoice", kind))
     if settings.device == "auto":
         settings = replace(settings, device=cast("DeviceChoice", best_device_kind()))
+    if dist.is_initialized():
+        _check_group(settings.device)
     launched = environ.launched()
     topology = _topology(launched)
     place = _place(settings.device, index, topology)
@@ -155,10 +157,7 @@ def _join(
     undo: ExitStack,
 ) -> bool:
     """Adopt the process group or make one where one is needed; whether it was made here."""
-    if dist.is_initialized():
-        _check_group(place, topology)
-        return False
-    if topology.world_size == 1 and not needs_group:
+    if dist.is_initialized() or (topology.world_size == 1 and not needs_group):
         return False
     backend = group_backend(place.type)
     timeout = timedelta(seconds=settings.timeout_seconds)
@@ -186,18 +185,16 @@ def group_backend(kind: str) -> str:
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
 
 
-def _check_group(place: torch.device, topology: Topology) -> None:
-    """Refuse an existing group that does not carry the tensors of `place` as ours would."""
-    if topology.world_size == 1 and place.type not in _BACKENDS:
+def _check_group(kind: str) -> None:
+    """Refuse an existing group that does not carry the tensors of a kind of device as ours would."""
+    if dist.get_world_size() == 1 and kind not in _BACKENDS:
         return
-    group_backend(place.type)
-    wanted = f"{place.type}:{_BACKENDS[place.type]}"
-    existing = str(dist.get_backend_config())
+    ours = group_backend(kind)
+    wanted, existing = f"{kind}:{_BACKENDS[kind]}", str(dist.get_backend_config())
     if wanted not in existing.split(","):
         raise GroupMismatchError(
-            f"device {str(place)!r} needs a process group with {wanted!r}, but the one that exists has {existing!r}: "
-            f"make it with init_process_group({group_backend(place.type)!r}), leave the making to connect(), "
-            "or choose a device that it serves"
+            f"device={kind!r} needs a process group with {wanted!r}, but the one that exists has {existing!r}: make "
+            f"it with init_process_group({ours!r}), leave the making to connect(), or choose a device that it serves"
         )
 
 
