@@ -58,6 +58,9 @@ class TorchPrepared:
         self._finished = 0  # the record's serial when gradients were last unscaled and corrected
         self._stepped_in = -1  # the window of the last step
         self._grad_norm: Tensor | None = None
+        # DDP learns a static graph from its first backward, which must therefore reduce (an internal assertion fails
+        # otherwise, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
+        self._learns_graph = isinstance(model, DistributedDataParallel) and model.static_graph
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -70,11 +73,14 @@ class TorchPrepared:
             loss = scaler.scale(loss)
         loss.backward()
         record.note_backward(self._window)
+        self._learns_graph = False
         self._grad_norm = None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients on their rank; see `Prepared.no_sync`."""
-        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+        if isinstance(self.model, DistributedDataParallel) and not self._learns_graph:
+            return self.model.no_sync()
+        return nullcontext()
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one optimizer if the window is closed. Called on all ranks."""

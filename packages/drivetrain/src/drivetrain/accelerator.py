@@ -26,7 +26,7 @@ from drivetrain_backends import (
     restore_forward,
 )
 from drivetrain_config import Layers
-from drivetrain_data import DataSettings, Shard, ShardedLoader, shard_loader, skip_first_batches
+from drivetrain_data import DataSettings, ShardedLoader, shard_loader, skip_first_batches
 from drivetrain_memory import free_memory, profile
 from drivetrain_precision import autocast
 from drivetrain_state import ParallelDims, set_seed
@@ -222,9 +222,9 @@ class Accelerator(Ranks):
                 f"{self.gradient_accumulation_steps}: which window it belongs to is not known; put the step into "
                 "`with accelerator.accumulate(model):`"
             )
-        loader = self._parts.loaders.current
-        if loader is not None and loader.current is not None and not loader.current.even:
-            loss, count = metrics.weigh(loss, count, loader.current, self.process_index)
+        batch = self._parts.loaders.current_plan
+        if batch is not None and not batch.even:
+            loss, count = metrics.weigh(loss, count, batch)
         owner = self._parts.backend if model is None else self._prepared.of(model)
         owner.backward(loss, count=count)
 
@@ -311,19 +311,17 @@ class Accelerator(Ranks):
     # Tracking
 
     def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
-        """Start the trackers of `log_with` on rank 0, with the run's configuration and effective plan."""
-        if self.is_main_process:
-            self._parts.trackers.start(project_name, {**(config or {}), "plan": self.plan.as_dict()})
+        """Start the trackers of `log_with` with the run's configuration and effective plan; rank 0 logs."""
+        self._parts.trackers.start(project_name, {**(config or {}), "plan": self.plan.as_dict()})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values on rank 0.
+        """Log values from rank 0. May be called on all ranks.
 
         Args:
             values: Numbers, strings, or tensors of shape (), by name.
             step: The optimizer step they belong to.
         """
-        if self.is_main_process:
-            self._parts.trackers.log(values, step=step)
+        self._parts.trackers.log(values, step=step)
 
     def get_tracker(self, name: str) -> Tracker:
         """A tracker by its name in `log_with`.
@@ -371,10 +369,9 @@ class Accelerator(Ranks):
 
     def _shard(self, loader: Any) -> ShardedLoader[Any]:
         data: DataSettings = self._parts.resolved["data"].value
-        index, count = self.context.data_shard
         return shard_loader(
             loader,
-            Shard(index, count),
+            self._parts.shard,
             device=self.device,
             even=data.even,
             split_batches=data.split_batches,

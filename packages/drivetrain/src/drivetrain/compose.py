@@ -3,16 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
 from drivetrain_config import Layers, Resolved, resolve
-from drivetrain_data import ActiveLoaders, DataSettings
+from drivetrain_data import ActiveLoaders, DataSettings, Shard
 from drivetrain_precision import Policy, PrecisionSettings, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
-from drivetrain_tracking import TrackerGroup, make_tracker
+from drivetrain_tracking import TrackerGroup, TrackingSettings, make_tracker
+
+_SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "state": StateSettings,
+        "precision": PrecisionSettings,
+        "data": DataSettings,
+        "checkpoint": CheckpointSettings,
+        "tracking": TrackingSettings,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +33,7 @@ class Parts:
     Attributes:
         resolved: Every section with its sources, by name.
         context: Ranks, device, group.
+        shard: Which part of the data is this rank's.
         policy: The precision.
         backend: What trains the models.
         loaders: Which loaders are being read.
@@ -30,6 +42,7 @@ class Parts:
 
     resolved: Mapping[str, Resolved[Any]]
     context: Context
+    shard: Shard
     policy: Policy
     backend: Backend
     loaders: ActiveLoaders
@@ -85,16 +98,12 @@ def compose(
     """
     resolved: dict[str, Resolved[Any]] = {"run": resolve(RunSettings, section="run", code=run, layers=layers)}
     settings: RunSettings = resolved["run"].value
-    code: dict[str, Mapping[str, object | None]] = {
+    said = {
         "state": {"device": "cpu"} if settings.cpu else {},
-        "precision": {},
         "data": {"seed": settings.seed, **_as_mapping(data)},
-        "checkpoint": {},
     }
-    types = {"state": StateSettings, "precision": PrecisionSettings, "data": DataSettings}
-    types["checkpoint"] = CheckpointSettings
-    for section, kind in types.items():
-        resolved[section] = resolve(kind, section=section, code=code[section], layers=layers)
+    for section, kind in _SECTIONS.items():
+        resolved[section] = resolve(kind, section=section, code=said.get(section), layers=layers)
     context = connect(resolved["state"].value, parallelism=parallelism)
     policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
     chosen = backend_class or registry.get(_backend_name(settings.backend, context))
@@ -111,10 +120,15 @@ def compose(
     return Parts(
         resolved=resolved,
         context=context,
+        shard=_shard(context, parallelism),
         policy=policy,
         backend=backend,
         loaders=ActiveLoaders(),
-        trackers=TrackerGroup([make_tracker(name, _directory(settings)) for name in settings.log_with]),
+        trackers=TrackerGroup(
+            [make_tracker(name, _directory(settings)) for name in settings.log_with],
+            is_main=context.topology.is_main,
+            settings=resolved["tracking"].value,
+        ),
     )
 
 
@@ -122,6 +136,14 @@ def _backend_name(name: str, context: Context) -> str:
     if name != "auto":
         return name
     return "single" if context.topology.world_size == 1 else "ddp"
+
+
+def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:
+    """By rank; by the data coordinate of the mesh where several ranks must see the same batches."""
+    topology = context.topology
+    if parallelism is None:
+        return Shard(topology.rank, topology.world_size)
+    return Shard(*parallelism.plan(topology.world_size).data_shard(topology.rank))
 
 
 def _directory(settings: RunSettings) -> Path:

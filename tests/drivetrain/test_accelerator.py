@@ -1,0 +1,181 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain_backends import AccumulationError, PairingError, UnknownBackendError
+from drivetrain_config import ConfigError
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(count)).unsqueeze(1))
+
+
+def parts(accelerator: Accelerator, *, samples: int = 8, batch_size: int = 2):
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return accelerator.prepare(model, optimizer, DataLoader(numbers(samples), batch_size=batch_size))
+
+
+def test_prepare_keeps_the_order_and_gives_one_object_for_one() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 1)
+    loader = DataLoader(numbers(4))
+    results = accelerator.prepare(scheduler, loader, optimizer, model)
+    assert [type(r).__name__ for r in results] == [
+        "PreparedScheduler",
+        "ShardedLoader",
+        "PreparedOptimizer",
+        "Linear",
+    ]
+    assert results[3] is model
+    assert type(Accelerator(cpu=True).prepare(nn.Linear(1, 1))).__name__ == "Linear"
+
+
+def test_what_cannot_be_prepared_is_named_with_its_place() -> None:
+    with pytest.raises(
+        TypeError, match=r"argument 1 is of type dict, which cannot be prepared; allowed are nn\.Module"
+    ):
+        Accelerator(cpu=True).prepare(nn.Linear(1, 1), {"lr": 1})
+
+
+def test_preparing_twice_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(accelerator)
+    for prepared in (optimizer, loader):
+        with pytest.raises(ValueError, match="prepared already"):
+            accelerator.prepare(prepared)
+    with pytest.raises(ValueError, match="prepared already"):
+        accelerator.prepare(model)
+
+
+def test_an_optimizer_without_its_model_is_refused() -> None:
+    with pytest.raises(PairingError, match="belongs to no prepared model"):
+        Accelerator(cpu=True).prepare(SGD(nn.Linear(1, 1).parameters()))
+
+
+def test_backward_outside_accumulate_is_refused_where_it_matters() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, _, _ = parts(accelerator)
+    with pytest.raises(AccumulationError, match=r"backward\(\) outside accumulate\(\)"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    plain = Accelerator(cpu=True)
+    model, _, _ = parts(plain)
+    plain.backward(model(torch.ones(1, 1)).sum())
+    assert model.weight.grad is not None
+
+
+def test_accumulate_does_not_nest() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = parts(accelerator)
+    with accelerator.accumulate(model):
+        with pytest.raises(AccumulationError, match="one micro-batch is open already"):
+            accelerator.accumulate(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mixed_precision": "fp12"}, ConfigError, "mixed_precision='fp12'"),
+        ({"backend": "dpp"}, UnknownBackendError, "must be 'auto' or one of 'ddp', 'single'"),
+        (
+            {"gradient_accumulation_steps": 0},
+            ConfigError,
+            "gradient_accumulation_steps=0: must be at least 1",
+        ),
+        ({"log_with": "jsonl"}, ConfigError, "project_dir, which is not set"),
+        ({"seed": -1}, ConfigError, "seed=-1: must lie between"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        Accelerator(cpu=True, **arguments)
+
+
+def test_two_accelerators_differ_in_precision_and_accumulation() -> None:
+    one = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    other = Accelerator(cpu=True)
+    (model, optimizer, loader), (plain, plain_optimizer, plain_loader) = parts(one), parts(other)
+    for (x,), (y,) in zip(loader, plain_loader, strict=True):
+        with one.accumulate(model):
+            output = model(x)
+            one.backward(output.float().sum())
+            optimizer.step()
+        with other.accumulate(plain):
+            plain_output = plain(y)
+            other.backward(plain_output.sum())
+            plain_optimizer.step()
+    assert (output.dtype, plain_output.dtype) == (torch.bfloat16, torch.float32)
+    assert (optimizer.num_steps, plain_optimizer.num_steps) == (2, 4)
+
+
+def test_breaking_out_of_a_loader_leaves_the_window_open_for_the_next_batch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, optimizer, loader = parts(accelerator)  # 4 batches
+    steps: list[int] = []
+    for stop in (3, None):
+        for i, (x,) in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            steps.append(optimizer.num_steps)
+            if stop is not None and i + 1 == stop:
+                break
+    # three micro-batches, a break, then one more fills the window; the epoch's last batch closes the next early
+    assert steps == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_an_evaluation_loader_inside_the_training_loop_does_not_close_its_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, optimizer, loader = parts(accelerator, samples=12)  # 6 batches
+    evaluation = accelerator.prepare(DataLoader(numbers(5), batch_size=2))
+    stepped_at = []
+    for i, (x,) in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen = torch.cat([accelerator.gather_for_metrics(x) for (x,) in evaluation])
+        assert seen.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        if len(stepped_at) < optimizer.num_steps:
+            stepped_at.append(i)
+    assert stepped_at == [2, 5]
+
+
+def test_the_plan_says_what_was_asked_applied_and_where_it_came_from(capsys) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="auto", seed=3)
+    accelerator.prepare(nn.Linear(1, 1))
+    rows = {row.setting: row for row in accelerator.plan.rows}
+    assert rows["run.mixed_precision"].asked == "auto"
+    assert rows["run.mixed_precision"].applied == accelerator.mixed_precision
+    assert rows["run.mixed_precision"].reason.startswith("auto chose")
+    assert rows["run.seed"].source.startswith("code")
+    assert "run.mixed_precision" in capsys.readouterr().err
+
+
+def test_the_plan_is_printed_once_and_stored(tmp_path, capsys) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.prepare(nn.Linear(1, 1))
+    assert capsys.readouterr().err.count("effective plan") == 1
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_saving_in_an_open_window_is_refused(tmp_path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=tmp_path)
+    model, _, _ = parts(accelerator)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        with pytest.raises(AccumulationError, match=r"open accumulation window \(micro-batch 1 of 2\)"):
+            accelerator.save_state()
+
+
+def test_saving_without_a_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match="set project_dir="):
+        Accelerator(cpu=True).save_state()

@@ -1,0 +1,100 @@
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+
+SAMPLES, GLOBAL_BATCH = 52, 4
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def run(
+    folder: Path, *, stop_at: int | None = None, resume: bool = False
+) -> tuple[list[list[int]], torch.Tensor, int]:
+    """Train two epochs with dropout; save and stop at a step, or go on from there."""
+    accelerator = Accelerator(cpu=True, seed=11, project_dir=folder)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(2, 4), nn.Dropout(0.2 if accelerator.num_processes == 1 else 0.0), nn.Linear(4, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+    data = TensorDataset(
+        torch.arange(SAMPLES), torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(1))
+    )
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH // accelerator.num_processes, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    if resume:
+        accelerator.load_state()
+    seen: list[list[int]] = []
+    while loader.epoch < 2:
+        for index, x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().sum(), count=len(x))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counter.value += 1
+            seen.append(accelerator.gather_for_metrics(index).tolist())
+            if counter.value == stop_at:
+                accelerator.save_state()
+                return seen, torch.empty(0), counter.value
+    weights = torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()])
+    return seen, weights, counter.value
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1), (4, 2), (2, 4)])
+def test_a_run_goes_on_exactly_where_it_was_saved(run_ranks, tmp_path, before: int, after: int) -> None:
+    whole, weights, total = run_ranks(whole_run, tmp_path / "whole", num_processes=before)[0]
+    first, _, _ = run_ranks(first_part, tmp_path / "parts", num_processes=before)[0]
+    rest, resumed_weights, resumed_total = run_ranks(second_part, tmp_path / "parts", num_processes=after)[0]
+    assert first + rest == whole
+    assert resumed_total == total
+    if before == after or before > 1 < after:
+        torch.testing.assert_close(resumed_weights, weights, rtol=1e-6, atol=1e-7)
+
+
+def whole_run(folder: Path):
+    return run(folder)
+
+
+def first_part(folder: Path):
+    return run(folder, stop_at=17)  # in the second epoch
+
+
+def second_part(folder: Path):
+    return run(folder, resume=True)
+
+
+def test_a_resume_at_another_world_size_says_what_became_of_the_generators(run_ranks, tmp_path) -> None:
+    run_ranks(first_part, tmp_path, num_processes=2)
+    first, again = (run_ranks(resumed_draw, tmp_path, num_processes=1)[0] for _ in range(2))
+    assert first == again
+    assert "saved on 2 ranks, resumed on 1" in first[1]
+
+
+def resumed_draw(folder: Path) -> tuple[float, str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("drivetrain.resume")
+    logger.addHandler(handler)
+    second_part(folder)
+    logger.removeHandler(handler)
+    return torch.rand(()).item(), "\n".join(records)
