@@ -1,1 +1,45 @@
-"""Peak memory of host and accelerator, and the batch size that fits."""
+"""Peak memory of host and accelerator, the batch size that fits, memory given back, and profiles.
+
+`PeakMemory` measures a block by the kernel's and the allocator's own counters, so that no short peak is missed.
+`find_executable_batch_size` halves a batch size until a function fits. `profile` writes a trace a rank.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_memory.batch_size import find_executable_batch_size as find_executable_batch_size
+    from drivetrain_memory.errors import NoBatchSizeFitsError as NoBatchSizeFitsError
+    from drivetrain_memory.free import free_memory as free_memory
+    from drivetrain_memory.out_of_memory import is_out_of_memory as is_out_of_memory
+    from drivetrain_memory.peak import PeakMemory as PeakMemory
+    from drivetrain_memory.profiling import profile as profile
+
+# Public name -> the file it stands in.
+_ROOMS = {
+    "NoBatchSizeFitsError": "errors",
+    "PeakMemory": "peak",
+    "find_executable_batch_size": "batch_size",
+    "free_memory": "free",
+    "is_out_of_memory": "out_of_memory",
+    "profile": "profiling",
+}
+__all__ = [
+    "NoBatchSizeFitsError",
+    "PeakMemory",
+    "find_executable_batch_size",
+    "free_memory",
+    "is_out_of_memory",
+    "profile",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        from importlib import import_module
+
+        return getattr(import_module(f"drivetrain_memory.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'drivetrain_memory' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

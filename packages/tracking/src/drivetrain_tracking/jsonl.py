@@ -60,7 +60,7 @@ class JSONLTracker:
         plain = plain_config(config)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_unfinished_line(self.path)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = self.path.open("ab")
         self._write({"event": "start", "time": time.time(), "run": run_name, "config": plain})
 
     def log(self, values: Values, *, step: int | None = None) -> None:
@@ -91,6 +91,7 @@ class JSONLTracker:
         if self._file is None:
             raise TrackerStateError(f"log() before start(): call start(run_name, config) first ({self.path})")
         self._file.write(json.dumps(_strict(dict(record)), allow_nan=False).encode() + b"\n")
+        self._file.flush()
 
 
 def _strict(value: Plain) -> Plain:

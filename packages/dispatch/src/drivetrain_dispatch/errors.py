@@ -1,0 +1,5 @@
+"""What can go wrong, as exceptions that name the parameters and the way out."""
+
+
+class TiedParametersError(ValueError):
+    """Names that are to share one parameter do not fit together, or are not in the model."""

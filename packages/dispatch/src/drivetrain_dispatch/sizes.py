@@ -1,0 +1,75 @@
+"""How many bytes each part of a model takes, also before it has any memory."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    special_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, int]:
+    """The bytes of the parameters and buffers in a model, each of its modules, and each single tensor.
+
+    A tensor that several names share counts once in every module that holds all of them; under its own names, each
+    is given its full size. Works on the meta device.
+
+    Args:
+        model: The model.
+        dtype: What floating-point and complex tensors will be converted to; None takes them as they are. Integer
+            and boolean ones keep their dtype, as `Module.to(dtype)` has it.
+        special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
+
+    Returns:
+        Bytes by name; the model itself is `""`.
+
+    Raises:
+        ValueError: `special_dtypes` names a tensor that the model does not have.
+    """
+    special = special_dtypes or {}
+    tensors = list(named_tensors(model))
+    if unknown := sorted(special.keys() - {name for name, _ in tensors}):
+        raise ValueError(
+            f"special_dtypes={unknown}: the model has no such parameter or buffer; name them as named_parameters() does"
+        )
+    sizes = {name: 0 for name, _ in model.named_modules(remove_duplicate=False)}
+    counted: set[tuple[str, object]] = set()
+    for name, tensor in tensors:
+        size = tensor.numel() * _dtype_after(tensor, dtype, special.get(name)).itemsize
+        sizes[name] = size
+        for module in enclosing_modules(name):
+            if (module, identity(tensor)) not in counted:
+                counted.add((module, identity(tensor)))
+                sizes[module] += size
+    return sizes
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer under every name it has."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def enclosing_modules(name: str) -> Iterator[str]:
+    """The names of the modules around a tensor or module, from the whole model, `""`, inwards."""
+    yield ""
+    for position, character in enumerate(name):
+        if character == ".":
+            yield name[:position]
+
+
+def identity(tensor: Tensor) -> object:
+    """Equal for tensors that are the same elements of the same memory, or, without memory, the same object."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _dtype_after(tensor: Tensor, dtype: torch.dtype | None, special: torch.dtype | None) -> torch.dtype:
+    if special is not None:
+        return special
+    converts = tensor.is_floating_point() or tensor.is_complex()
+    return dtype if dtype is not None and converts else tensor.dtype

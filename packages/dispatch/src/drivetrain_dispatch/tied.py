@@ -1,0 +1,72 @@
+"""Parameters that have several names: finding them, and making them one again after loading parted them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_dispatch.errors import TiedParametersError
+
+
+def find_tied_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several, in the model's order. Works on the meta device.
+
+    Example:
+        >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4)})
+        >>> model["head"].weight = model["embed"].weight
+        >>> find_tied_parameters(model)
+        [['embed.weight', 'head.weight']]
+    """
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+    """Make each group of names one parameter again, as `find_tied_parameters` found them before loading.
+
+    Of each group the first that has data, not on the meta device, is taken for all.
+
+    Args:
+        model: The model; changed in place.
+        tied: Groups of names.
+
+    Raises:
+        TiedParametersError: The model lacks a name, or two parameters of a group hold different values, of which
+            one would be lost. Nothing is changed then.
+    """
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    chosen = [_chosen(by_name, group) for group in tied]
+    for group, parameter in zip(tied, chosen, strict=True):
+        for name in group:
+            module_name, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module_name), leaf, parameter)
+
+
+def _chosen(by_name: dict[str, nn.Parameter], group: Sequence[str]) -> nn.Parameter:
+    """The parameter that a group of names will share."""
+    if missing := [name for name in group if name not in by_name]:
+        raise TiedParametersError(
+            f"tied={list(group)}: the model has no parameter {', '.join(map(repr, missing))}"
+        )
+    if not group:
+        raise TiedParametersError("tied=[[]]: a group holds the names of one parameter, at least one of them")
+    real = [name for name in group if not by_name[name].is_meta]
+    keeper = real[0] if real else group[0]
+    for name in group:
+        if not _agree(by_name[keeper], by_name[name]):
+            raise TiedParametersError(
+                f"{keeper!r} and {name!r} are to be one parameter but differ in shape, dtype or values, so one "
+                "would be lost: load only one of the two, or leave the pair out of `tied`"
+            )
+    return by_name[keeper]
+
+
+def _agree(kept: Tensor, other: Tensor) -> bool:
+    if kept is other:
+        return True
+    if kept.shape != other.shape or kept.dtype != other.dtype:
+        return False
+    return other.is_meta or torch.equal(kept.detach(), other.detach().to(kept.device))

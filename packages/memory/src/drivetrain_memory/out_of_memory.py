@@ -1,0 +1,20 @@
+"""Telling an exception that means "out of memory" from any other."""
+
+import torch
+
+# What torch and its libraries say where they raise a plain RuntimeError.
+_MESSAGES = (
+    "out of memory",  # CUDA, HIP, XPU, MPS, NPU
+    "can't allocate memory",  # the CPU allocator on Linux and macOS
+    "not enough memory",  # the CPU allocator on Windows
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "RESOURCE_EXHAUSTED",  # XLA
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory of the host or an accelerator ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)

@@ -1,0 +1,64 @@
+"""Where time and memory go: torch's profiler, with one trace file a rank."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+
+@contextmanager
+def profile(
+    directory: Path | str,
+    *,
+    rank: int = 0,
+    schedule: Callable[[int], ProfilerAction] | None = None,
+    record_shapes: bool = False,
+    profile_memory: bool = False,
+    with_stack: bool = False,
+) -> Generator[torch_profile]:
+    """Profile a block on the CPU and the accelerator, and write what it did as a Chrome trace.
+
+    Open the file at chrome://tracing or in Perfetto. Can be called on all ranks, or on some.
+
+    Args:
+        directory: Where `trace-rank-RANK.json` goes; made if it is missing.
+        rank: Of this process; it names the file.
+        schedule: Which steps to record, from `torch.profiler.schedule(...)`; call `step()` on what this yields
+            after each. Each cycle writes a file of its own, `trace-rank-RANK.CYCLE.json`, from 0.
+        record_shapes: Whether to note the shapes of operators' inputs.
+        profile_memory: Whether to note what operators allocate and free.
+        with_stack: Whether to note the Python line that called each operator; slow.
+
+    Yields:
+        torch's profiler, for `key_averages()` and `step()`.
+    """
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    cycles = 0
+
+    def write(profiler: torch_profile) -> None:
+        nonlocal cycles
+        name = f"trace-rank-{rank}.json" if schedule is None else f"trace-rank-{rank}.{cycles}.json"
+        profiler.export_chrome_trace(str(place / name))
+        cycles += 1
+
+    with torch_profile(
+        activities=_activities(),
+        schedule=schedule,
+        on_trace_ready=write,
+        record_shapes=record_shapes,
+        profile_memory=profile_memory,
+        with_stack=with_stack,
+    ) as profiler:
+        yield profiler
+
+
+def _activities() -> list[ProfilerActivity]:
+    """The CPU, and the accelerator if the profiler knows its kind."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kinds = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    wanted = [] if accelerator is None or accelerator.type not in kinds else [kinds[accelerator.type]]
+    return [ProfilerActivity.CPU, *wanted]
