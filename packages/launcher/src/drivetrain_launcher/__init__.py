@@ -1,1 +1,60 @@
-"""The drivetrain command: launch, env, test; notebook launcher."""
+"""The drivetrain command, and what it is made of: launch plans, torch's elastic agent, notebook launchers.
+
+A plan (`plan_launch`) says which command runs on which rank with which environment; carrying it out is
+`run_plan`. Importing this package, reading its settings and running one process need no torch in the launcher.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_launcher.errors import LaunchError as LaunchError
+    from drivetrain_launcher.errors import RankFailedError as RankFailedError
+    from drivetrain_launcher.host import Host as Host
+    from drivetrain_launcher.plan import LaunchPlan as LaunchPlan
+    from drivetrain_launcher.plan import RankPlan as RankPlan
+    from drivetrain_launcher.plan import Target as Target
+    from drivetrain_launcher.plan import plan_launch as plan_launch
+    from drivetrain_launcher.running import run_plan as run_plan
+    from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
+    from drivetrain_launcher.spawn import debug_launcher as debug_launcher
+    from drivetrain_launcher.spawn import notebook_launcher as notebook_launcher
+
+# Public name -> the file it stands in.
+_ROOMS = {
+    "Host": "host",
+    "LaunchError": "errors",
+    "LaunchPlan": "plan",
+    "LaunchSettings": "settings",
+    "RankFailedError": "errors",
+    "RankPlan": "plan",
+    "Target": "plan",
+    "debug_launcher": "spawn",
+    "notebook_launcher": "spawn",
+    "plan_launch": "plan",
+    "run_plan": "running",
+}
+__all__ = [
+    "Host",
+    "LaunchError",
+    "LaunchPlan",
+    "LaunchSettings",
+    "RankFailedError",
+    "RankPlan",
+    "Target",
+    "debug_launcher",
+    "notebook_launcher",
+    "plan_launch",
+    "run_plan",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        from importlib import import_module
+
+        return getattr(import_module(f"drivetrain_launcher.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'drivetrain_launcher' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,147 @@
+"""Run a script or module in this process exactly as `python SCRIPT` or `python -m MODULE` would.
+
+`sys.argv`, `sys.path[0]`, `sys.modules["__main__"]` and its attributes are as Python sets them, and the launcher's
+own frames are taken off a traceback before anybody sees it.
+"""
+
+import builtins
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from importlib.util import find_spec
+from os import path
+from pkgutil import get_importer
+from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
+
+# Given an exception that the script let through, with the launcher's frames taken off its traceback.
+OnError = Callable[[BaseException], None]
+
+
+def show_error(error: BaseException) -> None:
+    """Show an exception as Python does when a program ends with one."""
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def run_as_main(
+    name: str, arguments: Sequence[str], *, is_module: bool = False, on_error: OnError = show_error
+) -> None:
+    """Run a script or module as the main program.
+
+    Args:
+        name: A script's path (a folder or zip file with a `__main__.py` too), or a module's name.
+        arguments: What the program finds in `sys.argv[1:]`.
+        is_module: Whether `name` is a module's.
+        on_error: Given an exception that the program let through.
+
+    Raises:
+        SystemExit: The program asked for it, or could not be started, or ended with an exception (code 1).
+        KeyboardInterrupt: The program was interrupted; leaving it uncaught ends the process as it ends Python's.
+    """
+    sys.argv = [name, *arguments]
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        exec((_load_module if is_module else _load_script)(main, name), main.__dict__)
+    except (SystemExit, KeyboardInterrupt) as stop:
+        _show_without_our_frames(stop, main)
+        raise
+    except BaseException as error:
+        on_error(error.with_traceback(_frames_of(main, error)))
+        raise SystemExit(1) from None
+
+
+def _load_script(main: ModuleType, name: str) -> CodeType:
+    """The code of a script; `main` and `sys.path` are prepared for it."""
+    absolute = path.abspath(name)
+    importer = get_importer(name)
+    if importer is not None:
+        _put_first_on_path(absolute)
+        spec = importer.find_spec("__main__")
+        if spec is None:
+            _end(f"can't find '__main__' module in {name!r}", 1)
+        return _code_of(main, spec)
+    _put_first_on_path(path.dirname(path.realpath(name)))
+    kind = SourcelessFileLoader if name.endswith(".pyc") else SourceFileLoader
+    loader = kind("__main__", absolute)
+    main.__dict__.update(
+        __file__=absolute, __cached__=None, __loader__=loader, __package__=None, __spec__=None
+    )
+    if isinstance(loader, SourcelessFileLoader):
+        code = loader.get_code("__main__")
+        assert code is not None
+        return code
+    try:
+        source = loader.get_data(absolute)
+    except OSError as error:
+        _end(f"can't open file {absolute!r}: [Errno {error.errno}] {error.strerror}", 2)
+    return loader.source_to_code(source, absolute)
+
+
+def _load_module(main: ModuleType, name: str) -> CodeType:
+    """The code of a module, or of the `__main__` of a package."""
+    _put_first_on_path(path.abspath(""))
+    spec = _find_module(name)
+    if spec.submodule_search_locations is not None:
+        spec = _find_module(f"{name}.__main__")
+    code = _code_of(main, spec)
+    sys.argv[0] = spec.origin or name
+    return code
+
+
+def _find_module(name: str) -> ModuleSpec:
+    try:
+        spec = find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # a package on the way was found and lacks something that it imports
+        spec = None
+    if spec is None:
+        _end(f"No module named {name}", 1)
+    return spec
+
+
+def _code_of(main: ModuleType, spec: ModuleSpec) -> CodeType:
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        _end(f"No code object available for {spec.name}", 1)
+    main.__dict__.update(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    return code
+
+
+def _put_first_on_path(folder: str) -> None:
+    """Let `folder` take the place of the one that Python put first on sys.path for the launcher."""
+    if not sys.flags.safe_path:  # python -P puts none there, and would put none there for the program
+        sys.path[0] = folder
+
+
+def _frames_of(main: ModuleType, error: BaseException) -> TracebackType | None:
+    """The traceback from the program's first frame on; None if it had not begun, as with a syntax error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_globals is not main.__dict__:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _show_without_our_frames(stop: BaseException, main: ModuleType) -> None:
+    """Python shows a KeyboardInterrupt at the very end, when our frames are on it again: take them off then."""
+    frames, hook = _frames_of(main, stop), sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        taken = frames if error is stop else traceback
+        hook(kind, error.with_traceback(taken), taken)
+
+    sys.excepthook = show
+
+
+def _end(message: str, code: int) -> NoReturn:
+    sys.stderr.write(f"{sys.executable}: {message}\n")
+    raise SystemExit(code)

@@ -1,0 +1,132 @@
+"""Show versions, devices, and every setting with its source."""
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from drivetrain_config import Command, Layers, Source, resolve, sections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvArguments:
+    """What `drivetrain env` is told."""
+
+    json: bool = field(default=False, metadata={"help": "Print JSON, for programs and bug reports."})
+    layers: Layers = field(default_factory=lambda: Layers({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting as it is in force.
+
+    Attributes:
+        value: Its value, as JSON has it; a secret is hidden.
+        source: Where the value came from.
+    """
+
+    value: Any
+    source: Source
+
+
+def run(arguments: EnvArguments) -> int:
+    """Collect what there is, and print it."""
+    settings = read_settings(arguments.layers)
+    versions, devices = read_versions(), read_devices()
+    if arguments.json:
+        report = {
+            "versions": versions,
+            "devices": devices,
+            "settings": {
+                section: {
+                    name: {
+                        "value": setting.value,
+                        "source": setting.source.kind,
+                        "where": setting.source.where,
+                    }
+                    for name, setting in found.items()
+                }
+                for section, found in settings.items()
+            },
+        }
+        sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
+    else:
+        sys.stdout.write(_as_text(versions, devices, settings))
+    return 0
+
+
+def read_versions() -> dict[str, str]:
+    """The versions of Python, torch and every installed package of drivetrain's."""
+    from importlib.metadata import distributions
+
+    ours = {
+        distribution.name: distribution.version
+        for distribution in distributions()
+        if distribution.name == "torch" or distribution.name.partition("-")[0] == "drivetrain"
+    }
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **dict(sorted(ours.items())),
+    }
+
+
+def read_devices() -> list[str]:
+    """The devices of this machine, a line each."""
+    from drivetrain_state import describe
+
+    return describe().splitlines()
+
+
+def read_settings(layers: Layers) -> dict[str, dict[str, Setting]]:
+    """Every field of every installed section, with its source; a secret's value is hidden.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+    found: dict[str, dict[str, Setting]] = {}
+    for section, kind in sections().items():
+        resolved = resolve(kind, section=section, layers=layers)
+        found[section] = {
+            each.name: Setting(
+                value="(secret)"
+                if each.metadata.get("secret")
+                else _plain(getattr(resolved.value, each.name)),
+                source=resolved.sources[each.name],
+            )
+            for each in fields(kind)
+        }
+    return found
+
+
+def _plain(value: object) -> object:
+    """A value as JSON has it."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case tuple() | list():
+            return [_plain(each) for each in value]
+        case Mapping():
+            return {str(key): _plain(each) for key, each in value.items()}
+        case _:
+            return str(value)
+
+
+def _as_text(
+    versions: Mapping[str, str], devices: list[str], settings: Mapping[str, Mapping[str, Setting]]
+) -> str:
+    lines = [f"{name} {version}" for name, version in versions.items()]
+    lines += ["", "devices", *(f"  {line}" for line in devices)]
+    for section, found in settings.items():
+        lines += ["", section]
+        rows = [(name, json.dumps(setting.value), str(setting.source)) for name, setting in found.items()]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines += [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
+    return "\n".join([*lines, ""])
+
+
+command = Command(
+    arguments=EnvArguments, run=run, help="Show versions, devices, and every setting with its source."
+)

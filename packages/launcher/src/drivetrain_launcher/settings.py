@@ -1,0 +1,123 @@
+"""The `launch` section: how many processes, on which nodes, and how they find each other."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+RendezvousBackend = Literal["static", "c10d"]
+
+# The port on which several nodes meet if none is said; torchrun's.
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """The `launch` section, known to users of torchrun and Accelerate by the same names."""
+
+    num_processes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Processes on all nodes together; unset: one for each visible accelerator, else one."
+        },
+    )
+    processes_per_node: int | None = field(
+        default=None, metadata={"help": "Processes on each node; num_processes says the same for all nodes."}
+    )
+    num_nodes: int = field(default=1, metadata={"help": "Machines; the launcher is started on each of them."})
+    node_rank: int | None = field(
+        default=None, metadata={"help": "This machine among them, from 0; needed with static rendezvous."}
+    )
+    master_addr: str | None = field(
+        default=None, metadata={"help": "Host name or address of the machine with node rank 0."}
+    )
+    master_port: int | None = field(
+        default=None,
+        metadata={"help": "Port on master_addr; unset: any free one on one node, 29500 on several."},
+    )
+    rdzv_backend: RendezvousBackend = field(
+        default="static",
+        metadata={"help": "How nodes meet: static (each is told its rank) or c10d (ranks are agreed upon)."},
+    )
+    rdzv_id: str | None = field(
+        default=None, metadata={"help": "Name of this run, the same on all nodes; needed with c10d."}
+    )
+    rdzv_timeout_seconds: float = field(
+        default=900.0, metadata={"help": "Seconds that nodes wait for each other before they give up."}
+    )
+    max_restarts: int = field(
+        default=0, metadata={"help": "How often all processes are started again after one has failed."}
+    )
+    monitor_interval_seconds: float = field(
+        default=0.1, metadata={"help": "Seconds between two looks at the processes."}
+    )
+    shutdown_timeout_seconds: float = field(
+        default=30.0,
+        metadata={"help": "Seconds that processes have to save after Ctrl-C before they are killed."},
+    )
+    devices: tuple[int | str, ...] = field(
+        default=(),
+        metadata={"help": "Accelerators of this node to use, such as 0,1; empty: all that are visible."},
+    )
+    threads_per_process: int | None = field(
+        default=None,
+        metadata={"help": "OMP_NUM_THREADS of each process; unset: the environment's, else 1 if several."},
+    )
+    module: bool = field(
+        default=False, metadata={"help": "The script is the name of a module, as in python -m."}
+    )
+    program: bool = field(
+        default=False, metadata={"help": "The script is a program of its own, started without Python."}
+    )
+    log_dir: Path | None = field(
+        default=None,
+        metadata={"help": "Folder where the output of each process is written, besides the screen."},
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A value is outside its range; the message begins with the field's name.
+        """
+        if self.rdzv_backend not in get_args(RendezvousBackend):
+            raise ValueError(f"rdzv_backend={self.rdzv_backend!r}: say static or c10d")
+        self._check_counts()
+        self._check_seconds()
+        if self.master_port is not None and not 0 <= self.master_port < 2**16:
+            raise ValueError(f"master_port={self.master_port!r}: must lie between 0 (any free one) and 65535")
+        if self.module and self.program:
+            raise ValueError("module=True: program=True is set too; a script is either a module or a program")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.num_nodes:
+            raise ValueError(
+                f"node_rank={self.node_rank!r}: with num_nodes={self.num_nodes} it counts from 0 to {self.num_nodes - 1}"
+            )
+
+    def _check_counts(self) -> None:
+        for name, least in (
+            ("num_processes", 1),
+            ("processes_per_node", 1),
+            ("num_nodes", 1),
+            ("max_restarts", 0),
+            ("threads_per_process", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value!r}: must be at least {least}")
+        if self.num_processes is not None and self.num_processes % self.num_nodes:
+            raise ValueError(
+                f"num_processes={self.num_processes!r}: counts the processes of all nodes together, and cannot be "
+                f"split evenly over num_nodes={self.num_nodes}; say a multiple, or processes_per_node"
+            )
+        if self.num_processes is not None and self.processes_per_node is not None:
+            total = self.processes_per_node * self.num_nodes
+            if self.num_processes != total:
+                raise ValueError(
+                    f"num_processes={self.num_processes!r}: processes_per_node={self.processes_per_node} on "
+                    f"{self.num_nodes} nodes makes {total}; say one of the two"
+                )
+
+    def _check_seconds(self) -> None:
+        for name in ("rdzv_timeout_seconds", "monitor_interval_seconds", "shutdown_timeout_seconds"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r}: a finite number of seconds above 0 is allowed")
