@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from drivetrain_config.environ import LaunchedRanks as LaunchedRanks
     from drivetrain_config.errors import ConfigError as ConfigError
     from drivetrain_config.layers import Layers as Layers
-    from drivetrain_config.layers import Source as Source
     from drivetrain_config.registry import Command as Command
     from drivetrain_config.registry import commands as commands
     from drivetrain_config.registry import section_names as section_names
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from drivetrain_config.schema import json_schema as json_schema
     from drivetrain_config.schema import markdown_table as markdown_table
     from drivetrain_config.schema import questions as questions
+    from drivetrain_config.source import Source as Source
 
 _ROOMS = {
     "Command": "registry",
@@ -35,7 +35,7 @@ _ROOMS = {
     "Layers": "layers",
     "Question": "schema",
     "Resolved": "resolution",
-    "Source": "layers",
+    "Source": "source",
     "commands": "registry",
     "flags": "schema",
     "json_schema": "schema",

@@ -1,172 +1,244 @@
-"""Values brought to a field's type: text from flags and variables is parsed, values from files are checked."""
+"""Values brought to a field's type: text from flags and variables is parsed, all others are checked."""
 
 import json
+import operator
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+from drivetrain_config.kinds import (
+    choices,
+    describe,
+    field_types,
+    is_enum,
+    is_mapping,
+    is_optional,
+    is_sequence,
+    is_union,
+    item_kind,
+    item_kinds,
+    members,
+)
+
+_BOOLS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_NULLS = ("none", "null")
 
 
-class WrongTypeError(ValueError):
-    """A value is not of the field's type; the message says what is allowed."""
+class ConversionError(ValueError):
+    """A value is not of the field's type; the message says what is allowed, not where the value came from."""
 
 
-def convert(value: Any, kind: Any) -> Any:
+def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
     """Bring a value to a type.
 
     Args:
-        value: Text (from a flag or variable), or what a file's parser or JSON made of it.
-        kind: The field's type: bool, int, float, str, Path, Literal, Enum, tuple, list, dict, a frozen dataclass, a
-            union of these, None among them.
+        value: What a flag, a variable, a file's parser or code gave.
+        kind: bool, int, float, str, Path, Literal, Enum, tuple, list, dict, a dataclass, None, a union of these.
+        text: Whether a string stands for what it spells, as on a command line: "3" is a number, "true" a bool,
+            "a,b" a list, "none" is None. Elsewhere a string is a string.
 
     Raises:
-        WrongTypeError: It cannot be; the message says what is allowed.
+        ConversionError: It cannot be; the message says what is allowed.
     """
-    origin = get_origin(kind)
-    if origin in (Union, UnionType):
-        return _convert_union(value, get_args(kind))
-    if origin is Literal:
-        return _convert_literal(value, get_args(kind))
-    if origin in (tuple, list):
-        return _convert_sequence(value, origin, get_args(kind))
-    if origin is dict or kind is dict:
-        return _convert_mapping(value, get_args(kind) or (str, Any))
+    if kind is Any:
+        return value
+    if is_union(kind):
+        return _to_union(value, kind, text)
+    if get_origin(kind) is Literal:
+        return _to_literal(value, kind, text)
+    if is_enum(kind):
+        return _to_enum(value, kind, text)
+    if is_sequence(kind):
+        return _to_sequence(value, kind, text)
+    if is_mapping(kind):
+        return _to_mapping(value, get_args(kind) or (str, Any), text)
     if is_dataclass(kind):
-        return _convert_dataclass(value, kind)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return _convert_enum(value, kind)
-    return value if kind is Any else _convert_plain(value, kind)
+        return _to_dataclass(value, kind, text)
+    return _to_plain(value, kind, text)
 
 
-def field_types(section: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, with postponed annotations resolved."""
-    hints = get_type_hints(section)
-    return {field.name: hints[field.name] for field in fields(section)}
-
-
-def describe(kind: Any) -> str:
-    """A type in words, for messages and tables."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return " or ".join("null" if a is NoneType else describe(a) for a in arguments)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if origin in (tuple, list):
-        return f"a list of {describe(arguments[0])}" if arguments else "a list"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of {', '.join(str(member.value) for member in kind)}"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
-    return names.get(kind, "a mapping" if origin is dict or kind is dict or is_dataclass(kind) else str(kind))
-
-
-def _convert_plain(value: Any, kind: type[Any]) -> Any:
-    match kind:
-        case _ if kind is bool:
-            found = value if isinstance(value, bool) else _bool_of(value)
-        case _ if kind is int:
-            found = _number(value, int)
-        case _ if kind is float:
-            found = _number(value, float)
-        case _ if kind is Path:
-            found = Path(value) if isinstance(value, (str, Path)) and str(value) else None
-        case _ if kind is str:
-            found = value if isinstance(value, str) else None
-        case _:
-            found = value if isinstance(value, kind) else None
-    if found is None:
-        raise WrongTypeError(f"must be {describe(kind)}")
+def _to_plain(value: Any, kind: Any, text: bool) -> Any:
+    if kind is bool:
+        found = _BOOLS.get(value.lower()) if text and isinstance(value, str) else value
+        valid = isinstance(found, bool)
+    elif kind is int:
+        found = _integer(value, text)
+        valid = found is not None
+    elif kind is float:
+        found = _number(value)
+        valid = found is not None
+    elif kind is Path:
+        found = Path(value).expanduser() if isinstance(value, str) and value else value
+        valid = isinstance(found, Path)
+    elif isinstance(kind, type):
+        found, valid = value, isinstance(value, kind)
+    else:
+        raise TypeError(f"{kind} is not a type that a setting may have")
+    if not valid:
+        raise ConversionError(f"must be {describe(kind)}{_quoting_hint(value, kind, text)}")
     return found
 
 
-def _bool_of(value: Any) -> bool | None:
-    text = value.lower() if isinstance(value, str) else None
-    return True if text in _TRUE else False if text in _FALSE else None
-
-
-def _number(value: Any, kind: type[int] | type[float]) -> int | float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    if kind is int and isinstance(value, float):
+def _integer(value: Any, text: bool) -> int | None:
+    if isinstance(value, bool):
         return None
     try:
-        return kind(value)
-    except ValueError:
+        return int(value) if text and isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
         return None
 
 
-def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:
-    if NoneType in members and (
-        value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    ):
+def _number(value: Any) -> float | None:
+    # Text is taken from files too: YAML 1.1 reads 1e-4 as text, for want of a point.
+    if isinstance(value, bool):
         return None
-    for member in members:
-        if member is NoneType:
-            continue
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _quoting_hint(value: Any, kind: Any, text: bool) -> str:
+    if text:
+        return ""
+    if kind is str and isinstance(value, (bool, int, float)):
+        return "; put it in quotes"
+    return "; take it out of its quotes" if isinstance(value, str) and _spells(value, kind) else ""
+
+
+def _spells(value: str, kind: Any) -> bool:
+    return value.lower() in _BOOLS if kind is bool else kind is int and _integer(value, True) is not None
+
+
+def _to_union(value: Any, kind: Any, text: bool) -> Any:
+    options = members(kind)
+    for option in options:
+        if _is_exactly(value, option, text):
+            return convert(value, option, text=text)
+    if is_optional(kind) and (value is None or (text and str(value).lower() in _NULLS)):
+        return None
+    if len(options) == 1 and (is_sequence(options[0]) or is_mapping(options[0]) or is_dataclass(options[0])):
+        return convert(value, options[0], text=text)  # its message says which item is wrong
+    for option in sorted(options, key=lambda option: option in (str, Path)):  # any text would fit these
         try:
-            return convert(value, member)
-        except WrongTypeError:
+            return convert(value, option, text=text)
+        except ConversionError:
             continue
-    raise WrongTypeError(f"must be {' or '.join('null' if m is NoneType else describe(m) for m in members)}")
+    raise ConversionError(f"must be {describe(kind)}")
 
 
-def _convert_literal(value: Any, choices: tuple[Any, ...]) -> Any:
-    for choice in choices:
-        if value == choice and type(value) is type(choice):
+def _is_exactly(value: Any, option: Any, text: bool) -> bool:
+    """Whether a value is one of a union's member as it stands, so that no earlier member may bend it."""
+    if get_origin(option) is Literal:
+        return any(_is_choice(value, choice, text) for choice in get_args(option))
+    return type(value) is option and not (text and isinstance(value, str))
+
+
+def _to_literal(value: Any, kind: Any, text: bool) -> Any:
+    known = get_args(kind)
+    for choice in known:
+        if _is_choice(value, choice, text):
             return choice
-        if isinstance(value, str) and not isinstance(choice, str) and value == str(choice):
-            return choice
-    if value is False and "no" in choices:  # YAML 1.1 reads a bare `no` as false
-        return "no"
-    raise WrongTypeError(f"must be one of {', '.join(map(repr, choices))}")
+    if isinstance(value, bool):  # YAML 1.1 reads a bare no, off, yes or on as a bool
+        spelled = [choice for choice in known if isinstance(choice, str) and _BOOLS.get(choice) is value]
+        if len(spelled) == 1:
+            return spelled[0]
+    raise ConversionError(f"must be {describe(kind)}{_nearest(value, choices(kind) or ())}")
 
 
-def _convert_sequence(value: Any, origin: type[Any], arguments: tuple[Any, ...]) -> Any:
+def _is_choice(value: Any, choice: Any, text: bool) -> bool:
+    return (type(value) is type(choice) and value == choice) or (text and value == str(choice))
+
+
+def _to_enum(value: Any, kind: type[Enum], text: bool) -> Enum:
+    for member in kind:
+        if value is member or value == member.name or _is_choice(value, member.value, text):
+            return member
+    raise ConversionError(f"must be {describe(kind)}{_nearest(value, choices(kind) or ())}")
+
+
+def _to_sequence(value: Any, kind: Any, text: bool) -> Any:
     if isinstance(value, str):
-        value = (
-            json.loads(value)
-            if value.startswith("[")
-            else [part.strip() for part in value.split(",") if part.strip()]
-        )
+        # A file may say `log_with: jsonl` for a list of one.
+        value, text = _split(value), True
     if not isinstance(value, (list, tuple)):
-        raise WrongTypeError("must be a list, or text with commas")
-    kind = arguments[0] if arguments else Any
-    return origin(convert(item, kind) for item in value)
+        raise ConversionError(f"must be {describe(kind)}; as text its items stand between commas")
+    fixed = item_kinds(kind)
+    kinds = (item_kind(kind),) * len(value) if fixed is None else fixed
+    if len(kinds) != len(value):
+        raise ConversionError(f"must be {describe(kind)}; there are {len(value)}")
+    items = [_inside(f"item {i}", v, k, text) for i, (v, k) in enumerate(zip(value, kinds, strict=True))]
+    return items if (get_origin(kind) or kind) is list else tuple(items)
 
 
-def _convert_mapping(value: Any, arguments: tuple[Any, ...]) -> dict[Any, Any]:
-    value = _parsed(value)
-    if not isinstance(value, Mapping):
-        raise WrongTypeError("must be a mapping, or one as JSON text")
-    return {convert(key, arguments[0]): convert(item, arguments[1]) for key, item in value.items()}
+def _to_mapping(value: Any, arguments: tuple[Any, ...], text: bool) -> dict[Any, Any]:
+    value, text = _mapping(value, text)
+    if value is None:
+        raise ConversionError("must be a mapping; as text it is JSON, or key=value pairs between commas")
+    # A key is text in every file, whatever type it stands for.
+    return {
+        _inside("key", key, arguments[0], True): _inside(str(key), item, arguments[1], text)
+        for key, item in value.items()
+    }
 
 
-def _convert_dataclass(value: Any, kind: Any) -> Any:
+def _to_dataclass(value: Any, kind: Any, text: bool) -> Any:
     if isinstance(value, kind):
         return value
-    value = _parsed(value)
-    if not isinstance(value, Mapping):
-        raise WrongTypeError(f"must be a mapping of {', '.join(field_types(kind))}")
     types = field_types(kind)
-    if unknown := sorted(set(map(str, value)) - set(types)):
-        raise WrongTypeError(f"has no {', '.join(unknown)}; allowed are {', '.join(types)}")
-    return kind(**{str(name): convert(item, types[str(name)]) for name, item in value.items()})
+    value, text = _mapping(value, text)
+    if value is None:
+        raise ConversionError(
+            f"must be {describe(kind)}; as text it is JSON, or key=value pairs between commas"
+        )
+    for name in value:
+        if name not in types:
+            raise ConversionError(f"has no {name!r}{_nearest(name, types)}; allowed are {', '.join(types)}")
+    for field in fields(kind):
+        if field.init and field.name not in value and field.default is field.default_factory is MISSING:
+            raise ConversionError(f"needs {field.name!r}, {describe(types[field.name])}")
+    given = {name: _inside(name, item, types[name], text) for name, item in value.items()}
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
 
 
-def _convert_enum(value: Any, kind: type[Enum]) -> Enum:
-    for member in kind:
-        if value is member or value == member.value or value == member.name:
-            return member
-    raise WrongTypeError(f"must be {describe(kind)}")
+def _inside(label: str, value: Any, kind: Any, text: bool) -> Any:
+    try:
+        return convert(value, kind, text=text)
+    except ConversionError as error:
+        raise ConversionError(f"{label}, {value!r}, {error}") from error
 
 
-def _parsed(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
+def _split(value: str) -> list[Any]:
+    found = _json(value) if value.lstrip().startswith("[") else None
+    return found if isinstance(found, list) else [part for p in value.split(",") if (part := p.strip())]
+
+
+def _mapping(value: Any, text: bool) -> tuple[Mapping[Any, Any] | None, bool]:
+    """A mapping and whether its values are text; None if the value is none."""
+    if not (text and isinstance(value, str)):
+        return (value if isinstance(value, Mapping) else None), False
+    if isinstance(found := _json(value), Mapping):
+        return found, False
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    return ({k.strip(): v.strip() for k, _, v in pairs}, True) if all(p[1] for p in pairs) else (None, True)
+
+
+def _json(value: str) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        return value
+        return None
+
+
+def _nearest(value: Any, known: Any) -> str:
+    near = get_close_matches(str(value), [str(each) for each in known], n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

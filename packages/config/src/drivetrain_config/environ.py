@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from drivetrain_config.errors import ConfigError
 
+PREFIX = "DRIVETRAIN_"
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
-_PREFIX = "DRIVETRAIN_"
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +43,58 @@ class LaunchedRanks:
     agent_store: bool = False
     restart_count: int = 0
 
+    def __post_init__(self) -> None:
+        """Check that the numbers fit together.
+
+        Raises:
+            ConfigError: A rank is not below its count, or the port is none.
+        """
+        for low, rank_name, rank, size_name, size in (
+            (0, "RANK", self.rank, "WORLD_SIZE", self.world_size),
+            (0, "LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.local_world_size),
+            (0, "GROUP_RANK", self.node_rank, "GROUP_WORLD_SIZE", self.num_nodes),
+            (1, "LOCAL_WORLD_SIZE", self.local_world_size, "WORLD_SIZE + 1", self.world_size + 1),
+            (0, "MASTER_PORT", self.master_port, "65536", 65536),
+        ):
+            if not low <= rank < size:
+                bound = size_name if size_name.isdecimal() else f"{size_name} ({size})"
+                raise ConfigError(
+                    f"{rank_name}={rank} in the environment: must be at least {low} and below {bound}; start with "
+                    "`drivetrain launch` or torchrun, which set these variables to fit together"
+                )
+
 
 def launched() -> LaunchedRanks | None:
     """Read torchrun's variables.
+
+    MASTER_ADDR and MASTER_PORT alone say nothing of ranks: clusters set them for whoever wants them.
 
     Returns:
         The ranks; None in a process that no launcher started.
 
     Raises:
-        ConfigError: Some of the variables are set and others are not, or one is no integer.
+        ConfigError: Some of the variables are set and others are not, one is no integer, or they do not fit together.
     """
-    given = [name for name in _RANK_VARIABLES if name in os.environ]
-    if "RANK" not in given and "WORLD_SIZE" not in given:
+    if not any(name in os.environ for name in _RANKS):
         return None
-    if missing := [name for name in _RANK_VARIABLES if name not in given]:
+    # Without LOCAL_WORLD_SIZE nothing tells one node of 16 processes from two of 8; only one process is clear.
+    alone = os.environ.get("WORLD_SIZE") == "1"
+    needed = (*_RANKS, *_MEETING) if alone else (*_RANKS, "LOCAL_WORLD_SIZE", *_MEETING)
+    if missing := [name for name in needed if name not in os.environ]:
+        given = [name for name in needed if name in os.environ]
         raise ConfigError(
             f"the launcher's variables are set in part: {', '.join(given)} but not {', '.join(missing)}; start with "
             "`drivetrain launch` or torchrun, which set them all, or unset them"
         )
-    world_size, local_rank = _integer("WORLD_SIZE"), _integer("LOCAL_RANK")
-    local_world_size = _integer("LOCAL_WORLD_SIZE", default=world_size)
+    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    local_world_size = max(1, _integer("LOCAL_WORLD_SIZE", default=1))
     return LaunchedRanks(
-        rank=_integer("RANK"),
-        local_rank=local_rank,
+        rank=rank,
+        local_rank=_integer("LOCAL_RANK"),
         world_size=world_size,
         local_world_size=local_world_size,
-        node_rank=_integer("GROUP_RANK", default=0),
-        num_nodes=_integer("GROUP_WORLD_SIZE", default=max(1, world_size // max(1, local_world_size))),
+        node_rank=_integer("GROUP_RANK", default=rank // local_world_size),
+        num_nodes=_integer("GROUP_WORLD_SIZE", default=-(-world_size // local_world_size)),
         master_addr=os.environ["MASTER_ADDR"],
         master_port=_integer("MASTER_PORT"),
         run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
@@ -77,13 +103,22 @@ def launched() -> LaunchedRanks | None:
     )
 
 
+def override_name(section: str, field: str) -> str:
+    """The variable that sets a field: `DRIVETRAIN_<SECTION>__<FIELD>`."""
+    return f"{PREFIX}{section}__{field}".upper()
+
+
 def overrides() -> dict[str, str]:
-    """The settings given as `DRIVETRAIN_<SECTION>__<FIELD>`, by variable name."""
-    return {name: text for name, text in os.environ.items() if name.startswith(_PREFIX) and "__" in name}
+    """The variables that begin with `DRIVETRAIN_`, sorted by name, but for the one the launcher hands down."""
+    return {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if name.startswith(PREFIX) and name != CONFIG_VARIABLE
+    }
 
 
 def handed_down() -> str | None:
-    """What the launcher resolved for this worker, as JSON; None without a launcher."""
+    """What the launcher read for this worker, as JSON; None without a launcher."""
     return os.environ.get(CONFIG_VARIABLE)
 
 
@@ -94,15 +129,19 @@ def read(name: str) -> str | None:
 
 def child_environment(**variables: str | None) -> dict[str, str]:
     """A copy of the environment for a subprocess, with `variables` set, or left out where None."""
-    return _merged(os.environ, variables)
+    merged: dict[str, str | None] = {**os.environ, **variables}
+    return {name: text for name, text in merged.items() if text is not None}
 
 
 @contextmanager
 def exported(**variables: str | None) -> Generator[None]:
-    """Set variables (None: unset them) for a third party that reads the environment, and restore them afterwards."""
+    """Set variables (None: unset them) for a third party that reads the environment.
+
+    They are restored at the end, also after an exception. Other threads of the process see them meanwhile.
+    """
     before = {name: os.environ.get(name) for name in variables}
-    _apply(variables)
     try:
+        _apply(variables)
         yield
     finally:
         _apply(before)
@@ -114,11 +153,6 @@ def _apply(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
-
-
-def _merged(base: Mapping[str, str], variables: Mapping[str, str | None]) -> dict[str, str]:
-    merged: dict[str, str | None] = {**base, **variables}
-    return {name: text for name, text in merged.items() if text is not None}
 
 
 def _integer(name: str, *, default: int | None = None) -> int:

@@ -1,8 +1,8 @@
-"""Files of settings: YAML, TOML or JSON, read to (section, field, value, line)."""
+"""Files of settings: YAML, TOML or JSON, a mapping of sections to mappings of fields, with the lines of both."""
 
 import json
-import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -10,88 +10,151 @@ from typing import Any
 from drivetrain_config.accelerate_file import is_accelerate, translate
 from drivetrain_config.errors import ConfigError
 
-Row = tuple[str, str, Any, int | None]  # section, field, value, line (None where the parser tells none)
+Lines = Mapping[tuple[str, ...], int]  # (section,) or (section, field) to its line, counted from 1
 
 
-def read_file(path: Path) -> list[Row]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a file holds.
+
+    Attributes:
+        path: The file.
+        data: Its sections by name, not yet checked.
+        lines: Where sections and fields stand; empty where the parser does not tell.
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+    lines: Lines
+
+    def where(self, section: str, field: str | None = None) -> str:
+        """The file, with the line where it is known."""
+        keys = [(section,)] if field is None else [(section, field), (section,)]
+        line = next((self.lines[key] for key in keys if key in self.lines), None)
+        return str(self.path) if line is None else f"{self.path}:{line}"
+
+
+def read_file(path: Path) -> Contents:
     """Read a file of settings.
 
     Args:
-        path: Ends in .yaml, .yml, .toml or .json; holds a mapping of sections to mappings of fields.
-
-    Returns:
-        Every value with its section, field and line.
+        path: Ends in .yaml, .yml, .toml or .json; holds sections, or is one of Accelerate's.
 
     Raises:
-        ConfigError: There is no such file, its ending is unknown, or it does not hold sections.
+        ConfigError: There is no such file, its ending is unknown, it does not parse, says a key twice, or asks for
+            what drivetrain cannot do.
     """
+    data, lines = _parse(path)
+    if data is None:
+        data = {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: must hold sections, as in `run: {{seed: 1}}`; it holds {_kind(data)}")
+    contents = Contents(path=path, data={str(key): value for key, value in data.items()}, lines=lines)
+    if not is_accelerate(contents.data):
+        return contents
+    data, lines = translate(
+        contents.data, path, {key[0]: line for key, line in lines.items() if len(key) == 1}
+    )
+    return Contents(path=path, data=data, lines=lines)
+
+
+def _parse(path: Path) -> tuple[Any, Lines]:
+    match path.suffix.lower():
+        case ".yaml" | ".yml":
+            return _read_yaml(path, _text(path))
+        case ".toml":
+            return _read_toml(path, _text(path)), {}
+        case ".json":
+            return _read_json(path, _text(path)), {}
+        case suffix:
+            raise ConfigError(
+                f"{path}: a file of settings ends in .yaml, .yml, .toml or .json, not in {suffix!r}"
+            )
+
+
+def _text(path: Path) -> str:
     if not path.is_file():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, beside, n=1)
         raise ConfigError(
-            f"{path}: no such file{f'; did you mean {path.with_name(near[0])}' if near else ''}"
+            f"{path}: no such file{f', did you mean {path.with_name(near[0])}?' if near else ''}"
         )
-    match path.suffix:
-        case ".yaml" | ".yml":
-            data, lines = _read_yaml(path)
-        case ".toml":
-            data, lines = _parsed(path, tomllib.loads), {}
-        case ".json":
-            data, lines = _parsed(path, json.loads), {}
-        case suffix:
-            raise ConfigError(f"{path}: files of settings end in .yaml, .yml, .toml or .json, not {suffix!r}")
-    if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"{path}: must hold sections, as in `run: {{seed: 1}}`; found {type(data).__name__}"
-        )
-    if is_accelerate(data):
-        return translate(data, path, {key[0]: line for key, line in lines.items() if len(key) == 1})
-    return [row for section, fields in data.items() for row in _rows(path, section, fields, lines)]
-
-
-def _rows(path: Path, section: Any, fields: Any, lines: Mapping[tuple[str, ...], int]) -> list[Row]:
-    if not isinstance(fields, Mapping):
-        line = lines.get((str(section),))
-        raise ConfigError(
-            f"{path}{f':{line}' if line else ''}: {section!r} must be a section, a mapping of fields to values; found "
-            f"{fields!r}"
-        )
-    return [
-        (str(section), str(field), value, lines.get((str(section), str(field))))
-        for field, value in fields.items()
-    ]
-
-
-def _parsed(path: Path, parse: Any) -> Any:
     try:
-        return parse(path.read_text())
-    except ValueError as error:  # both parsers' errors say line and column
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
 
 
-def _read_yaml(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
+def _read_toml(path: Path, text: str) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+
+
+def _read_json(path: Path, text: str) -> Any:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise ConfigError(f"{path}: says {twice[0]!r} twice in one mapping; keep one")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=without_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: cannot be read as JSON: {error.msg}") from error
+
+
+def _read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
     try:
         import yaml
     except ImportError as error:
         raise ConfigError(
             f"{path}: YAML needs PyYAML: pip install 'drivetrain-config[yaml]', or write TOML or JSON"
         ) from error
-    text = path.read_text()
+    loader = yaml.SafeLoader(text)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
+        node: Any = loader.get_single_node()
+        if node is None:
+            return None, {}
+        lines = _lines_of(path, node)  # before constructing, which resolves merges in place
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
+        raise ConfigError(
+            f"{path}{line}: cannot be read as YAML: {error.problem or error.context}"
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    finally:
+        loader.dispose()
+
+
+def _lines_of(path: Path, root: Any) -> Lines:
+    """Where the keys of a YAML document stand; of two equal keys PyYAML itself would let the last one win."""
     lines: dict[tuple[str, ...], int] = {}
-    if isinstance(node, yaml.MappingNode):
-        _note_lines(node, (), lines, yaml.MappingNode)
-    return {} if data is None else data, lines
+    seen: set[int] = set()  # an alias repeats a node, and may repeat the one it stands in
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    while waiting:
+        keys, node = waiting.pop()
+        if id(node) in seen or node.id == "scalar":
+            continue
+        seen.add(id(node))
+        if node.id == "sequence":
+            waiting += [((*keys, str(index)), item) for index, item in enumerate(node.value)]
+            continue
+        for key, value in node.value:
+            at, line = (*keys, str(key.value)), key.start_mark.line + 1
+            if at in lines and key.value != "<<":
+                raise ConfigError(
+                    f"{path}:{line}: says {key.value!r} again, after line {lines[at]}; keep one"
+                )
+            lines[at] = line
+            waiting.append((at, value))
+    return lines
 
 
-def _note_lines(
-    node: Any, path: tuple[str, ...], lines: dict[tuple[str, ...], int], mapping: type[Any]
-) -> None:
-    for key, value in node.value:
-        lines[(*path, str(key.value))] = key.start_mark.line + 1
-        if isinstance(value, mapping) and not path:
-            _note_lines(value, (*path, str(key.value)), lines, mapping)
+def _kind(data: object) -> str:
+    return "a list" if isinstance(data, list) else f"a single value of type {type(data).__name__}"

@@ -1,47 +1,25 @@
 """The layers settings come from: command line, environment and file, each value with its source.
 
-Precedence, highest first: code, command line, environment, file, default. Code and default stand at the place where a
-section is resolved; the layers between them are read here, once, in the launcher, and handed down to the workers.
+Precedence, highest first: code, command line, environment, file, default. Code and default stand where a section is
+resolved; the layers between them are read and checked here, once, in the launcher, and handed to the workers.
 """
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from drivetrain_config import environ
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.files import read_file
-from drivetrain_config.registry import section_names, sections
+from drivetrain_config.kinds import field_types, plain
+from drivetrain_config.schema import flag_name
+from drivetrain_config.source import Entry, Kind, Source
+from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_secret
 
-Kind = Literal["code", "command line", "environment", "file", "default"]
 _ORDER: tuple[Kind, ...] = ("command line", "environment", "file")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a value came from.
-
-    Attributes:
-        kind: The layer.
-        where: The flag, the variable, or the file with its line; empty for code and default.
-    """
-
-    kind: Kind
-    where: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.where} ({self.kind})" if self.where else self.kind
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One value as it was given: text from a command line or variable, or a typed value from a file."""
-
-    value: Any
-    source: Source
+_Found = tuple[str, str, Entry]  # section, field, what was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,112 +34,171 @@ class Layers:
         *,
         file: Path | None = None,
         command_line: Mapping[str, Mapping[str, Any]] | None = None,
+        sections: Mapping[str, type[Any]] | None = None,
     ) -> "Layers":
-        """Read every layer, as the launcher does.
+        """Read and check every layer, as the launcher does.
 
         Args:
-            file: A YAML, TOML or JSON file of sections, or one of Accelerate's YAML files.
+            file: A YAML, TOML or JSON file of sections, or one of Accelerate's.
             command_line: Values from flags, by section and field; None means not said.
+            sections: Dataclasses of sections, beside those that installed packages announce.
 
         Raises:
-            ConfigError: A section is unknown, or the file cannot be read.
+            ConfigError: A section or field is unknown, a value has the wrong type, or the file cannot be read.
         """
-        found = [*_of_command_line(command_line or {}), *_of_environment()]
-        found += [] if file is None else _of_file(file)
-        return _layered(found)
+        vocabulary = Vocabulary(sections or {})
+        given = [
+            *_of_command_line(command_line or {}),
+            *_of_environment(vocabulary),
+            *_of_file(file, vocabulary),
+        ]
+        return cls(_ranked(_checked(given, vocabulary)))
 
     @classmethod
-    def of_process(cls, *, file: Path | None = None) -> "Layers":
+    def of_process(
+        cls, *, file: Path | None = None, sections: Mapping[str, type[Any]] | None = None
+    ) -> "Layers":
         """What a worker or a plain script sees: what the launcher handed down, variables, and a file named in code.
 
+        Args:
+            file: A file of settings named in code; field by field it wins over the launcher's.
+            sections: Dataclasses of sections, beside those that installed packages announce.
+
         Raises:
-            ConfigError: A section is unknown, or the file cannot be read.
+            ConfigError: A section or field is unknown, a value has the wrong type, or the file cannot be read.
         """
-        handed = environ.handed_down()
-        found = [] if file is None else _of_file(file)
-        found += _of_environment()
-        found += [] if handed is None else _of_json(handed)
-        return _layered(found)
+        vocabulary = Vocabulary(sections or {})
+        given = [*_of_file(file, vocabulary), *_of_environment(vocabulary)]
+        return cls(_ranked([*_checked(given, vocabulary), *_of_json(environ.handed_down())]))
 
     def to_json(self) -> str:
-        """The text of DRIVETRAIN_CONFIG: every value with its source, secret fields left out."""
-        secret = {
-            (name, field)
-            for name, section in sections(only={section for section, _ in self.entries}).items()
-            for field, spec in getattr(section, "__dataclass_fields__", {}).items()
-            if spec.metadata.get("secret")
-        }
-        rows = [
-            [section, field, entry.value, entry.source.kind, entry.source.where]
-            for (section, field), entries in self.entries.items()
-            if (section, field) not in secret
-            for entry in entries
-        ]
-        return json.dumps(rows, default=str)
+        """The text of DRIVETRAIN_CONFIG: every value with its source.
+
+        The value of a secret field is left out: a worker inherits the variable, or reads the file itself.
+        """
+        rows: list[dict[str, Any]] = []
+        for (section, field), entries in self.entries.items():
+            for entry in entries:
+                source = {"kind": entry.source.kind, "where": entry.source.where}
+                row = {"section": section, "field": field, **source}
+                if not entry.secret:
+                    rows.append({**row, "value": plain(entry.value)})
+                elif entry.file is not None:
+                    rows.append({**row, "file": str(entry.file)})
+        return json.dumps(rows)
 
     def of_section(self, section: str) -> dict[str, tuple[Entry, ...]]:
         """The entries of one section by field."""
         return {field: entries for (name, field), entries in self.entries.items() if name == section}
 
 
-_Found = tuple[str, str, Entry]
+def _ranked(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]:
+    """Entries by field, highest layer first; of two in one layer the first stays."""
+    by_field: dict[tuple[str, str], dict[Kind, Entry]] = {}
+    for section, field, entry in given:
+        by_field.setdefault((section, field), {}).setdefault(entry.source.kind, entry)
+    return {key: tuple(of[kind] for kind in _ORDER if kind in of) for key, of in by_field.items()}
 
 
-def _layered(found: Iterable[_Found]) -> Layers:
-    by_field: dict[tuple[str, str], list[Entry]] = {}
-    for section, field, entry in found:
-        _check_section(section, entry.source)
-        entries = by_field.setdefault((section, field), [])
-        if all(entry.source.kind != earlier.source.kind for earlier in entries):
-            entries.append(entry)
-    ranked = {key: tuple(sorted(v, key=lambda e: _ORDER.index(e.source.kind))) for key, v in by_field.items()}
-    return Layers(ranked)
+def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
+    """Every value tried against its field, so that a mistake is told once, before any worker starts."""
+    checked: list[_Found] = []
+    types: dict[str, dict[str, Any]] = {}
+    for section, field, entry in given:
+        section_type = vocabulary.section(section, entry.source)
+        known = types.setdefault(section, field_types(section_type))
+        check_field(section, field, known, entry.source)
+        marked = replace(entry, secret=is_secret(section_type, field))
+        if marked.secret and entry.source.kind == "command line":
+            raise ConfigError(
+                f"{section}.{field}=***: is secret, and every user of the machine sees a command line; say it in "
+                f"{environ.override_name(section, field)} or in a file"
+            )
+        converted(section, field, known[field], marked)
+        checked.append((section, field, marked))
+    return checked
 
 
 def _of_command_line(given: Mapping[str, Mapping[str, Any]]) -> list[_Found]:
-    from drivetrain_config.schema import flag_name
-
     return [
-        (section, field, Entry(value, Source("command line", flag_name(section, field))))
+        (
+            section,
+            field,
+            Entry(value, Source("command line", flag_name(section, field, negated=value is False))),
+        )
         for section, values in given.items()
         for field, value in values.items()
         if value is not None
     ]
 
 
-def _of_environment() -> list[_Found]:
+def _of_environment(vocabulary: Vocabulary) -> list[_Found]:
     found: list[_Found] = []
-    for name, text in sorted(environ.overrides().items()):
-        section, field = name.removeprefix("DRIVETRAIN_").lower().split("__", 1)
-        found.append((section, field, Entry(text, Source("environment", name))))
+    for name, text in environ.overrides().items():
+        words = name.removeprefix(environ.PREFIX).lower()
+        section, mark, field = words.partition("__")
+        if mark:
+            found.append((section, field, Entry(text, Source("environment", name))))
+        else:
+            _check_underscores(name, words, vocabulary)
     return found
 
 
-def _of_file(path: Path) -> list[_Found]:
-    return [
-        (section, field, Entry(value, Source("file", f"{path}:{line}" if line else str(path))))
-        for section, field, value, line in read_file(path)
-    ]
+def _check_underscores(name: str, words: str, vocabulary: Vocabulary) -> None:
+    """DRIVETRAIN_RUN_SEED would be read by nobody; other variables of ours are somebody else's."""
+    for section in vocabulary.names():
+        field = words.removeprefix(f"{section}_")
+        if field != words and field in field_types(vocabulary.section(section, Source("environment", name))):
+            raise ConfigError(
+                f"{name} in the environment sets nothing: two underscores stand between section and field, "
+                f"{environ.override_name(section, field)}"
+            )
 
 
-def _of_json(text: str) -> list[_Found]:
+def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
+    if path is None:
+        return []
+    contents = read_file(path)
+    found: list[_Found] = []
+    for section, values in contents.data.items():
+        if values is not None and not isinstance(values, Mapping):
+            homes = vocabulary.sections_with(section)
+            meant = f" it is a field of {' and '.join(homes)}: write it below that name." if homes else ""
+            raise ConfigError(
+                f"{contents.where(section)}: {section!r} stands in no section;{meant} A file holds sections, each a "
+                f"mapping of fields to values; sections here: {', '.join(vocabulary.names())}"
+            )
+        vocabulary.section(
+            section, Source("file", contents.where(section))
+        )  # an empty one may be misspelt as well
+        for field, value in (values or {}).items():
+            source = Source("file", contents.where(section, str(field)))
+            found.append((section, str(field), Entry(value, source, file=path.absolute())))
+    return found
+
+
+def _of_json(text: str | None) -> list[_Found]:
+    if text is None:
+        return []
     try:
-        return [
-            (section, field, Entry(value, Source(kind, where)))
-            for section, field, value, kind, where in json.loads(text)
-        ]
-    except (ValueError, TypeError) as error:
+        rows = json.loads(text)
+        return [(row["section"], row["field"], _handed_down(row)) for row in rows]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{environ.CONFIG_VARIABLE} in the environment cannot be read ({error}): it is written by the launcher; "
-            f"unset it, and override single settings with DRIVETRAIN_<SECTION>__<FIELD>"
+            f"{environ.CONFIG_VARIABLE} in the environment cannot be read ({error!r}): the launcher writes it; "
+            f"unset it, and say single settings as DRIVETRAIN_<SECTION>__<FIELD>"
         ) from error
 
 
-def _check_section(section: str, source: Source) -> None:
-    known = section_names()
-    if section not in known:
-        near = get_close_matches(section, known, n=1)
+def _handed_down(row: Mapping[str, Any]) -> Entry:
+    source = Source(row["kind"], row["where"])
+    if "file" not in row:
+        return Entry(row["value"], source)
+    path = Path(row["file"])
+    values = read_file(path).data.get(row["section"]) or {}
+    if row["field"] not in values:
         raise ConfigError(
-            f"{source}: no section {section!r}{f', did you mean {near[0]!r}' if near else ''}; "
-            f"the installed packages have {', '.join(known)}"
+            f"{path}: {row['section']}.{row['field']} was there when the run was launched, and is gone; secrets are "
+            "read by each process: put it back, or launch again"
         )
+    return Entry(values[row["field"]], source, secret=True, file=path)

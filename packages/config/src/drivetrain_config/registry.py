@@ -1,10 +1,11 @@
 """What the installed packages announce: their sections of settings, and their subcommands."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from dataclasses import dataclass, is_dataclass
 from typing import Any
+
+from drivetrain_config.errors import ConfigError
+from drivetrain_config.installed import EntryPoint, entry_points
 
 SETTINGS_GROUP = "drivetrain.settings"
 COMMANDS_GROUP = "drivetrain.commands"
@@ -27,7 +28,7 @@ class Command:
 
 def section_names() -> list[str]:
     """The names of the installed sections, sorted; nothing is imported."""
-    return sorted(point.name for point in _points(SETTINGS_GROUP))
+    return [point.name for point in entry_points(SETTINGS_GROUP)]
 
 
 def sections(*, only: Collection[str] | None = None) -> dict[str, type[Any]]:
@@ -35,16 +36,23 @@ def sections(*, only: Collection[str] | None = None) -> dict[str, type[Any]]:
 
     Args:
         only: Load these alone.
+
+    Raises:
+        ConfigError: What a package announces as a section is no dataclass.
     """
-    return {p.name: p.load() for p in _points(SETTINGS_GROUP) if only is None or p.name in only}
+    points = entry_points(SETTINGS_GROUP)
+    return {point.name: _section(point) for point in points if only is None or point.name in only}
 
 
 def commands() -> dict[str, EntryPoint]:
     """The installed subcommands, not yet imported: `load()` gives an object of the shape of `Command`."""
-    return {point.name: point for point in _points(COMMANDS_GROUP)}
+    return {point.name: point for point in entry_points(COMMANDS_GROUP)}
 
 
-@cache
-def _points(group: str) -> tuple[EntryPoint, ...]:
-    # What is installed does not change while a process runs, and looking it up takes milliseconds.
-    return tuple(sorted(entry_points(group=group), key=lambda point: point.name))
+def _section(point: EntryPoint) -> type[Any]:
+    found = point.load()
+    if not (isinstance(found, type) and is_dataclass(found)):
+        raise ConfigError(
+            f"{point.distribution} announces {point.value} as section {point.name!r}; a section is a dataclass"
+        )
+    return found

@@ -1,13 +1,16 @@
 """One section out of all layers: code > command line > environment > file > default, each field by itself."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from drivetrain_config.conversion import WrongTypeError, convert, field_types
+from drivetrain_config import environ
 from drivetrain_config.errors import ConfigError
-from drivetrain_config.layers import Entry, Layers, Source
+from drivetrain_config.kinds import describe, field_types
+from drivetrain_config.layers import Layers
+from drivetrain_config.schema import flag_name
+from drivetrain_config.source import Entry, Source
+from drivetrain_config.vocabulary import check_field, converted, is_secret
 
 Section = TypeVar("Section")
 
@@ -29,12 +32,13 @@ class Disagreement:
     flag: str
 
     def __str__(self) -> str:
-        return f"{self.field}={self.taken!r} in code overrules {self.flag} {self.overruled!r} on the command line"
+        overruled = f"{self.flag} on the command line, which says {self.overruled!r}"
+        return f"{self.field}={self.taken!r} in code overrules {overruled}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved(Generic[Section]):
-    """A section with where each of its values came from.
+    """A section, and where each of its values came from.
 
     Attributes:
         value: The section.
@@ -58,75 +62,93 @@ def resolve(
 
     Args:
         section_type: Its frozen dataclass.
-        section: Its name: in `[section]` of a file and in `DRIVETRAIN_<SECTION>__<FIELD>`.
+        section: Its name: the key in a file, and the middle of `DRIVETRAIN_<SECTION>__<FIELD>`.
         code: Values given in code; None means not said.
         layers: The other layers; by default those of this process.
 
-    Returns:
-        The section, with the source of each field.
-
     Raises:
-        ConfigError: A field is unknown, or a value of the wrong type or outside its range.
+        ConfigError: A field is unknown or missing, or a value of the wrong type or outside its range.
     """
-    given = (layers or Layers.of_process()).of_section(section)
-    said = {name: value for name, value in (code or {}).items() if value is not None}
+    if layers is None:
+        layers = Layers.of_process(sections={section: section_type})
     types = field_types(section_type)
-    _check_known(section, types, said, given)
+    given = _entries(section_type, section, code or {}, layers.of_section(section))
+    sources = {name: given[name][0].source if name in given else Source("default") for name in types}
     values: dict[str, Any] = {}
-    sources: dict[str, Source] = {}
     disagreements: list[Disagreement] = []
-    for field in fields(section_type):  # pyright: ignore[reportArgumentType]
-        name = field.name
-        entries = [Entry(said[name], Source("code"))] if name in said else []
-        entries += given.get(name, ())
-        sources[name] = entries[0].source if entries else Source("default")
-        if not entries:
-            continue
-        converted = [_converted(section, name, entry, types[name]) for entry in entries]
-        values[name] = converted[0]
-        for other, entry in zip(converted[1:], entries[1:], strict=True):
-            if name in said and entry.source.kind == "command line" and other != converted[0]:
-                flag = entry.source.where
+    for name, entries in given.items():
+        said = [converted(section, name, types[name], entry) for entry in entries]
+        values[name] = said[0]
+        for other, entry in zip(said[1:], entries[1:], strict=True):
+            explicit = entries[0].source.kind == "code" and entry.source.kind == "command line"
+            if explicit and other != said[0]:
                 disagreements.append(
-                    Disagreement(field=f"{section}.{name}", taken=converted[0], overruled=other, flag=flag)
+                    Disagreement(
+                        field=f"{section}.{name}", taken=said[0], overruled=other, flag=entry.source.where
+                    )
                 )
-    value = _constructed(section_type, section, values, sources)
+    value = _constructed(section_type, section, values, given)
     return Resolved(value=value, sources=sources, disagreements=tuple(disagreements))
 
 
-def _check_known(
-    section: str, types: Mapping[str, Any], said: Mapping[str, Any], given: Mapping[str, tuple[Entry, ...]]
-) -> None:
-    for name in [*said, *given]:
-        if name not in types:
-            source = given[name][0].source if name in given else Source("code")
-            near = get_close_matches(name, types, n=1)
-            raise ConfigError(
-                f"{source}: section {section!r} has no field {name!r}"
-                f"{f', did you mean {near[0]!r}' if near else ''}; allowed are {', '.join(types)}"
-            )
-
-
-def _converted(section: str, name: str, entry: Entry, kind: Any) -> Any:
-    if entry.source.kind == "code":
-        return entry.value  # the type checker's business, and the section's own checks
-    try:
-        return convert(entry.value, kind)
-    except WrongTypeError as error:
-        raise ConfigError(
-            f"{section}.{name}={entry.value!r}: {error}; it was given by {entry.source}"
-        ) from error
+def _entries(
+    section_type: type[Any],
+    section: str,
+    code: Mapping[str, object | None],
+    outside: Mapping[str, tuple[Entry, ...]],
+) -> dict[str, tuple[Entry, ...]]:
+    """What was said of each field, highest layer first."""
+    known = field_types(section_type)
+    for name in code:
+        check_field(section, name, known, Source("code"))
+    for name, entries in outside.items():
+        check_field(section, name, known, entries[0].source)
+    found: dict[str, tuple[Entry, ...]] = {}
+    for name in known:
+        in_code = code.get(name)
+        said = (
+            () if in_code is None else (Entry(in_code, Source("code"), secret=is_secret(section_type, name)),)
+        )
+        if entries := said + outside.get(name, ()):
+            found[name] = entries
+    return found
 
 
 def _constructed(
-    section_type: type[Section], section: str, values: Mapping[str, Any], sources: Mapping[str, Source]
+    section_type: type[Section],
+    section: str,
+    values: Mapping[str, Any],
+    given: Mapping[str, tuple[Entry, ...]],
 ) -> Section:
+    _check_complete(section_type, section, values)
     try:
         return section_type(**values)
     except ConfigError:
         raise
     except ValueError as error:
-        # By convention the message begins with "field=value".
-        name = str(error).partition("=")[0]
-        given = f"; it was given by {sources[name]}" if name in sources else ""
-        raise ConfigError(f"{section}.{error}{given}") from error
+        message = str(error)
+        name = message.partition("=")[0]  # by convention the message begins with "field=value"
+        if name not in field_types(section_type):
+            raise ConfigError(f"section {section!r}: {message}") from error
+        source = f"; from {given[name][0].source}" if name in given else ""
+        if is_secret(section_type, name):
+            hidden = message.replace(repr(values.get(name)), "***")
+            raise ConfigError(f"{section}.{hidden}{source}") from None
+        raise ConfigError(f"{section}.{message}{source}") from error
+
+
+def _check_complete(section_type: type[Any], section: str, values: Mapping[str, Any]) -> None:
+    types = field_types(section_type)
+    for field in fields(section_type):
+        required = field.init and field.default is MISSING and field.default_factory is MISSING
+        if required and field.name not in values:
+            variable = environ.override_name(section, field.name)
+            ways = (
+                variable
+                if is_secret(section_type, field.name)
+                else f"{flag_name(section, field.name)}, {variable}"
+            )
+            raise ConfigError(
+                f"{section}.{field.name} has no default and was not given: it must be {describe(types[field.name])}; "
+                f"say it in code, by {ways}, or in a file"
+            )

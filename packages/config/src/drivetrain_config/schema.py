@@ -1,14 +1,25 @@
 """What a section's dataclass says of itself: flags, JSON schema, a table for the docs, the wizard's questions."""
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
-from enum import Enum
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, get_args
 
-from drivetrain_config.conversion import describe, field_types
+from drivetrain_config.kinds import (
+    choices,
+    describe,
+    field_types,
+    holds_secret,
+    is_mapping,
+    is_optional,
+    is_sequence,
+    is_union,
+    item_kind,
+    item_kinds,
+    members,
+    plain,
+    shown,
+)
 
 # Sections whose flags stand without the section's name: what every launch says.
 _BARE_SECTIONS = ("launch", "run")
@@ -25,7 +36,6 @@ class FieldSpec:
         default: Its default; MISSING if it has none.
         help: One sentence, with units.
         secret: Whether its value is shown and handed on nowhere.
-        choices: What may be said, where that is a closed list.
     """
 
     section: str
@@ -34,7 +44,21 @@ class FieldSpec:
     default: Any
     help: str
     secret: bool
-    choices: tuple[Any, ...] | None
+
+    @property
+    def shown_default(self) -> str:
+        """The default for a line of help or a table."""
+        if self.default is MISSING:
+            return "none, must be given"
+        return "***" if self.secret and self.default is not None else shown(self.default)
+
+    @property
+    def words(self) -> tuple[str, ...] | None:
+        """What may be said, where that is a closed list, as text."""
+        known = choices(self.kind)
+        if known is None:
+            return None
+        return (*map(str, known), *(["none"] if is_optional(self.kind) else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +69,7 @@ class Flag:
         name: Such as "--num-processes".
         section: The section it sets.
         field: The field it sets.
-        is_switch: Whether it is a bool, with a `--no-` form and no value.
+        is_switch: Whether it is a bool: it takes no value and has a negative form, `negation`.
         choices: What may be said, where that is a closed list.
         help: One sentence; "%" is doubled, as argparse wants it.
     """
@@ -56,6 +80,11 @@ class Flag:
     is_switch: bool
     choices: tuple[str, ...] | None
     help: str
+
+    @property
+    def negation(self) -> str:
+        """A switch's negative form, such as "--no-cpu"."""
+        return flag_name(self.section, self.field, negated=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,40 +111,36 @@ class Question:
 def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
     """Read a section's dataclass."""
     types = field_types(section_type)
-    found: list[FieldSpec] = []
-    for field in dataclasses.fields(section_type):
-        factory = field.default_factory
-        default = field.default if field.default is not MISSING or factory is MISSING else factory()
-        found.append(
-            FieldSpec(
-                section=section,
-                name=field.name,
-                kind=types[field.name],
-                default=default,
-                help=field.metadata.get("help", ""),
-                secret=bool(field.metadata.get("secret", False)),
-                choices=_choices(types[field.name]),
-            )
+    return tuple(
+        FieldSpec(
+            section=section,
+            name=field.name,
+            kind=types[field.name],
+            default=field.default if field.default_factory is MISSING else field.default_factory(),
+            help=field.metadata.get("help", ""),
+            secret=bool(field.metadata.get("secret")) or holds_secret(types[field.name]),
         )
-    return tuple(found)
+        for field in fields(section_type)
+        if field.init
+    )
 
 
-def flag_name(section: str, field: str) -> str:
+def flag_name(section: str, field: str, *, negated: bool = False) -> str:
     """The flag of a field: bare for launch and run, with the section's name for all others."""
     words = [field] if section in _BARE_SECTIONS else [section, field]
-    return "--" + "-".join(words).replace("_", "-")
+    return "--" + "-".join(["no", *words] if negated else words).replace("_", "-")
 
 
 def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
-    """The command-line flags of a section; secret fields have none, for the process list shows them."""
+    """The command-line flags of a section; secret fields have none, for every user of a machine sees its commands."""
     return tuple(
         Flag(
             name=flag_name(section, spec.name),
             section=section,
             field=spec.name,
-            is_switch=spec.kind is bool,
-            choices=None if spec.choices is None else tuple(map(str, spec.choices)),
-            help=f"{spec.help} (default: {_shown(spec.default)})".replace("%", "%%"),
+            is_switch=members(spec.kind) == (bool,),
+            choices=spec.words,
+            help=f"{spec.help.rstrip('.')} (default: {spec.shown_default})".replace("%", "%%"),
         )
         for spec in specs(section_type, section)
         if not spec.secret
@@ -124,70 +149,60 @@ def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
 
 def json_schema(section_type: type[Any], section: str) -> dict[str, Any]:
     """The section as JSON schema, for editors."""
-    properties = {
-        spec.name: {
-            **_schema_of(spec.kind),
-            "description": spec.help,
-            **({} if spec.default is MISSING else {"default": _plain(spec.default)}),
-        }
-        for spec in specs(section_type, section)
-    }
-    return {"title": section, "type": "object", "additionalProperties": False, "properties": properties}
+    return {"title": section, **_schema_of_dataclass(section_type)}
 
 
 def markdown_table(section_type: type[Any], section: str) -> str:
-    """The section as a table for the docs."""
-    lines = ["| field | type | default | what it does |", "|---|---|---|---|"]
-    lines += [
-        f"| `{spec.name}` | {describe(spec.kind)} | `{_shown(spec.default)}` | {spec.help} |".replace(
-            "\n", " "
-        )
-        for spec in specs(section_type, section)
-    ]
+    """The section as a table for the docs; a secret field has no flag."""
+    lines = ["| field | flag | type | default | what it does |", "|---|---|---|---|---|"]
+    for spec in specs(section_type, section):
+        flag = "" if spec.secret else f"`{flag_name(section, spec.name)}`"
+        cells = (f"`{spec.name}`", flag, describe(spec.kind), f"`{spec.shown_default}`", spec.help)
+        lines.append(f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines)
 
 
 def questions(section_type: type[Any], section: str) -> tuple[Question, ...]:
-    """The section as questions."""
+    """The section as questions of a wizard, in the order of its fields."""
     return tuple(
         Question(
             section=section,
             field=spec.name,
-            text=f"{spec.help[:1].upper()}{spec.help[1:]}?",
-            default=None if spec.default is MISSING else spec.default,
-            choices=None if spec.choices is None else tuple(map(str, spec.choices)),
+            text=f"{spec.help[:1].upper()}{spec.help[1:].rstrip('.')}?",
+            default=spec.default,
+            choices=spec.words,
             secret=spec.secret,
         )
         for spec in specs(section_type, section)
     )
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    return (
-        tuple(m for m in get_args(kind) if m is not NoneType)
-        if get_origin(kind) in (Union, UnionType)
-        else (kind,)
-    )
-
-
-def _choices(kind: Any) -> tuple[Any, ...] | None:
-    members = _members(kind)
-    if len(members) == 1 and get_origin(members[0]) is Literal:
-        return get_args(members[0])
-    if len(members) == 1 and isinstance(members[0], type) and issubclass(members[0], Enum):
-        return tuple(member.value for member in members[0])
-    return None
+def _schema_of_dataclass(kind: type[Any]) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for spec in specs(kind, ""):
+        properties[spec.name] = _schema_of(spec.kind)
+        if spec.help:
+            properties[spec.name]["description"] = spec.help
+        if spec.default is not MISSING and not spec.secret:
+            properties[spec.name]["default"] = plain(spec.default)
+    required = [spec.name for spec in specs(kind, "") if spec.default is MISSING]
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
+    return {**schema, "required": required} if required else schema
 
 
 def _schema_of(kind: Any) -> dict[str, Any]:
-    if get_origin(kind) in (Union, UnionType):
+    if kind is Any:
+        return {}
+    if is_union(kind):
         return {"anyOf": [_schema_of(member) for member in get_args(kind)]}
-    if (choices := _choices(kind)) is not None:
-        return {"enum": list(choices)}
-    if get_origin(kind) in (tuple, list):
-        return (
-            {"type": "array", "items": _schema_of(get_args(kind)[0])} if get_args(kind) else {"type": "array"}
-        )
+    if (known := choices(kind)) is not None:
+        return {"enum": [plain(choice) for choice in known]}
+    if is_sequence(kind):
+        return _schema_of_sequence(kind)
+    if is_dataclass(kind):
+        return _schema_of_dataclass(kind)  # pyright: ignore[reportArgumentType]  # a type, not an instance
+    if is_mapping(kind):
+        return {"type": "object", "additionalProperties": _schema_of(item_kind(kind))}
     names = {
         bool: "boolean",
         int: "integer",
@@ -196,22 +211,12 @@ def _schema_of(kind: Any) -> dict[str, Any]:
         Path: "string",
         NoneType: "null",
     }
-    return {"type": names.get(kind, "object")}
+    return {"type": names[kind]} if kind in names else {}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
-
-
-def _shown(value: Any) -> str:
-    if value is MISSING:
-        return "none, must be given"
-    if value is None:
-        return "not set"
-    return "empty" if value in ((), [], {}) else str(_plain(value))
+def _schema_of_sequence(kind: Any) -> dict[str, Any]:
+    fixed = item_kinds(kind)
+    if fixed is None:
+        return {"type": "array", "items": _schema_of(item_kind(kind))}
+    items = [_schema_of(each) for each in fixed]
+    return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
