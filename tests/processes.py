@@ -106,7 +106,8 @@ class RankPool:
         """Call `function(*args)` on every rank and return the results in rank order."""
         if not self._connections:
             self._start()
-        call = pickle.dumps((Path(function.__code__.co_filename), function.__name__, args))
+        where = (Path(function.__code__.co_filename), function.__module__, function.__name__)
+        call = pickle.dumps((*where, pickle.dumps(args)))
         for connection in self._connections:
             connection.send_bytes(call)
         answers = self._collect(time.monotonic() + timeout_seconds)
@@ -146,7 +147,7 @@ class RankPool:
                 assert isinstance(ready, Connection)
                 rank = waiting.pop(ready)
                 try:
-                    answers[rank] = ready.recv()
+                    answers[rank] = pickle.loads(ready.recv_bytes())
                 except EOFError:
                     answers[rank] = ("raised", None, f"the process of rank {rank} died")
             if any(answer is not None and answer[0] == "raised" for answer in answers):
@@ -163,14 +164,18 @@ class RankPool:
         return "\n".join(lines)
 
 
-def _load(path: Path) -> ModuleType:
-    name = "ranks_" + "_".join(path.with_suffix("").relative_to(TESTS).parts)
+def _load(path: Path, name: str) -> ModuleType:
+    """The test module under the name it has in the pool's owner, so that its classes travel both ways."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    parents = name.split(".")[:-1]
+    for depth in range(len(parents)):  # unpickling a class looks its module up from the top
+        parent = ".".join(parents[: depth + 1])
+        sys.modules.setdefault(parent, ModuleType(parent))
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -186,16 +191,18 @@ def _serve(address: str) -> None:
     connection.send(dist.get_rank())
     while True:
         try:
-            path, name, args = pickle.loads(connection.recv_bytes())
+            path, module, name, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         output = io.StringIO()
         try:
             with redirect_stdout(output), redirect_stderr(output):
-                result = getattr(_load(path), name)(*args)
-            connection.send(("returned", result, output.getvalue()))
+                result = getattr(_load(path, module), name)(*pickle.loads(args))
+            answer = ("returned", result, output.getvalue())
         except BaseException:
-            connection.send(("raised", None, output.getvalue() + traceback.format_exc()))
+            answer = ("raised", None, output.getvalue() + traceback.format_exc())
+        # Plain bytes: multiprocessing would hand tensors over as shared memory, which dies with the pool.
+        connection.send_bytes(pickle.dumps(answer))
 
 
 if __name__ == "__main__":
