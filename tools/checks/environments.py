@@ -70,27 +70,21 @@ def build_wheels(root: Path, folder: Path) -> dict[str, Path]:
 
 
 def locked_versions(root: Path, file: Path, *, without: str | None = None) -> Path:
-    """Write the lock's versions of every third party as a constraints file.
+    """Write the lock's versions of third parties as a requirements file.
 
     Args:
         root: The repository.
         file: The file to write.
-        without: A distribution to leave out, with whatever only it needs.
+        without: Write what a plain `uv sync` brings, but for this distribution and whatever only it needs; if left
+            out, write all that the lock names.
 
     Returns:
         `file`.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    pruned = ["--prune", without] if without else []
-    selection = [
-        "--all-packages",
-        "--all-extras",
-        "--no-emit-workspace",
-        "--no-hashes",
-        "--no-annotate",
-        "--frozen",
-    ]
-    _uv("export", "--quiet", *selection, *pruned, "--output-file", str(file), cwd=root)
+    selection = ["--prune", without] if without else ["--all-packages", "--all-extras"]
+    form = ["--no-emit-workspace", "--no-hashes", "--no-annotate", "--frozen"]
+    _uv("export", "--quiet", *form, *selection, "--output-file", str(file), cwd=root)
     return file
 
 
