@@ -47,7 +47,7 @@ def run_as_main(
     except (SystemExit, KeyboardInterrupt) as stop:
         _show_without_our_frames(stop, main)
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the program has ended, and its error is shown
         on_error(error.with_traceback(_frames_of(main, error)))
         raise SystemExit(1) from None
 

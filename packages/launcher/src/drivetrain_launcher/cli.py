@@ -12,7 +12,6 @@ from typing import cast
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.installed import EntryPoint
 from drivetrain_config.registry import Command, commands
-
 from drivetrain_launcher.errors import LaunchError, UsageError
 from drivetrain_launcher.saying import say
 

@@ -8,18 +8,19 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from drivetrain_config import environ
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.failures import RankFailure, describe_others, describe_root, find_root, read_failure
 from drivetrain_launcher.plan import LaunchPlan
@@ -67,7 +68,7 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
     )
     agent = Agent(spec, logs, plan)
     try:
-        result = agent.run()
+        result = cast("RunResult | None", agent.run())
     finally:
         spec.rdzv_handler.shutdown()
     if agent.exit_code == 0 and result is not None and result.state is not WorkerState.SUCCEEDED:
@@ -105,25 +106,32 @@ class Agent(LocalElasticAgent):
         self._plan = plan
         self._root: RankFailure | None = None
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
+    # torch decorates the two with a timer whose type hides theirs.
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._root = None
-        return super()._start_workers(worker_group)
+        start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
+        return start(worker_group)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._root is None:
             self._show_first(self._recorded(worker_group))
-        result = super()._monitor_workers(worker_group)
+        monitor = cast("Callable[[WorkerGroup], RunResult]", super()._monitor_workers)
+        result = monitor(worker_group)
         if result.is_failed():
             self._show_all(result)
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
+    def _shutdown(
+        self,
+        death_sig: signal.Signals = signal.SIGTERM,
+        timeout: float = 0,  # noqa: ARG002 - the agent passes its own; the plan's counts
+    ) -> None:
         """Stop the ranks; a second signal meanwhile kills them."""
         seconds = self._plan.shutdown_timeout_seconds
         if isinstance(sys.exception(), SignalException):
             say(
-                f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to save; "
-                "once more kills them"
+                f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to "
+                "save; once more kills them"
             )
         try:
             self._stop(death_sig, seconds)
@@ -201,13 +209,14 @@ def _why_no_meeting(plan: LaunchPlan, error: Exception) -> str:
     where = f"{plan.master_addr}:{plan.master_port}"
     if "EADDRINUSE" in str(error) or "already in use" in str(error):
         free = "leave it out for any free one" if plan.num_nodes == 1 else "say another on every node"
-        return f"--master-port {plan.master_port}: the port is in use on this machine, most likely by another run; {free}"
+        port = f"--master-port {plan.master_port}"
+        return f"{port}: the port is in use on this machine, most likely by another run; {free}"
     if plan.num_nodes == 1:
         return (
             f"--master-addr {plan.master_addr}: this machine cannot meet itself there ({error}); leave it out"
         )
     return (
-        f"the {plan.num_nodes} nodes did not meet at {where} within {plan.rdzv_timeout_seconds:g} s, or lost each other: "
-        f"check that drivetrain launch runs on every node with the same --num-nodes, --master-addr and --master-port, "
-        f"that the address is that of node 0, and that the port is reachable ({error})"
+        f"the {plan.num_nodes} nodes did not meet at {where} within {plan.rdzv_timeout_seconds:g} s, or lost each "
+        "other: check that drivetrain launch runs on every node with the same --num-nodes, --master-addr and "
+        f"--master-port, that the address is that of node 0, and that the port is reachable ({error})"
     )

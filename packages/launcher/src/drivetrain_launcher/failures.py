@@ -122,7 +122,7 @@ def read_failure(
 
 
 def find_root(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that began it: not one that the launcher's stopping or a broken connection explains; the earliest."""
+    """The failure that began it: the earliest that no broken connection and no stop by the launcher explains."""
 
     def rank_as_root(failure: RankFailure) -> tuple[bool, bool, float, int]:
         was_stopped = failure.signal == "SIGTERM"

@@ -16,13 +16,15 @@ from typing import Any, get_type_hints
 
 from drivetrain_config import Flag, Layers, flags, sections
 from drivetrain_config.conversion import convert
-
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.spellings import ours, refusal
 
 # Where the flags of the command itself stand, beside the names of sections.
 _OWN = ""
 
+
+# The sections whose flags stand first in the help.
+_FIRST = ("launch", "run")
 
 _SEE_HELP = "--help lists what there is"
 
@@ -85,7 +87,9 @@ class CommandParser:
             values[self.rest] = tuple(rest)
         if self.layers is not None:
             file = own.get("config")
-            values[self.layers] = Layers.read(file=None if file is None else Path(file), command_line=said)
+            values[self.layers] = Layers.read(
+                file=None if file is None else Path(str(file)), command_line=said
+            )
         self._check_given(values)
         return self.arguments(**values)
 
@@ -157,22 +161,15 @@ class CommandParser:
         """The text for `--help`."""
         from argparse import ArgumentParser
 
-        shown = [*self.positionals, *([] if self.rest is None else [self.rest])]
-        usage = " ".join([f"drivetrain {self.command} [flags]", *(_metavar(name) for name in shown)])
+        shown = [_metavar(name) for name in self.positionals]
+        shown += [] if self.rest is None else [f"[{_metavar(self.rest)} ...]"]
+        usage = " ".join([f"drivetrain {self.command} [flags]", *shown])
         parser = ArgumentParser(description=self.summary, usage=usage, add_help=False)
-        for name in shown:
+        for name in (*self.positionals, *([] if self.rest is None else [self.rest])):
             parser.add_argument(_metavar(name), help=self._help_of(name))
-        first = (_OWN, "launch", "run")
-        for name in sorted(
-            self.groups,
-            key=lambda section: (
-                section not in first,
-                first.index(section) if section in first else 0,
-                section,
-            ),
-        ):
+        for name, flags_of_section in self.groups.items():
             group = parser.add_argument_group("flags" if name == _OWN else f"the {name} section")
-            for flag in self.groups[name]:
+            for flag in flags_of_section:
                 if flag.is_switch:
                     group.add_argument(f"--[no-]{flag.name[2:]}", help=flag.help, action="store_true")
                 else:
@@ -214,7 +211,9 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
     }
     if layers is not None:
         groups[_OWN] += (_CONFIG,)
-        groups |= {name: flags(section, name) for name, section in sections().items()}
+        installed = sections()
+        names = sorted(installed, key=lambda name: (name not in _FIRST, name))
+        groups |= {name: flags(installed[name], name) for name in names}
     found = {flag.name: flag for group in groups.values() for flag in group}
     found |= {f"--no-{name[2:]}": flag for name, flag in found.items() if flag.is_switch}
     return CommandParser(

@@ -252,8 +252,8 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
         )
     if settings.master_addr is None:
         raise LaunchError(
-            f"--num-nodes {settings.num_nodes}: say on every node where they meet, --master-addr HOST (a name or address "
-            "of the node with rank 0)"
+            f"--num-nodes {settings.num_nodes}: say on every node where they meet, --master-addr HOST (a name or "
+            "address of the node with rank 0)"
         )
     if settings.master_port == 0:
         raise LaunchError(

@@ -1,6 +1,7 @@
 """How the nodes of a plan meet: one node by itself, on a port that nobody else can have; several as torch does it."""
 
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -21,7 +22,7 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     host = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
     seconds = round(plan.rdzv_timeout_seconds)
     # The two backends call the same wish differently.
-    wishes = (
+    wishes: dict[str, Any] = (
         {"rank": plan.node_rank, "timeout": seconds}
         if plan.rdzv_backend == "static"
         else {"join_timeout": seconds}

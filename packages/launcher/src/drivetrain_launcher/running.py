@@ -3,7 +3,6 @@
 import os
 
 from drivetrain_config import environ
-
 from drivetrain_launcher.as_main import run_as_main
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan import LaunchPlan

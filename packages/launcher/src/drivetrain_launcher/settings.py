@@ -63,7 +63,7 @@ class LaunchSettings:
         metadata={"help": "OMP_NUM_THREADS of each process; unset: the environment's, else 1 if several."},
     )
     module: bool = field(
-        default=False, metadata={"help": "The script is the name of a module, as in python -m."}
+        default=False, metadata={"help": "The script is the name of a module; -m for short, as with python."}
     )
     program: bool = field(
         default=False, metadata={"help": "The script is a program of its own, started without Python."}
@@ -88,8 +88,9 @@ class LaunchSettings:
         if self.module and self.program:
             raise ValueError("module=True: program=True is set too; a script is either a module or a program")
         if self.node_rank is not None and not 0 <= self.node_rank < self.num_nodes:
+            last = self.num_nodes - 1
             raise ValueError(
-                f"node_rank={self.node_rank!r}: with num_nodes={self.num_nodes} it counts from 0 to {self.num_nodes - 1}"
+                f"node_rank={self.node_rank!r}: with num_nodes={self.num_nodes} it counts from 0 to {last}"
             )
 
     def _check_counts(self) -> None:

@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from drivetrain_config import environ
-
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.failures import describe_root, read_failure
 from drivetrain_launcher.host import look_at_host
@@ -47,8 +46,8 @@ def notebook_launcher(
     count = num_processes or max(1, host.accelerator_count)
     if host.accelerator is not None and count > host.accelerator_count:
         raise LaunchError(
-            f"num_processes={count}: this machine has {host.accelerator_count} {host.accelerator} devices to give them; "
-            f"say at most {host.accelerator_count}, or use debug_launcher, which trains on the CPU"
+            f"num_processes={count}: this machine has {host.accelerator_count} {host.accelerator} devices to give "
+            f"them; say at most {host.accelerator_count}, or use debug_launcher, which trains on the CPU"
         )
     said = {} if mixed_precision is None else {"DRIVETRAIN_RUN__MIXED_PRECISION": mixed_precision}
     if count == 1:
@@ -145,7 +144,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """torchrun's variables for a rank of one node."""
+    """The variables of torchrun for a rank of one node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -33,30 +33,39 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--same-network": (),  # asks for static rendezvous, which is what nodes do here
 }
 
+_REPLICATE = "--backend ddp replicates the model on each rank"
+_FSDP = f"there is no FSDP backend here yet; {_REPLICATE}"
+_DEEPSPEED = f"there is no DeepSpeed backend here yet; {_REPLICATE}"
+_MEGATRON = f"there is no Megatron backend here yet; {_REPLICATE}"
+_DIMENSIONS = "the split into dimensions is said in code, Accelerator(parallelism=ParallelDims(...))"
+_LOGS = "--log-dir FOLDER writes the output of each rank to a file, besides the screen"
+_AFFINITY = "start the launcher under numactl or taskset; the ranks inherit what it sets"
+
 # The beginning of their flag -> what is not there, and the way out.
 _REFUSED: Mapping[str, str] = {
-    "--use-fsdp": "there is no FSDP backend here yet; --backend ddp replicates the model on each rank",
-    "--fsdp": "there is no FSDP backend here yet; --backend ddp replicates the model on each rank",
-    "--use-deepspeed": "there is no DeepSpeed backend here yet; --backend ddp replicates the model on each rank",
-    "--deepspeed": "there is no DeepSpeed backend here yet; --backend ddp replicates the model on each rank",
-    "--zero": "there is no DeepSpeed backend here yet; --backend ddp replicates the model on each rank",
-    "--offload": "there is no DeepSpeed backend here yet; --backend ddp replicates the model on each rank",
-    "--use-megatron-lm": "there is no Megatron backend here yet; --backend ddp replicates the model on each rank",
-    "--megatron-lm": "there is no Megatron backend here yet; --backend ddp replicates the model on each rank",
-    "--use-parallelism-config": "the split into dimensions is said in code: Accelerator(parallelism=ParallelDims(...))",
-    "--parallelism-config": "the split into dimensions is said in code: Accelerator(parallelism=ParallelDims(...))",
+    "--use-fsdp": _FSDP,
+    "--fsdp": _FSDP,
+    "--use-deepspeed": _DEEPSPEED,
+    "--deepspeed": _DEEPSPEED,
+    "--zero": _DEEPSPEED,
+    "--zero3": _DEEPSPEED,
+    "--offload": _DEEPSPEED,
+    "--use-megatron-lm": _MEGATRON,
+    "--megatron-lm": _MEGATRON,
+    "--use-parallelism-config": _DIMENSIONS,
+    "--parallelism-config": _DIMENSIONS,
     "--tpu": "there is no TPU launcher here yet",
     "--vm": "there is no TPU launcher here yet",
     "--ipex": "Intel's extension is part of torch by now; --state-device xpu trains on an Intel GPU",
     "--dynamo": "call torch.compile(model) in the script, before accelerator.prepare",
     "--downcast-bf16": "it is for TPUs, for which there is no launcher here yet",
     "--fp8": "there is no fp8 training here yet; --mixed-precision bf16 is the narrowest",
-    "--enable-cpu-affinity": "start the launcher under numactl or taskset; the ranks inherit what it sets",
-    "--numa-binding": "start the launcher under numactl or taskset; the ranks inherit what it sets",
+    "--enable-cpu-affinity": _AFFINITY,
+    "--numa-binding": _AFFINITY,
     "--aws": "there is no SageMaker launcher here",
     "--main-training-function": "it is for notebooks; use notebook_launcher(function)",
-    "--tee": "--log-dir FOLDER writes the output of each rank to a file, besides the screen",
-    "--redirects": "--log-dir FOLDER writes the output of each rank to a file, besides the screen",
+    "--tee": _LOGS,
+    "--redirects": _LOGS,
     "--rdzv-endpoint": "say --master-addr HOST and --master-port PORT",
     "--rdzv-conf": "--rdzv-timeout-seconds sets how long nodes wait for each other; nothing else is set",
     "--role": "all ranks have one role here; leave it out",

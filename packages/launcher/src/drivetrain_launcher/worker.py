@@ -36,8 +36,12 @@ def main() -> None:
         run_as_main(name, arguments, is_module=is_module, on_error=leave)
     except KeyboardInterrupt:
         # The launcher says once that the run was interrupted; a traceback from each rank would bury it.
-        sys.excepthook = lambda *_: None
+        sys.excepthook = _say_nothing
         raise
+
+
+def _say_nothing(*_: object) -> None:
+    """A hook in place of Python's."""
 
 
 def _record(error: BaseException) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import Command, Layers, resolve, sections
-
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.host import look_at_host
 from drivetrain_launcher.plan import Target, plan_launch
