@@ -7,6 +7,7 @@ hook acts only in the thread that made it. Everything else that a constructor co
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from threading import get_ident
 from typing import TypeVar, cast
 
@@ -20,6 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+# Of the blocks that are open in a thread, the one that decides.
+_INNERMOST: "ContextVar[_Mover | None]" = ContextVar("drivetrain_dispatch_innermost", default=None)
 
 
 @contextmanager
@@ -57,21 +61,11 @@ def init_on_device(device: torch.device | str | int, *, include_buffers: bool = 
     place = torch.device(device)
     mover = _Mover(place)
     with ExitStack() as hooks:
-        hooks.callback(register_module_parameter_registration_hook(_hook(mover.parameter)).remove)
+        hooks.callback(register_module_parameter_registration_hook(mover.hook(mover.parameter)).remove)
         if include_buffers:
-            hooks.callback(register_module_buffer_registration_hook(_hook(mover.buffer)).remove)
+            hooks.callback(register_module_buffer_registration_hook(mover.hook(mover.buffer)).remove)
+        hooks.callback(_INNERMOST.reset, _INNERMOST.set(mover))
         yield
-
-
-def _hook(move: Callable[[AnyTensor], AnyTensor]) -> Callable[..., None]:
-    """A registration hook that acts in the thread that made it."""
-    thread = get_ident()
-
-    def hook(_: nn.Module, __: str, tensor: AnyTensor | None) -> AnyTensor | None:
-        return tensor if tensor is None or get_ident() != thread else move(tensor)
-
-    # torch takes the tensor that a hook returns, though its annotation says None.
-    return cast("Callable[..., None]", hook)
 
 
 class _Mover:
@@ -79,7 +73,19 @@ class _Mover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._thread = get_ident()
         self._moved = WeakIdKeyDictionary()
+
+    def hook(self, move: Callable[[AnyTensor], AnyTensor]) -> Callable[..., None]:
+        """A registration hook that acts in the thread that made it, while no inner block is open there."""
+
+        def registered(_: nn.Module, __: str, tensor: AnyTensor | None) -> AnyTensor | None:
+            if tensor is None or get_ident() != self._thread or _INNERMOST.get() is not self:
+                return tensor
+            return move(tensor)
+
+        # torch takes the tensor that a hook returns, though its annotation says None.
+        return cast("Callable[..., None]", registered)
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         if self._stays(parameter):

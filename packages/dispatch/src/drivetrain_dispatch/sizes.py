@@ -33,7 +33,7 @@ def compute_module_sizes(
     tensors = list(named_tensors(model))
     if unknown := sorted(special.keys() - {name for name, _ in tensors}):
         raise ValueError(
-            f"special_dtypes={unknown}: the model has no such parameter or buffer; name them as named_parameters() does"
+            f"special_dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
         )
     sizes = {name: 0 for name, _ in model.named_modules(remove_duplicate=False)}
     counted: set[tuple[str, object]] = set()

@@ -1,0 +1,85 @@
+import pytest
+import torch
+from torch import nn
+
+from drivetrain_dispatch import (
+    TiedParametersError,
+    find_tied_parameters,
+    init_empty_weights,
+    retie_parameters,
+)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 3)
+        self.block = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+TIES = [["embed.weight", "head.weight"]]
+
+
+def test_ties_are_found_with_and_without_memory() -> None:
+    assert find_tied_parameters(Tied()) == TIES
+    with init_empty_weights():
+        assert find_tied_parameters(Tied()) == TIES
+    assert find_tied_parameters(nn.Linear(2, 2)) == []
+
+
+def test_a_module_under_two_names_ties_all_it_has() -> None:
+    block = nn.Linear(2, 2)
+    assert find_tied_parameters(nn.Sequential(block, block)) == [
+        ["0.weight", "1.weight"],
+        ["0.bias", "1.bias"],
+    ]
+
+
+def test_a_load_that_parts_them_is_mended() -> None:
+    with init_empty_weights():
+        model = Tied()
+    ties = find_tied_parameters(model)
+    weights = {name: value for name, value in Tied().state_dict().items() if name != "head.weight"}
+    model.load_state_dict(weights, assign=True, strict=False)
+    assert model.head.weight.is_meta
+    retie_parameters(model, ties)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, weights["embed.weight"])
+
+
+def test_the_one_with_data_is_taken_whatever_its_place() -> None:
+    with init_empty_weights():
+        model = Tied()
+    model.head.weight = nn.Parameter(torch.ones(6, 3))
+    retie_parameters(model, TIES)
+    assert torch.equal(model.embed.weight, torch.ones(6, 3))
+
+
+def test_equal_copies_become_one() -> None:
+    model = Tied()
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    retie_parameters(model, TIES)
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(6, 3), torch.ones(5, 3), torch.ones(6, 3, dtype=torch.bfloat16)],
+    ids=["values", "shape", "dtype"],
+)
+def test_copies_that_differ_are_refused_and_nothing_changes(other: torch.Tensor) -> None:
+    model = Tied()
+    model.embed.weight = nn.Parameter(torch.ones(6, 3))
+    model.head.weight = kept = nn.Parameter(other)
+    with pytest.raises(TiedParametersError, match=r"'embed.weight' and 'head.weight' .*one would be lost"):
+        retie_parameters(model, TIES)
+    assert model.head.weight is kept
+
+
+def test_names_that_are_not_there_are_refused() -> None:
+    with pytest.raises(TiedParametersError, match=r"the model has no parameter 'lm_head\.weight'"):
+        retie_parameters(Tied(), [["embed.weight", "lm_head.weight"]])
+    with pytest.raises(TiedParametersError, match="at least one"):
+        retie_parameters(Tied(), [[]])

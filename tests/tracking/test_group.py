@@ -1,0 +1,134 @@
+from pathlib import Path
+
+import pytest
+
+from drivetrain_tracking import (
+    JSONLTracker,
+    TrackerFailedError,
+    TrackerGroup,
+    TrackerStateError,
+    TrackingSettings,
+    UnknownTrackerError,
+    ValueNotLoggableError,
+)
+
+
+class Memory:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self, name: str, *, on_all_ranks: bool = False, fails_in: str = "") -> None:
+        self.name, self.on_all_ranks, self._fails_in = name, on_all_ranks, fails_in
+        self.calls: list[object] = []
+
+    def _called(self, call: str, *told: object) -> None:
+        self.calls.append((call, *told))
+        if call == self._fails_in:
+            raise OSError("the disk is full")
+
+    def start(self, run_name, config) -> None:
+        self._called("start", run_name, config)
+
+    def log(self, values, *, step=None) -> None:
+        self._called("log", values, step)
+
+    def finish(self) -> None:
+        self._called("finish")
+
+
+def test_every_tracker_hears_everything_as_plain_values(tmp_path: Path) -> None:
+    one, other = Memory("one"), Memory("other")
+    group = TrackerGroup([one, other])
+    group.start("run", {"data": Path("x")})
+    group.log({"loss": 1.0, "pair": (1, 2)}, step=3)
+    group.finish()
+    assert one.calls == other.calls
+    assert one.calls == [
+        ("start", "run", {"data": "x"}),
+        ("log", {"loss": 1.0, "pair": [1, 2]}, 3),
+        ("finish",),
+    ]
+
+
+def test_other_ranks_log_to_those_that_want_every_rank() -> None:
+    main_only, everywhere = Memory("main"), Memory("everywhere", on_all_ranks=True)
+    group = TrackerGroup([main_only, everywhere], is_main=False)
+    group.start("run")
+    group.log({"loss": 1})
+    group.finish()
+    assert main_only.calls == []
+    assert [call[0] for call in everywhere.calls] == ["start", "log", "finish"]
+
+
+def test_without_trackers_everything_is_allowed() -> None:
+    group = TrackerGroup([])
+    group.log({"loss": 1})
+    group.start("run")
+    group.log({"loss": 1})
+    group.finish()
+    assert group.names == ()
+
+
+@pytest.mark.parametrize("call", ["start", "log", "finish"])
+def test_a_failing_tracker_is_named_and_keeps_no_other_from_its_turn(call: str) -> None:
+    broken, good = Memory("broken", fails_in=call), Memory("good")
+    group = TrackerGroup([broken, good])
+
+    def run() -> None:
+        group.start("run")
+        group.log({"loss": 1}, step=7)
+        group.finish()
+
+    with pytest.raises(
+        TrackerFailedError, match=rf"tracker 'broken' failed in {call}.*OSError: the disk is full"
+    ) as e:
+        run()
+    assert isinstance(e.value.__cause__, OSError)
+    assert good.calls[-1][0] == call
+    group.finish()
+    assert good.calls[-1] == ("finish",)
+
+
+def test_every_failing_tracker_is_named() -> None:
+    group = TrackerGroup([Memory("a", fails_in="start"), Memory("b", fails_in="start")])
+    with pytest.raises(TrackerFailedError, match=r"tracker 'a' failed.*; tracker 'b' failed"):
+        group.start("run")
+
+
+def test_with_warn_a_failing_tracker_does_not_end_the_run(caplog) -> None:
+    good = Memory("good")
+    group = TrackerGroup([Memory("broken", fails_in="log"), good], settings=TrackingSettings(on_error="warn"))
+    group.start("run")
+    group.log({"loss": 1}, step=7)
+    assert "tracker 'broken' failed in log(step=7): OSError" in caplog.text
+    assert good.calls[-1] == ("log", {"loss": 1}, 7)
+
+
+def test_a_value_that_cannot_be_logged_is_the_callers_error() -> None:
+    group = TrackerGroup([Memory("one")], settings=TrackingSettings(on_error="warn"))
+    group.start("run")
+    with pytest.raises(ValueNotLoggableError, match="values"):
+        group.log({"loss": object()})
+
+
+def test_calls_out_of_order_are_errors() -> None:
+    group = TrackerGroup([Memory("one")])
+    with pytest.raises(TrackerStateError, match=r"log\(\) before start\(\)"):
+        group.log({"loss": 1})
+    group.start("run")
+    with pytest.raises(TrackerStateError, match=r"start\(\) again"):
+        group.start("run")
+    group.finish()
+    group.finish()
+
+
+def test_trackers_are_found_by_name(tmp_path: Path) -> None:
+    tracker = JSONLTracker(tmp_path)
+    group = TrackerGroup([tracker])
+    assert group.get("jsonl") is tracker
+    with pytest.raises(UnknownTrackerError, match="'wandb' is not in use, only 'jsonl'"):
+        group.get("wandb")
+
+
+def test_two_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="'one' is there 2 times"):
+        TrackerGroup([Memory("one"), Memory("one")])

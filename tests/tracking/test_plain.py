@@ -1,0 +1,111 @@
+import json
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain_tracking import ValueNotLoggableError, plain_config, plain_values
+
+leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+trees = st.dictionaries(
+    st.text(),
+    st.recursive(
+        leaves, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=8
+    ),
+    max_size=4,
+)
+
+
+@given(trees)
+def test_plain_values_stay_as_they_are(values: dict[str, object]) -> None:
+    assert plain_values(values) == values
+    assert plain_config(values) == values
+
+
+class Scalar:
+    """What a tensor or NumPy scalar shows of itself."""
+
+    def __init__(self, value: float, shape: tuple[int, ...] = ()) -> None:
+        self._value, self.shape = value, shape
+
+    def item(self) -> float:
+        return self._value
+
+
+class Phase(IntEnum):
+    WARM_UP = 1
+
+
+def test_values_of_shape_nothing_become_numbers() -> None:
+    assert plain_values({"loss": Scalar(0.5), "by": {"head": [Scalar(1), (2, 3)]}}) == {
+        "loss": 0.5,
+        "by": {"head": [1, [2, 3]]},
+    }
+
+
+def test_real_tensors_and_arrays_of_shape_nothing_become_numbers() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed beside this package")
+    numpy = pytest.importorskip("numpy", reason="NumPy is not installed beside this package")
+    values = {
+        "bf16": torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True),
+        "count": torch.tensor(3),
+        "float32": numpy.float32(0.25),
+        "flag": numpy.bool_(True),
+        "array": numpy.array(2.0),
+    }
+    plain = plain_values(values)
+    assert plain == {"bf16": 0.5, "count": 3, "float32": 0.25, "flag": True, "array": 2.0}
+    assert json.dumps(plain)
+
+
+def test_enumerators_that_are_numbers_are_numbers() -> None:
+    plain = plain_values({"phase": Phase.WARM_UP})
+    assert plain == {"phase": 1}
+    assert type(plain["phase"]) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Scalar(1, (2,)), r"^values\['a'\]\['b'\]\[0\]: this .*Scalar has shape \(2,\): log .mean\(\)"),
+        (object(), r"^values\['a'\]\['b'\]\[0\]: this object is none that can be logged"),
+        ({1: 2}, r"^values\['a'\]\['b'\]\[0\]\[1\]: this int is no name"),
+        (Path("x"), r"^values\['a'\]\['b'\]\[0\]: this pathlib.PosixPath"),
+    ],
+)
+def test_other_values_are_refused_with_path_and_type(value: object, message: str) -> None:
+    with pytest.raises(ValueNotLoggableError, match=message):
+        plain_values({"a": {"b": [value]}})
+
+
+class Mode(Enum):
+    FAST = "fast"
+
+
+@dataclass(frozen=True)
+class Width:
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Model:
+    width: Width
+    mode: Mode
+    data: Path
+
+
+def test_a_configuration_may_hold_dataclasses_enumerators_and_paths() -> None:
+    config = {"model": Model(Width(8), Mode.FAST, Path("data/x")), "more": MappingProxyType({"lr": (1, 2)})}
+    assert plain_config(config) == {
+        "model": {"width": {"hidden": 8}, "mode": "fast", "data": "data/x"},
+        "more": {"lr": [1, 2]},
+    }
+
+
+def test_a_configuration_that_holds_more_is_refused() -> None:
+    with pytest.raises(ValueNotLoggableError, match=r"^values\['f'\]: this builtin_function_or_method"):
+        plain_config({"f": print})

@@ -1,0 +1,33 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain_tracking import JSONLTracker, UnknownTrackerError, make_tracker, tracker_names
+
+
+def test_ours_is_there(tmp_path: Path) -> None:
+    tracker = make_tracker("jsonl", tmp_path)
+    assert isinstance(tracker, JSONLTracker)
+    assert tracker.path == tmp_path / "log.jsonl"
+    assert "jsonl" in tracker_names()
+
+
+def test_an_unknown_one_is_answered_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UnknownTrackerError, match=r"'wandbb' is not installed: say one of .*'jsonl'"):
+        make_tracker("wandbb", tmp_path)
+
+
+def test_another_packages_tracker_is_found_by_its_entry_point(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "their_tracker.py").write_text(
+        "class Their:\n    name = 'their'\n    on_all_ranks = False\n    def __init__(self, directory): self.at = directory\n"
+    )
+    metadata = tmp_path / "their_tracker-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: their-tracker\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[drivetrain.trackers]\ntheir = their_tracker:Their\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    tracker = make_tracker("their", tmp_path / "runs")
+    monkeypatch.delitem(sys.modules, "their_tracker")
+    assert tracker.name == "their"
+    assert set(tracker_names()) >= {"jsonl", "their"}
