@@ -222,9 +222,9 @@ class Accelerator(Ranks):
                 f"{self.gradient_accumulation_steps}: which window it belongs to is not known; put the step into "
                 "`with accelerator.accumulate(model):`"
             )
-        batch = self._parts.loaders.current_plan
-        if batch is not None and not batch.even:
-            loss, count = metrics.weigh(loss, count, batch)
+        loader = self._parts.loaders.current
+        if loader is not None and loader.current is not None and not loader.current.even:
+            loss, count = metrics.weigh(loss, count, loader.current, self._parts.shard.index)
         owner = self._parts.backend if model is None else self._prepared.of(model)
         owner.backward(loss, count=count)
 

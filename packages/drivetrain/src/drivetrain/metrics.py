@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from drivetrain_data import ActiveLoaders, BatchPlan, ShardedLoader, trim, trim_objects
-from drivetrain_state import Context, collectives
+from drivetrain_state import Context, LeafError, collectives
 
 
 def weigh(
-    loss: Tensor, count: Tensor | float | None, batch: BatchPlan
+    loss: Tensor, count: Tensor | float | None, batch: BatchPlan, shard: int
 ) -> tuple[Tensor, Tensor | float | None]:
     """Weigh a loss of the tail, where ranks hold different numbers of samples, or none.
 
@@ -22,6 +21,7 @@ def weigh(
         loss: Shape ().
         count: What `backward` was given.
         batch: What every rank knows of the current batch.
+        shard: Which of its shards is this rank's.
 
     Returns:
         The loss and count to go on with.
@@ -29,16 +29,16 @@ def weigh(
     if batch.replayed:
         nothing = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
         return nothing, None if count is None else 0.0
-    if count is not None:
+    counts = batch.real_counts
+    if count is not None or counts is None:
         return loss, count
-    return loss * (batch.real[batch.index] * len(batch.real) / sum(batch.real)), None
+    return loss * (counts[shard] * len(counts) / sum(counts)), None
 
 
 def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
-    """Gather over ranks; in a tail, where every rank knows that sizes differ, by their sizes."""
-    plan = reading.plan()
-    uneven = plan is not None and not plan.even
-    return collectives.gather(context, data, uneven=uneven)
+    """Gather over ranks; in a tail, where every rank knows that sizes may differ, by their sizes."""
+    plan = None if reading.current is None else reading.current.current
+    return collectives.gather(context, data, uneven=plan is not None and not plan.equal_sizes)
 
 
 def gather_for_metrics(
@@ -51,9 +51,13 @@ def gather_for_metrics(
 ) -> Any:
     """Gather what was computed from the current batch, each sample once and in the dataset's order."""
     plan = reading.plan(loader)
-    if as_objects or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
-        by_rank = collectives.gather_object(context, data if isinstance(data, list) else [data])
-        return trim_objects(by_rank, plan) if plan is not None else [one for rank in by_rank for one in rank]
-    if plan is None or plan.even:
-        return collectives.gather(context, data)
-    return trim(collectives.gather(context, data, uneven=True), plan)
+    if not as_objects:
+        try:
+            gathered = collectives.gather(context, data, uneven=plan is not None and not plan.equal_sizes)
+        except (
+            LeafError
+        ):  # it holds something that is no tensor, on every rank alike: all of it goes as objects
+            pass
+        else:
+            return trim(plan, gathered)
+    return trim_objects(plan, collectives.gather_object(context, data))

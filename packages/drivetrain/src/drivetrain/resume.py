@@ -53,7 +53,7 @@ class RunState:
         return max((optimizer.num_steps for one in self.prepared for optimizer in one.optimizers), default=0)
 
 
-def register(custom: dict[str, Stateful], objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> None:
+def register(custom: dict[str, Stateful], objects: Sequence[object], named: Mapping[str, object]) -> None:
     """Add objects to what is saved.
 
     Raises:

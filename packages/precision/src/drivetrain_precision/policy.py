@@ -1,7 +1,7 @@
 """The choice of a precision: a wish and a device in, a frozen policy out."""
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 
@@ -9,6 +9,7 @@ from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.settings import PrecisionSettings
 from drivetrain_precision.support import Mode, supported_modes
 
+_BEST_FIRST: tuple[Mode, ...] = ("bf16", "fp16", "no")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -43,27 +44,26 @@ def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings |
     Raises:
         PrecisionError: The mode is unknown, or the device cannot compute in it; the message lists what it can do.
     """
-    modes = get_args(Mode)
+    modes = cast("tuple[Mode, ...]", get_args(Mode))
     support = supported_modes(device)
     if mode == "auto":
-        chosen = next(name for name in ("bf16", "fp16", "no") if support[name].level == "native")
-        passed_over = [
-            f"{name}: {support[name].reason}" for name in ("bf16", "fp16") if support[name].level != "native"
-        ]
-        return _policy(
-            chosen, settings, "; ".join([f"auto chose {chosen!r}: {support[chosen].reason}", *passed_over])
-        )
-    if mode not in modes:
+        chosen = next(name for name in _BEST_FIRST if support[name].level == "native")
+        weaker = [name for name in _BEST_FIRST if support[name].level != "native"]
+        passed_over = [f"{name}: {support[name].reason}" for name in weaker]
+        reason = "; ".join([f"auto chose {chosen!r}: {support[chosen].reason}", *passed_over])
+        return _policy(chosen, settings, reason)
+    found = next((name for name in modes if name == mode), None)
+    if found is None:
         raise PrecisionError(
             f"mixed_precision={mode!r}: must be one of {', '.join(map(repr, modes))} or 'auto'"
         )
-    if support[mode].level == "none":
+    if support[found].level == "none":
         able = [name for name in modes if support[name].level != "none"]
         raise PrecisionError(
-            f"mixed_precision={mode!r}: {device} cannot compute in it ({support[mode].reason}); "
+            f"mixed_precision={mode!r}: {device} cannot compute in it ({support[found].reason}); "
             f"it can do {', '.join(map(repr, able))}, and 'auto' picks the best of these"
         )
-    return _policy(mode, settings, support[mode].reason)
+    return _policy(found, settings, support[found].reason)
 
 
 def _policy(mode: Mode, settings: PrecisionSettings | None, reason: str) -> Policy:

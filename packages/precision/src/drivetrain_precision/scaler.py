@@ -57,7 +57,7 @@ class LossScaler:
                     "mixed_precision='fp16': a parameter is fp16 itself; keep the parameters in fp32 "
                     "(model.float()) and let autocast compute in fp16"
                 )
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
         self._found_inf = torch.maximum(self._found_inf, found_inf)
         self._unscaled = True
         return found_inf
@@ -71,7 +71,7 @@ class LossScaler:
         if not self._unscaled:
             return
         s = self.settings
-        torch._amp_update_scale_(
+        torch.ops.aten._amp_update_scale_(
             self._scale,
             self._growth_tracker,
             self._found_inf,

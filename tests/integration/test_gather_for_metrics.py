@@ -1,0 +1,118 @@
+"""Each sample once, in the dataset's order, whatever was computed from it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import Accelerator
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    extra: dict[str, Tensor]
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self):
+        return iter(torch.arange(self.length))
+
+
+def loader_over(kind: str, length: int, batch_size: int) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Stream(length), batch_size=batch_size)
+    return DataLoader(torch.arange(length), batch_size=batch_size)
+
+
+def gathered_nested(kind: str, length: int, even: str, dispatch: bool) -> list[int]:
+    accelerator = Accelerator(cpu=True, data={"even": even, "dispatch": dispatch})
+    loader = accelerator.prepare(loader_over(kind, length, 3))
+    found: list[int] = []
+    for batch in loader:
+        output = Output(logits=batch[:, None].float() * torch.ones(2), extra={"label": batch, "mask": batch > 3})
+        whole = accelerator.gather_for_metrics(output)
+        assert isinstance(whole, Output)
+        assert whole.logits[:, 1].tolist() == whole.extra["label"].tolist()
+        assert (whole.extra["label"] > 3).tolist() == whole.extra["mask"].tolist()
+        found += whole.extra["label"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize("length", [24, 25, 17, 3, 1])
+@pytest.mark.parametrize(
+    ("kind", "even", "dispatch"),
+    [("map", "uneven", False), ("map", "pad", False), ("stream", "uneven", False), ("stream", "uneven", True)],
+)
+def test_nested_outputs_come_once_and_in_order(
+    run_ranks, num_processes: int, length: int, kind: str, even: str, dispatch: bool
+) -> None:
+    for found in run_ranks(gathered_nested, kind, length, even, dispatch, num_processes=num_processes):
+        assert found == list(range(length))
+
+
+def mean_of_zero_dim_losses() -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(9.0), batch_size=2))
+    losses: list[float] = []
+    for batch in loader:
+        losses += accelerator.gather_for_metrics(batch.mean()).tolist()
+    return losses
+
+
+def test_a_rank_that_holds_only_padding_adds_no_value_of_shape_zero(run_ranks) -> None:
+    # batches (0, 1) (2, 3) (4, 5) (6, 7), then the one sample 8, on rank 0 alone
+    assert run_ranks(mean_of_zero_dim_losses, num_processes=4) == [[0.5, 2.5, 4.5, 6.5, 8.0]] * 4
+
+
+def gathered_objects() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(11), batch_size=2))
+    found: list[str] = []
+    for batch in loader:
+        found += accelerator.gather_for_metrics([f"text {i}" for i in batch.tolist()], use_gather_object=True)
+    return found
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_objects_come_once_and_in_order(run_ranks, num_processes: int) -> None:
+    expected = [f"text {i}" for i in range(11)]
+    assert run_ranks(gathered_objects, num_processes=num_processes) == [expected] * num_processes
+
+
+def zipped() -> tuple[list[list[int]], str]:
+    accelerator = Accelerator(cpu=True)
+    one = accelerator.prepare(DataLoader(torch.arange(8), batch_size=2))
+    other = accelerator.prepare(DataLoader(torch.arange(100, 107), batch_size=2))
+    found: list[list[int]] = [[], []]
+    message = ""
+    for a, b in zip(one, other, strict=True):
+        try:
+            accelerator.gather_for_metrics(a)
+        except RuntimeError as error:
+            message = str(error)
+        found[0] += accelerator.gather_for_metrics(a, loader=one).tolist()
+        found[1] += accelerator.gather_for_metrics(b, loader=other).tolist()
+    return found, message
+
+
+def test_two_zipped_loaders_are_told_apart(run_ranks) -> None:
+    for found, message in run_ranks(zipped):
+        assert found == [list(range(8)), list(range(100, 107))]
+        assert "loader=" in message
+
+
+def plain_gather_in_a_tail() -> list[list[int]]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(7)), batch_size=2))
+    return [accelerator.gather(batch).tolist() for (batch,) in loader]
+
+
+def test_a_plain_gather_of_an_uneven_tail_is_whole(run_ranks) -> None:
+    assert run_ranks(plain_gather_in_a_tail) == [[[0, 1, 2, 3], [4, 5, 6]]] * 2
