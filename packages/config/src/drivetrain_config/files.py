@@ -114,8 +114,8 @@ def _read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
         raise ConfigError(
             f"{path}: YAML needs PyYAML: pip install 'drivetrain-config[yaml]', or write TOML or JSON"
         ) from error
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node: Any = loader.get_single_node()
         if node is None:
             return None, {}
@@ -128,8 +128,6 @@ def _read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
         ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    finally:
-        loader.dispose()
 
 
 def _lines_of(path: Path, root: Any) -> Lines:

@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain_config import environ
 from drivetrain_config.errors import ConfigError
-from drivetrain_config.files import read_file
+from drivetrain_config.files import Contents, read_file
 from drivetrain_config.kinds import field_types, plain
 from drivetrain_config.schema import flag_name
 from drivetrain_config.source import Entry, Kind, Source
@@ -161,20 +161,29 @@ def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
     contents = read_file(path)
     found: list[_Found] = []
     for section, values in contents.data.items():
-        if values is not None and not isinstance(values, Mapping):
-            homes = vocabulary.sections_with(section)
-            meant = f" it is a field of {' and '.join(homes)}: write it below that name." if homes else ""
-            raise ConfigError(
-                f"{contents.where(section)}: {section!r} stands in no section;{meant} A file holds sections, each a "
-                f"mapping of fields to values; sections here: {', '.join(vocabulary.names())}"
-            )
-        vocabulary.section(
-            section, Source("file", contents.where(section))
-        )  # an empty one may be misspelt as well
+        _check_mapping(contents, section, values, vocabulary)
         for field, value in (values or {}).items():
             source = Source("file", contents.where(section, str(field)))
             found.append((section, str(field), Entry(value, source, file=path.absolute())))
     return found
+
+
+def _check_mapping(contents: Contents, section: str, values: object, vocabulary: Vocabulary) -> None:
+    """An empty section may be misspelt as well; a single value is most likely a field without its section."""
+    where = contents.where(section)
+    if values is None or isinstance(values, Mapping):
+        vocabulary.section(section, Source("file", where))
+        return
+    known = vocabulary.names()
+    if section in known:
+        kind = "a list" if isinstance(values, list) else "a single value"
+        raise ConfigError(f"{where}: section {section!r} must be a mapping of fields to values, not {kind}")
+    homes = vocabulary.sections_with(section)
+    meant = f" it is a field of {' and '.join(homes)}: write it below that name." if homes else ""
+    raise ConfigError(
+        f"{where}: {section!r} stands in no section;{meant} A file holds sections, each a mapping of fields to "
+        f"values; sections here: {', '.join(known)}"
+    )
 
 
 def _of_json(text: str | None) -> list[_Found]:

@@ -1,0 +1,117 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain_config import ConfigError
+from drivetrain_config.files import read_file
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "run:\n  seed: 1\n  name: é\n"),
+        ("a.yml", "{run: {seed: 1, name: é}}"),
+        ("a.toml", '[run]\nseed = 1\nname = "é"\n'),
+        ("a.json", '{"run": {"seed": 1, "name": "é"}}'),
+        ("a.JSON", '\ufeff{"run": {"seed": 1, "name": "é"}}'),
+    ],
+)
+def test_three_formats_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+    assert read_file(write(tmp_path, name, text)).data == {"run": {"seed": 1, "name": "é"}}
+
+
+def test_yaml_tells_the_line_of_each_field(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "# settings\nrun:\n  seed: 1\n\n  name: x\nstate: {debug: true}\n")
+    contents = read_file(path)
+    assert contents.where("run") == f"{path}:2"
+    assert contents.where("run", "name") == f"{path}:5"
+    assert contents.where("state", "debug") == f"{path}:6"
+    assert contents.where("run", "other") == f"{path}:2"
+    assert contents.where("other") == str(path)
+
+
+def test_yaml_merges_are_resolved_and_keep_their_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "run: &base\n  seed: 1\nother:\n  <<: *base\n  name: x\n")
+    contents = read_file(path)
+    assert contents.data["other"] == {"seed": 1, "name": "x"}
+    assert contents.where("other", "seed") == f"{path}:3"
+    assert contents.where("other", "name") == f"{path}:5"
+
+
+def test_an_alias_inside_itself_does_not_hang(tmp_path: Path) -> None:
+    contents = read_file(write(tmp_path, "a.yaml", "run:\n  loop: &a [*a]\n"))
+    assert contents.where("run", "loop").endswith("a.yaml:2")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
+def test_an_empty_file_says_nothing(tmp_path: Path, text: str) -> None:
+    assert read_file(write(tmp_path, "a.yaml", text)).data == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "run:\n  seed: 1\n  seed: 2\n", r"a\.yaml:3: says 'seed' again, after line 2; keep one"),
+        ("a.yaml", "run:\n- {a: 1, a: 2}\n", r"a\.yaml:2: says 'a' again, after line 2"),
+        ("a.json", '{"run": {"seed": 1, "seed": 2}}', r"a\.json: says 'seed' twice"),
+        ("a.toml", "[run]\nseed = 1\nseed = 2\n", r"a\.toml: cannot be read as TOML: .*line 3"),
+        ("a.yaml", "run:\n  seed: [1\nb: 2", r"a\.yaml:\d+: cannot be read as YAML"),
+        (
+            "a.yaml",
+            "run: !!python/object:os.system x",
+            r"a\.yaml:1: cannot be read as YAML: could not determine",
+        ),
+        ("a.yaml", "run: \x01", r"a\.yaml: cannot be read as YAML"),
+        ("a.json", '{"run":\n{,}}', r"a\.json:2: cannot be read as JSON"),
+        ("a.yaml", "- run", r"a\.yaml: must hold sections, as in .*; it holds a list"),
+        ("a.json", "3", r"a\.json: must hold sections.* a single value of type int"),
+        ("a.ini", "", r"a\.ini: a file of settings ends in \.yaml, \.yml, \.toml or \.json, not in '\.ini'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_where(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_file(write(tmp_path, name, text))
+
+
+def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path: Path) -> None:
+    write(tmp_path, "train.yaml", "")
+    with pytest.raises(ConfigError, match=r"trian\.yaml: no such file, did you mean .*train\.yaml\?$"):
+        read_file(tmp_path / "trian.yaml")
+    with pytest.raises(ConfigError, match=r"no such file$"):
+        read_file(tmp_path / "nowhere" / "x.yaml")
+
+
+def test_a_file_of_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"run: \xff")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        read_file(path)
+
+
+def test_without_pyyaml_a_yaml_file_names_the_extra(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "run: {seed: 1}")
+    source = (
+        "import pathlib, sys; sys.modules['yaml'] = None\n"
+        "from drivetrain_config import ConfigError\n"
+        "from drivetrain_config.files import read_file\n"
+        "try:\n    read_file(pathlib.Path(sys.argv[1]))\n"
+        "except ConfigError as error:\n    print(error)\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", source, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (
+        "YAML needs PyYAML: pip install 'drivetrain-config[yaml]', or write TOML or JSON" in finished.stdout
+    )
