@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-import drivetrain_checkpoint
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
 from drivetrain_state import Context
 
@@ -23,14 +22,3 @@ def test_a_later_change_of_the_working_directory_moves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert Checkpointer(context, "runs").directory == tmp_path / "runs"
-
-
-def test_the_public_names_are_these() -> None:
-    assert drivetrain_checkpoint.__all__ == [
-        "CheckpointSettings", "Checkpointer", "CorruptCheckpointError", "FolderNotSharedError", "Found", "Loaded",
-        "Manifest", "NoCheckpointError", "RankFailedError", "State", "StateError", "find_checkpoints",
-        "read_manifest",
-    ]  # fmt: skip
-    assert all(getattr(drivetrain_checkpoint, name) is not None for name in drivetrain_checkpoint.__all__)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        drivetrain_checkpoint.nothing  # noqa: B018

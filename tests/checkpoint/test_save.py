@@ -1,6 +1,8 @@
 import random
 import re
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -247,6 +249,40 @@ def test_a_rank_that_is_killed_ends_the_save_and_commits_nothing(run_ranks_scrip
     assert noticed.returncode == 7, noticed.stderr
     assert "noticed" in noticed.stdout
     assert [one.folder.name for one in find_checkpoints(tmp_path) if one.is_valid] == ["step-1"]
+
+
+UNSHARED_FOLDER = """
+import ctypes, os, subprocess, sys
+if os.environ["RANK"] == "1":  # a mount that this process alone sees, as another host's disk would be
+    CLONE_NEWNS = 0x00020000
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
+        sys.exit(3)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", sys.argv[1]], check=True)
+
+from drivetrain_checkpoint import Checkpointer
+from drivetrain_state import connect
+
+with connect(device="cpu") as context:
+    try:
+        Checkpointer(context, sys.argv[1]).save(1, models={}, replicated={}, per_rank={})
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def can_mount() -> bool:
+    tool = shutil.which("unshare")
+    return tool is not None and subprocess.run([tool, "-m", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="wants Linux mount namespaces, and the right to make one")
+def test_a_folder_that_another_host_does_not_see_is_an_error(run_ranks_script, tmp_path: Path) -> None:
+    main, other = run_ranks_script(UNSHARED_FOLDER, str(tmp_path))
+    assert other.stdout.startswith("FolderNotSharedError: rank 1 does not see"), other.stderr
+    assert "every host mounts" in other.stdout
+    assert main.stdout.startswith("RankFailedError: the save of step 1 was given up on every rank: rank 1")
+    assert names_in(tmp_path) == ["script.py"]
 
 
 def test_a_disk_error_leaves_the_earlier_checkpoint(tmp_path: Path, context: Context) -> None:

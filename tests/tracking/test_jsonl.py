@@ -73,10 +73,7 @@ def test_a_resumed_run_cuts_the_line_that_a_kill_tore(tmp_path: Path, torn_bytes
     tracker = JSONLTracker(tmp_path)
     tracker.start("run", {})
     tracker.finish()
-    assert [record.get("step") for record in records(tmp_path)] == [None, 1, None] + [None, 2, None] + [
-        None,
-        None,
-    ]
+    assert [record.get("step") for record in records(tmp_path)] == [None, 1, None, None, 2, None, None, None]
 
 
 def test_a_file_that_is_one_torn_line_is_begun_anew(tmp_path: Path) -> None:

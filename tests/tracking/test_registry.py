@@ -20,7 +20,10 @@ def test_an_unknown_one_is_answered_with_those_there_are(tmp_path: Path) -> None
 
 def test_another_packages_tracker_is_found_by_its_entry_point(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "their_tracker.py").write_text(
-        "class Their:\n    name = 'their'\n    on_all_ranks = False\n    def __init__(self, directory): self.at = directory\n"
+        "class Their:\n"
+        "    name = 'their'\n"
+        "    on_all_ranks = False\n"
+        "    def __init__(self, directory): self.at = directory\n"
     )
     metadata = tmp_path / "their_tracker-1.0.dist-info"
     metadata.mkdir()
