@@ -1,57 +1,69 @@
-"""Shard any DataLoader, and resume it exactly, also with another number of processes.
-
-`shard_loader` takes a DataLoader and a `Shard(index, count)` and knows nothing else: no launcher, no environment, no
-global state. The order of an epoch is a function of seed and epoch alone, and a position in it a handful of integers.
-"""
+"""Shard any DataLoader and resume it exactly, also with another number of processes."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_data.active import ActiveLoaders as ActiveLoaders
+    from drivetrain_data.activity import ActiveLoaders as ActiveLoaders
+    from drivetrain_data.batch_plan import BatchPlan as BatchPlan
     from drivetrain_data.errors import AmbiguousLoaderError as AmbiguousLoaderError
-    from drivetrain_data.errors import DataError as DataError
-    from drivetrain_data.errors import ResumeError as ResumeError
+    from drivetrain_data.errors import DataStateError as DataStateError
+    from drivetrain_data.errors import DispatchError as DispatchError
+    from drivetrain_data.errors import IndexRangeError as IndexRangeError
+    from drivetrain_data.errors import TrimError as TrimError
+    from drivetrain_data.loader import RestOfEpoch as RestOfEpoch
     from drivetrain_data.loader import ShardedLoader as ShardedLoader
-    from drivetrain_data.loader import SkippedLoader as SkippedLoader
     from drivetrain_data.loader import skip_first_batches as skip_first_batches
-    from drivetrain_data.partition import BatchPlan as BatchPlan
     from drivetrain_data.partition import Partition as Partition
+    from drivetrain_data.permutation import ORDER_VERSION as ORDER_VERSION
     from drivetrain_data.permutation import Permutation as Permutation
+    from drivetrain_data.prepare import shard_loader as shard_loader
+    from drivetrain_data.samplers import PermutationSampler as PermutationSampler
     from drivetrain_data.settings import DataSettings as DataSettings
+    from drivetrain_data.settings import Even as Even
     from drivetrain_data.shard import Shard as Shard
-    from drivetrain_data.sharding import shard_loader as shard_loader
     from drivetrain_data.trimming import trim as trim
     from drivetrain_data.trimming import trim_objects as trim_objects
 
+# Public name -> the file it stands in.
 _ROOMS = {
-    "ActiveLoaders": "active",
+    "ActiveLoaders": "activity",
     "AmbiguousLoaderError": "errors",
-    "BatchPlan": "partition",
-    "DataError": "errors",
+    "BatchPlan": "batch_plan",
     "DataSettings": "settings",
+    "DataStateError": "errors",
+    "DispatchError": "errors",
+    "Even": "settings",
+    "IndexRangeError": "errors",
+    "ORDER_VERSION": "permutation",
     "Partition": "partition",
     "Permutation": "permutation",
-    "ResumeError": "errors",
+    "PermutationSampler": "samplers",
+    "RestOfEpoch": "loader",
     "Shard": "shard",
     "ShardedLoader": "loader",
-    "SkippedLoader": "loader",
-    "shard_loader": "sharding",
+    "TrimError": "errors",
+    "shard_loader": "prepare",
     "skip_first_batches": "loader",
     "trim": "trimming",
     "trim_objects": "trimming",
 }
 __all__ = [
+    "ORDER_VERSION",
     "ActiveLoaders",
     "AmbiguousLoaderError",
     "BatchPlan",
-    "DataError",
     "DataSettings",
+    "DataStateError",
+    "DispatchError",
+    "Even",
+    "IndexRangeError",
     "Partition",
     "Permutation",
-    "ResumeError",
+    "PermutationSampler",
+    "RestOfEpoch",
     "Shard",
     "ShardedLoader",
-    "SkippedLoader",
+    "TrimError",
     "shard_loader",
     "skip_first_batches",
     "trim",

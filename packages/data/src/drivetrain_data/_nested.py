@@ -1,33 +1,73 @@
 """Walk nested batches: dict, list, tuple, named tuple, Mapping such as `BatchEncoding`, dataclass."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeAlias, cast
 
-from torch import Tensor
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+Nested: TypeAlias = Any
 
 
-def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
-    """The same structure with `function` applied to every tensor; anything else stays as it is."""
-    if isinstance(data, Tensor):
-        return function(data)
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(function, item) for item in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(map_tensors(function, item) for item in data)
-    if isinstance(data, dict):
-        return _like(data, {key: map_tensors(function, item) for key, item in data.items()})
+def map_leaves(data: Nested, change: Callable[[Any], Any]) -> Nested:
+    """The same structure with every leaf, tensor or not, replaced by `change(leaf)`."""
+    if isinstance(data, torch.Tensor):
+        return change(data)
     if isinstance(data, Mapping):
-        return type(data)({key: map_tensors(function, item) for key, item in data.items()})  # pyright: ignore
+        return _map_mapping(cast("Mapping[Any, Any]", data), change)
+    if isinstance(data, PackedSequence):
+        return change(data)
+    if isinstance(data, (list, tuple)):
+        children = [map_leaves(child, change) for child in cast("Sequence[Any]", data)]
+        kind = cast("Any", type(data))
+        return kind._make(children) if hasattr(kind, "_make") else kind(children)
     if is_dataclass(data) and not isinstance(data, type):
-        changed = {f.name: map_tensors(function, getattr(data, f.name)) for f in fields(data) if f.init}
-        return replace(data, **changed)
-    return data
+        filled = copy(data)
+        for f in fields(data):
+            object.__setattr__(filled, f.name, map_leaves(getattr(data, f.name), change))
+        return filled
+    return change(data)
 
 
-def _like(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    if type(original) is dict:
-        return items
-    copied = original.copy()  # a subclass keeps what it holds beside its items
-    copied.update(items)
-    return copied
+def to_device(batch: Nested, device: torch.device, *, non_blocking: bool) -> Nested:
+    """Copy tensors, and objects that have a `to(device)` of their own, to a device; all else stays as it is."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return map_leaves(batch, move)
+
+
+def leading_size(batch: Nested) -> int | None:
+    """The size of dimension 0 of the first tensor of a batch, or the length of the first list of other things."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else None
+    if isinstance(batch, Mapping):
+        children = list(cast("Mapping[Any, Any]", batch).values())
+    elif isinstance(batch, (list, tuple)):
+        children = list(cast("Sequence[Any]", batch))
+        if children and not any(
+            isinstance(child, (torch.Tensor, Mapping, list, tuple)) for child in children
+        ):
+            return len(children)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        children = [getattr(batch, f.name) for f in fields(batch)]
+    else:
+        return None
+    return next((size for size in map(leading_size, children) if size is not None), None)
+
+
+def _map_mapping(data: Mapping[Any, Any], change: Callable[[Any], Any]) -> Mapping[Any, Any]:
+    values = {key: map_leaves(value, change) for key, value in data.items()}
+    if type(data) is dict:
+        return values
+    if isinstance(data, MutableMapping):
+        filled = copy(data)  # keeps what the type holds besides its items
+        for key, value in values.items():
+            filled[key] = value
+        return filled
+    return cast("Any", type(data))(values)

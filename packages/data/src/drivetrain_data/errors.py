@@ -1,13 +1,21 @@
-"""What can go wrong when data is sharded or resumed."""
+"""What can go wrong between a dataset and the ranks that share it."""
 
 
-class DataError(ValueError):
-    """A loader, sampler or shard that cannot be served as asked."""
+class DataStateError(ValueError):
+    """A saved position does not fit the loader: another dataset, order, sampler, or a newer format."""
 
 
-class ResumeError(ValueError):
-    """A saved position that does not fit the loader it is loaded into."""
+class IndexRangeError(ValueError):
+    """A sampler gave an index that the dataset does not have."""
+
+
+class TrimError(ValueError):
+    """Which rows of a gathered value belong to which rank's samples is not certain."""
 
 
 class AmbiguousLoaderError(RuntimeError):
-    """Two loaders are read side by side, and it is not known which one's tail is meant."""
+    """Two loaders are read side by side, and it is not clear whose batch is meant."""
+
+
+class DispatchError(RuntimeError):
+    """The rank that reads for all failed; the message holds its traceback."""

@@ -1,37 +1,41 @@
-"""A loader of one shard: torch's DataLoader underneath, positions that survive any change of ranks on top."""
+"""A loader as a training loop sees it: one shard's batches on its device, with what every rank knows of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from drivetrain_data._nested import map_tensors
-from drivetrain_data.active import ActiveLoaders
-from drivetrain_data.errors import ResumeError
-from drivetrain_data.partition import BatchPlan
-from drivetrain_data.source import Source, check_fingerprint
+from drivetrain_data._nested import to_device
+from drivetrain_data.activity import ActiveLoaders
+from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.resume import check_state, make_state
+from drivetrain_data.shard import Shard
+from drivetrain_data.source import Source
 
 Batch = TypeVar("Batch")
-_STATE_FORMAT = 1
 
 
 class ShardedLoader(Generic[Batch]):
-    """What `shard_loader` makes: yields this shard's batches, as many on every rank.
+    """One shard of a loader. `shard_loader` makes it.
 
-    Each pass reads the next epoch; a pass that was left early does not repeat its order. `set_epoch` chooses.
+    Each loop over it is an epoch: the first one `epoch`, the next ones count up by themselves unless `set_epoch` says
+    which. After `load_state_dict`, the first loop gives the rest of the epoch that was saved.
 
     Args:
         source: Where batches come from.
-        dataset: The user's dataset.
-        device: Where tensors are moved; None leaves them.
-        non_blocking: Whether copies from pinned memory overlap with computing.
-        activity: Is told which loader is being read.
+        dataset: The user's.
+        shard: Which part this is.
+        batch_size: Samples of a batch on each shard; None where the user's batches are dealt out as they are.
+        device: Where batches are copied; None leaves them.
+        non_blocking: Copy pinned memory without waiting.
+        activity: Told of every batch.
         on_batch: Called for every batch.
 
     Attributes:
-        dataset: The user's dataset.
-        epoch: The epoch being read, or to be read next.
-        current: What every rank knows of the batch last yielded; None outside a pass.
+        dataset: The user's.
+        shard: Which part this is.
+        batch_size: Samples of a batch on each shard.
+        current: What is known of the batch just yielded; None outside a loop.
     """
 
     def __init__(
@@ -39,132 +43,180 @@ class ShardedLoader(Generic[Batch]):
         source: Source,
         *,
         dataset: Any,
+        shard: Shard,
+        batch_size: int | None,
         device: torch.device | None,
         non_blocking: bool,
         activity: ActiveLoaders | None,
         on_batch: Callable[[], None] | None,
     ) -> None:
         self.dataset = dataset
-        self.epoch = 0
+        self.shard = shard
+        self.batch_size = batch_size
         self.current: BatchPlan | None = None
         self._source = source
-        self._moves = device if device is not None and device.type != "cpu" else None
+        # What comes from a loader lies on the CPU already.
+        self._device = None if device is None or device.type == "cpu" else device
         self._non_blocking = non_blocking
-        self._activity = activity or ActiveLoaders()
+        self._activity = activity
         self._on_batch = on_batch
-        self._consumed = 0
-        self._entered = False  # the epoch has been begun: the next pass reads the following one
-        self._generation = 0  # a pass that another has overtaken must not touch the position
+        self._epoch = 0
+        self._position = 0
+        self._begun = False  # the current epoch was entered: the next loop is another one
+        self._finished = False
+        self._newest = object()  # marks the newest loop, which alone moves the position
 
     @property
-    def batch_size(self) -> int | None:
-        """Samples of this shard's batch; None where a batch sampler decides."""
-        return self._source.batch_size
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Samples of all shards' batches together; None where a batch sampler decides."""
-        return self._source.total_batch_size
+    def epoch(self) -> int:
+        """The epoch being read, or read last; before the first loop, the one to come."""
+        return self._epoch
 
     @property
     def order_source(self) -> str:
-        """Where the order comes from, for people."""
-        return self._source.description
+        """Where the order comes from, as one phrase for people."""
+        return self._source.order_source
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """The samples of a step over all shards; None where the user's batches are dealt out as they are."""
+        return None if self.batch_size is None else self.batch_size * self.shard.count
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this shard, the same on every rank."""
-        return self._source.num_batches(0)
+        """The steps of a whole epoch, which all ranks take.
+
+        Raises:
+            TypeError: The dataset has no length.
+        """
+        return self._source.num_steps()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Read the next epoch, or the rest of the one a saved position is in."""
-        if self._entered:
-            self.epoch, self._consumed = self.epoch + 1, 0
-        self._entered = True
-        self._generation += 1
-        return self._read(self._generation)
+        return self.skipping(0)
 
-    def _read(self, generation: int) -> Iterator[Batch]:
-        activity, on_batch, moves = self._activity, self._on_batch, self._moves
-        activity.opened(self)
+    def skipping(self, num_batches: int) -> Iterator[Batch]:
+        """Read the next epoch without its first batches. Called on all ranks."""
+        return self._loop(num_batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next loop. A rest to be resumed is kept if it belongs to the same one.
+
+        Raises:
+            ValueError: `epoch` is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch!r}: epochs count from 0")
+        if epoch != self._epoch or self._begun:
+            self._start(epoch, position=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was received, as plain values; the same on every rank.
+
+        It is taken up with any number of ranks and any batch size, except where `order_source` says that batches
+        are the user's.
+        """
+        finished = self._finished
+        return make_state(
+            epoch=self._epoch + finished,
+            position=0 if finished else self._position,
+            seed=self._source.seed,
+            identity=self._source.identity(),
+            fingerprint=_fingerprint(self.dataset),
+            extra={} if finished or not self._position else self._source.extra_state(),
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a position: the next loop goes on with the first sample that was not received.
+
+        Raises:
+            DataStateError: The state is of other data, of another order, or of a newer format.
+        """
+        check_state(state, identity=self._source.identity(), fingerprint=_fingerprint(self.dataset))
+        self._source.seed = state["seed"]
+        if state["extra"]:
+            self._source.take_up(state["extra"])
+        self._start(state["epoch"], position=state["position"])
+
+    def _start(self, epoch: int, *, position: int) -> None:
+        self._epoch = epoch
+        self._position = position
+        self._begun = self._finished = False
+
+    def _loop(self, num_skipped: int) -> Iterator[Batch]:
+        if self._begun:
+            self._start(self._epoch + 1, position=0)
+        self._begun = True
+        self._newest = this = object()
+        source, activity, on_batch, device = self._source, self._activity, self._on_batch, self._device
+        if num_skipped:
+            self._position = source.position_after(self._epoch, self._position, num_skipped)
         try:
-            for batch, plan, consumed in self._source.begin(self.epoch, self._consumed):
-                if moves is not None:
-                    batch = self._moved(batch)
+            for plan, batch in source.open(self._epoch, self._position):
+                self._position += plan.advance
                 self.current = plan
-                self._consumed = consumed
-                if activity.current is not self:
-                    activity.yields(self)
+                if activity is not None:
+                    activity.push(self)
+                if device is not None:
+                    batch = to_device(batch, device, non_blocking=self._non_blocking)
                 if on_batch is not None:
                     on_batch()
                 yield batch
-            if generation == self._generation:
-                self.epoch, self._consumed, self._entered = self.epoch + 1, 0, False
+                if self._newest is not this:
+                    raise RuntimeError(
+                        "another loop over this ShardedLoader has begun meanwhile, and it has one position, not two; "
+                        "shard a second DataLoader for the inner loop"
+                    )
+            self._finished = True
         finally:
-            if generation == self._generation:
+            if self._newest is this:
                 self.current = None
-            activity.closed(self)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass. A position loaded in that epoch is kept, any other forgotten."""
-        if epoch != self.epoch or self._entered:
-            self.epoch, self._consumed, self._entered = epoch, 0, False
-
-    def skip(self, batches: int) -> None:
-        """Begin the next pass so many batches into its epoch, without reading what is skipped."""
-        if batches < 0:
-            raise ValueError(f"skip({batches}): must be 0 batches at least")
-        if self._entered:
-            self.epoch, self._entered = self.epoch + 1, False
-        self._consumed = self._source.units_of(batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position: a few integers, the same on every rank, of use at any number of ranks."""
-        return {
-            "format": _STATE_FORMAT,
-            "epoch": self.epoch,
-            "consumed": self._consumed,
-            "of": dict(self._source.fingerprint()),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a position: the next pass reads the rest of its epoch, each sample once.
-
-        Raises:
-            ResumeError: The position is of another format, or of other data.
-        """
-        if state.get("format") != _STATE_FORMAT:
-            raise ResumeError(
-                f"the saved position has format {state.get('format')!r}, and this version reads {_STATE_FORMAT}; "
-                "update drivetrain-data"
-            )
-        check_fingerprint(state["of"], self._source.fingerprint())
-        self.epoch, self._consumed, self._entered = state["epoch"], state["consumed"], False
-        self._generation += 1
-
-    def _moved(self, batch: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self._moves, non_blocking=self._non_blocking), batch)
+                if activity is not None:
+                    activity.pop(self)
 
 
-class SkippedLoader(Generic[Batch]):
-    """The rest of one epoch of a loader; every pass skips again."""
-
-    def __init__(self, loader: ShardedLoader[Batch], batches: int) -> None:
-        self.loader = loader
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.loader.skip(self._batches)
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return max(0, len(self.loader) - self._batches)
-
-
-def skip_first_batches(loader: ShardedLoader[Batch], num_batches: int = 0) -> SkippedLoader[Batch]:
-    """A view of a loader whose passes begin `num_batches` batches into their epoch, in constant time.
+class RestOfEpoch(Generic[Batch]):
+    """A sharded loader whose loops leave out their first batches; all else is the loader's.
 
     Args:
-        loader: A loader from `shard_loader`.
-        num_batches: Batches of this shard to leave out.
+        loader: The loader, whose position moves as this is read.
+        num_batches: The batches to leave out.
     """
-    return SkippedLoader(loader, num_batches)
+
+    def __init__(self, loader: ShardedLoader[Batch], num_batches: int) -> None:
+        self.loader = loader
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.loader.skipping(self.num_batches)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.num_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> RestOfEpoch[Batch]:
+    """The rest of a sharded loader's epoch; where the order is ours, without reading what is left out.
+
+    Args:
+        loader: What `shard_loader` made.
+        num_batches: The batches of this rank to leave out.
+
+    Raises:
+        TypeError: The loader is not sharded.
+        ValueError: `num_batches` is negative.
+    """
+    if not isinstance(loader, ShardedLoader):
+        raise TypeError(
+            f"skip_first_batches takes what shard_loader returned, not {type(loader).__name__}; shard it first"
+        )
+    if num_batches < 0:
+        raise ValueError(f"num_batches={num_batches!r}: 0 or more batches can be skipped")
+    return RestOfEpoch(loader, num_batches)
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    """A dataset's own mark of its content, as Hugging Face datasets have."""
+    mark = getattr(dataset, "_fingerprint", None)
+    return mark if isinstance(mark, str) else None

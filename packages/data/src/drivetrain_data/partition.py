@@ -1,124 +1,124 @@
-"""Who gets which positions of the global order: index arithmetic alone, the same on every rank.
+"""Pure index arithmetic: which positions of an epoch's order each shard reads in each step.
 
-An epoch is a row of positions. Global batch g takes the next `shards * batch_size` of them, and shard r the r-th part
-of those: so what is consumed is a prefix of the order, and concatenating the shards of each global batch gives the
-order back. Only the last global batch may be short, and `Even` says what becomes of it.
+The order is cut into global batches of `num_shards * batch_size` positions, and each of these into one batch a
+shard, in shard order. What was read is thus a prefix of the order, and the rest can be cut anew for any number of
+shards. Nothing here depends on the dataset: a laptop can lay out 10**12 samples over 10,000 ranks.
 """
 
 from dataclasses import dataclass
 
+from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.settings import Even
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
-    """What every rank knows of a batch without asking the others.
-
-    Attributes:
-        index: This rank's shard.
-        sizes: How many samples each shard was handed; None where items have no size known to the loader.
-        real: How many of each shard's samples are its own, from the front; the rest repeat others'.
-        is_last: Whether the epoch ends with this batch.
-    """
-
-    index: int
-    sizes: tuple[int, ...] | None
-    real: tuple[int, ...]
-    is_last: bool
-
-    @property
-    def even(self) -> bool:
-        """Whether every shard holds equally many samples, all of them its own."""
-        return (
-            self.real[0] > 0
-            and self.real.count(self.real[0]) == len(self.real)
-            and self.sizes in (None, self.real)
-        )
-
-    @property
-    def replayed(self) -> bool:
-        """Whether this rank holds only what others have, or what it had before."""
-        return self.real[self.index] == 0
-
-    @property
-    def real_counts(self) -> tuple[int, ...] | None:
-        """The samples that are each shard's own; None where items have no size known to the loader."""
-        return None if self.sizes is None else self.real
+def balanced(total: int, parts: int, index: int) -> tuple[int, int]:
+    """The bounds of one of `parts` contiguous slices of `total`, whose sizes differ by at most one."""
+    size, larger = divmod(total, parts)
+    start = index * size + min(index, larger)
+    return start, start + size + (index < larger)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """Positions [start, start + size) of the order, the first `real` of which are the shard's own."""
+def tail_counts(total: int, num_shards: int, batch_size: int, even: Even) -> tuple[int, ...]:
+    """How many real samples each shard gets of a last global batch of `total`."""
+    if even == "pad":
+        return tuple(min(max(total - shard * batch_size, 0), batch_size) for shard in range(num_shards))
+    size, larger = divmod(total, num_shards)
+    return (size + 1,) * larger + (size,) * (num_shards - larger)
 
-    start: int
-    size: int
-    real: int
+
+def step_plan(
+    total: int, num_shards: int, batch_size: int, even: Even, *, shard: int, is_last: bool
+) -> BatchPlan:
+    """The plan of a step that has `total` new samples, up to `num_shards * batch_size`, for one shard."""
+    counts = tail_counts(total, num_shards, batch_size, even)
+    full = total == num_shards * batch_size
+    sizes = (batch_size,) * num_shards if even == "pad" else tuple(max(count, 1) for count in counts)
+    return BatchPlan(
+        real_counts=counts,
+        sizes=sizes,
+        even=full or even == "pad",
+        is_last=is_last,
+        replayed=even != "pad" and counts[shard] == 0,
+        advance=total,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """An epoch's positions among shards.
+    """The rest of an epoch, cut for a number of shards.
 
     Attributes:
-        length: Positions in the epoch.
-        shards: Number of shards.
-        batch_size: Samples of one shard's batch.
-        even: What becomes of an incomplete last global batch.
-        start: Positions consumed before this epoch was taken up, at another number of shards perhaps.
+        start: The first position that is not read yet.
+        stop: The number of positions in the epoch.
+        num_shards: How many shards read.
+        batch_size: Samples of a batch on each shard.
+        even: What becomes of the tail. "uneven": contiguous slices, balanced over the shards; a shard that gets none
+            repeats the epoch's last sample. "pad": filled up from the epoch's beginning. "drop": left out.
     """
 
-    length: int
-    shards: int
+    start: int
+    stop: int
+    num_shards: int
     batch_size: int
     even: Even
-    start: int = 0
 
     @property
-    def global_batch(self) -> int:
-        """Positions of a full global batch."""
-        return self.shards * self.batch_size
+    def stride(self) -> int:
+        """The positions of a whole step."""
+        return self.num_shards * self.batch_size
 
     @property
-    def num_batches(self) -> int:
-        """Global batches still to come."""
-        full, tail = divmod(max(0, self.length - self.start), self.global_batch)
-        return full + (tail > 0 and self.even != "drop")
+    def num_full_steps(self) -> int:
+        """The steps in which every shard gets a whole batch of new samples."""
+        return max(0, self.stop - self.start) // self.stride
 
-    def consumed(self, batches: int) -> int:
-        """Positions consumed after so many batches, those before `start` included."""
-        if batches == self.num_batches:
-            return self.length
-        return self.start + batches * self.global_batch
+    @property
+    def tail(self) -> int:
+        """The positions after the last full step that are read; fewer than a stride."""
+        return 0 if self.even == "drop" else max(0, self.stop - self.start) % self.stride
 
-    def slices(self, batch: int) -> list[Slice]:
-        """What each shard gets of a global batch.
+    @property
+    def num_steps(self) -> int:
+        """The steps that every shard takes."""
+        return self.num_full_steps + (self.tail > 0)
 
-        A tail is cut into parts whose sizes differ by one at most, so that a shard goes empty only where there are
-        fewer samples than shards.
+    def bounds(self, step: int, shard: int) -> tuple[int, int]:
+        """The positions [first, last) that a shard reads in a step. Padding lies beyond `stop`: take them modulo it.
+
+        Raises:
+            IndexError: There is no such step or shard.
         """
-        start = self.start + batch * self.global_batch
-        left = self.length - start
-        if left >= self.global_batch:
-            size = self.batch_size
-            return [Slice(start=start + r * size, size=size, real=size) for r in range(self.shards)]
-        if self.even == "pad":
-            return [self._padded(start + r * self.batch_size) for r in range(self.shards)]
-        each, more = divmod(left, self.shards)
-        found: list[Slice] = []
-        for r in range(self.shards):
-            size = each + (r < more)
-            found.append(Slice(start=start, size=size, real=size) if size else self._replayed(batch, r))
-            start += size
-        return found
+        if not (0 <= step < self.num_steps and 0 <= shard < self.num_shards):
+            raise IndexError(
+                f"step {step}, shard {shard} of {self.num_steps} steps, {self.num_shards} shards"
+            )
+        begin = self.start + step * self.stride
+        if step < self.num_full_steps or self.even == "pad":
+            return begin + shard * self.batch_size, begin + (shard + 1) * self.batch_size
+        first, last = balanced(self.tail, self.num_shards, shard)
+        if first == last:
+            return self.stop - 1, self.stop
+        return begin + first, begin + last
 
-    def _replayed(self, batch: int, shard: int) -> Slice:
-        """What a shard without samples is handed: its last batch again, or the first sample if it had none."""
-        if batch == 0:
-            return Slice(start=0, size=1, real=0)
-        start = self.start + (batch - 1) * self.global_batch + shard * self.batch_size
-        return Slice(start=start, size=self.batch_size, real=0)
-
-    def _padded(self, start: int) -> Slice:
-        return Slice(
-            start=start, size=self.batch_size, real=min(max(0, self.length - start), self.batch_size)
+    def plan(self, step: int, shard: int) -> BatchPlan:
+        """What is known of a step."""
+        total = self.stride if step < self.num_full_steps else self.tail
+        return step_plan(
+            total,
+            self.num_shards,
+            self.batch_size,
+            self.even,
+            shard=shard,
+            is_last=step == self.num_steps - 1,
         )
+
+    def holders(self, step: int) -> int:
+        """How many shards, counted from 0, read something of their own in a step."""
+        if step < self.num_full_steps or self.even == "pad":
+            return self.num_shards
+        return min(self.tail, self.num_shards)
+
+    def position_after(self, num_steps: int) -> int:
+        """The first position that is not read after `num_steps` steps."""
+        whole = self.start + num_steps * self.stride
+        return whole if num_steps <= self.num_full_steps else self.stop

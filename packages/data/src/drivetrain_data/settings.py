@@ -1,33 +1,38 @@
-"""The `data` section: how loaders are sharded."""
+"""What can be set about how data is divided, ordered and delivered."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Even = Literal["uneven", "pad", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """How loaders are sharded over ranks."""
+    """The `data` section: how loaders are sharded over ranks."""
 
     even: Even = field(
         default="uneven",
         metadata={
-            "help": "an epoch's tail: uneven gives each sample once, pad repeats samples to fill the last batches, "
-            "drop leaves the incomplete last batches out"
+            "help": "An epoch's tail: spread it unevenly without repeating a sample, pad it with repeats, or drop it."
         },
     )
     split_batches: bool = field(
-        default=False, metadata={"help": "a loader's batch size is that of all ranks together, not of one"}
+        default=False,
+        metadata={"help": "A loader's batch size is the sum over ranks, not the size on each rank."},
     )
-    dispatch: bool = field(
-        default=False, metadata={"help": "rank 0 reads every batch and sends each rank its own; for streams"}
+    dispatch: bool | None = field(
+        default=None,
+        metadata={
+            "help": "One rank reads and hands out the batches; by default for iterable datasets and foreign loaders."
+        },
     )
-    seed: int = field(
-        default=0, metadata={"help": "seed of the shuffled order; every epoch has an order of its own"}
-    )
+    seed: int = field(default=0, metadata={"help": "Seed of the order of shuffled data and of workers."})
     non_blocking: bool = field(
-        default=True, metadata={"help": "copies to the device overlap with computing where memory is pinned"}
+        default=True, metadata={"help": "Copy pinned batches to the device without waiting for the copy."}
+    )
+    read_ahead: bool = field(
+        default=False,
+        metadata={"help": "With dispatch, send the next batch while ranks compute on the current one."},
     )
 
     def __post_init__(self) -> None:
@@ -36,7 +41,7 @@ class DataSettings:
         Raises:
             ValueError: A value is outside its range; the message begins with the field's name.
         """
-        if self.even not in ("uneven", "pad", "drop"):
-            raise ValueError(f"even={self.even!r}: must be one of uneven, pad, drop")
+        if self.even not in get_args(Even):
+            raise ValueError(f"even={self.even!r}: must be one of {', '.join(get_args(Even))}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: must lie between 0 and 2**63 - 1")

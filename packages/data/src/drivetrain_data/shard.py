@@ -1,26 +1,29 @@
-"""Which part of the data is this process's: two integers, wherever they come from."""
+"""Which part of the data a process takes."""
 
 from dataclasses import dataclass
-
-from drivetrain_data.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of several equal readers of a dataset.
+    """One of `count` equal takers of the data.
 
     Attributes:
-        index: This reader, from 0.
-        count: The number of readers.
+        index: Which one this is, from 0. Ranks that must see the same batches, as in tensor parallelism, share one.
+        count: How many there are.
     """
 
     index: int
     count: int
 
     def __post_init__(self) -> None:
+        """Check both.
+
+        Raises:
+            ValueError: There are no takers, or this is none of them.
+        """
         if self.count < 1:
-            raise DataError(f"Shard({self.index}, {self.count}): the count must be at least 1")
+            raise ValueError(f"count={self.count!r}: data is divided among at least 1 shard")
         if not 0 <= self.index < self.count:
-            raise DataError(
-                f"Shard({self.index}, {self.count}): the index must lie between 0 and {self.count - 1}"
+            raise ValueError(
+                f"index={self.index!r}: with count={self.count} the shards are 0 to {self.count - 1}"
             )

@@ -1,0 +1,103 @@
+"""Which loader the current batch came from: loops nest, run side by side, and are broken out of."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from drivetrain_data._nested import Nested
+from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.errors import AmbiguousLoaderError
+from drivetrain_data.trimming import trim, trim_objects
+
+
+class Planned(Protocol):
+    """What is tracked here: a loader that knows its current batch."""
+
+    @property
+    def current(self) -> BatchPlan | None:
+        """What is known of the batch last yielded; None outside a loop."""
+        ...
+
+
+class ActiveLoaders:
+    """The loaders being read, the one that yielded last on top.
+
+    An evaluation loop inside a training loop takes the top and gives it back when it ends. Two loaders read side by
+    side change places with every batch; where their batches would be trimmed differently, a call must name one.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._alternating: set[int] = set()
+
+    @property
+    def current(self) -> Any | None:
+        """The loader that yielded last, of those still being read."""
+        return self._stack[-1] if self._stack else None
+
+    def push(self, loader: Planned) -> None:
+        """Note that a loader yields. Called for each batch."""
+        stack = self._stack
+        if stack and stack[-1] is loader:
+            return
+        for place, other in enumerate(stack):
+            if other is loader:
+                # Those above began after it and are not done: they are read in turns.
+                self._alternating.update(map(id, stack[place:]))
+                del stack[place]
+                break
+        stack.append(loader)
+
+    def pop(self, loader: Planned) -> None:
+        """Note that a loader's loop is over, or was broken out of."""
+        self._stack = [other for other in self._stack if other is not loader]
+        self._alternating.discard(id(loader))
+
+    def plan(self, loader: Planned | None = None) -> BatchPlan | None:
+        """What is known of the current batch.
+
+        Args:
+            loader: Whose batch; by default that of the loader that yielded last.
+
+        Returns:
+            None outside any loop.
+
+        Raises:
+            AmbiguousLoaderError: Two loaders are read side by side and their batches differ in what counts.
+        """
+        if loader is not None:
+            return loader.current
+        if not self._stack:
+            return None
+        top: Planned = self._stack[-1]
+        if id(top) in self._alternating:
+            others = [other for other in self._stack[:-1] if id(other) in self._alternating]
+            for other in others:
+                if not _same_trim(top.current, other.current):
+                    raise AmbiguousLoaderError(
+                        "two loaders are read side by side, and their current batches hold different numbers of "
+                        f"real samples ({_shown(top.current)} and {_shown(other.current)}); "
+                        "say whose batch this is: loader="
+                    )
+        return top.current
+
+    def trim(
+        self, gathered: Nested, *, loader: Planned | None = None, rows: Sequence[int] | None = None
+    ) -> Nested:
+        """Leave the real samples of the current batch in nested tensors gathered rank by rank; see `trim`."""
+        return trim(self.plan(loader), gathered, rows=rows)
+
+    def trim_objects(self, by_rank: Sequence[Any], *, loader: Planned | None = None) -> list[Any]:
+        """Leave the real samples of the current batch in one object a rank; see `trim_objects`."""
+        return trim_objects(self.plan(loader), by_rank)
+
+
+def _same_trim(one: BatchPlan | None, other: BatchPlan | None) -> bool:
+    if one is None or other is None:
+        return True
+    if one.is_whole and other.is_whole:
+        return True
+    return one.real_counts == other.real_counts and one.sizes == other.sizes
+
+
+def _shown(plan: BatchPlan | None) -> str:
+    return "none" if plan is None or plan.real_counts is None else "+".join(map(str, plan.real_counts))

@@ -1,0 +1,96 @@
+"""Loaders that are not torch's: their batches are dealt out whole, in turn."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from drivetrain_data._nested import leading_size
+from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.orders import prepare_sampler
+from drivetrain_data.settings import Even
+from drivetrain_data.shard import Shard
+
+
+class ForeignSource:
+    """Reads any iterable of batches, `shard.count` of them a step.
+
+    Args:
+        loader: Anything that can be iterated anew for each epoch.
+        shard: Whose batches are given.
+        even: What becomes of the last step, if there are fewer batches than shards.
+        seed: What generators that the loader holds are seeded from, with the epoch.
+        reads_for_all: Give the batches of all shards.
+    """
+
+    def __init__(self, loader: Any, shard: Shard, even: Even, *, seed: int, reads_for_all: bool) -> None:
+        self._loader = loader
+        self._shard = shard
+        self._even: Even = even
+        self.seed = seed
+        self.reads_for_all = reads_for_all
+
+    @property
+    def order_source(self) -> str:
+        """Where the order comes from."""
+        name = type(self._loader).__name__
+        if self._shard.count == 1:
+            return f"the batches of {name} as they come"
+        return f"the batches of {name}, dealt out in turn; it must yield the same on every rank that reads"
+
+    def open(self, epoch: int, position: int) -> Iterator[tuple[BatchPlan, Any]]:
+        """Read an epoch, one step ahead, since only the loader knows when it ends."""
+        prepare_sampler(self._loader, self.seed, epoch)
+        batches = islice(iter(self._loader), position, None)
+        count = self._shard.count
+        first = group = list(islice(batches, count))
+        while group and not (len(group) < count and self._even == "drop"):
+            following = list(islice(batches, count))
+            ends = not following or (len(following) < count and self._even == "drop")
+            advance = len(group)
+            real = [leading_size(batch) for batch in group] + [0] * (count - advance)
+            if self._even == "pad":
+                group += [first[i % len(first)] for i in range(count - advance)]
+            plan = self._plan(group, real, is_last=ends, advance=advance)
+            if self.reads_for_all:
+                yield plan, group
+            else:
+                yield plan, group[min(self._shard.index, len(group) - 1)]
+            group = following
+
+    def num_steps(self) -> int:
+        """The steps of a whole epoch.
+
+        Raises:
+            TypeError: The loader has no length.
+        """
+        whole, rest = divmod(len(self._loader), self._shard.count)
+        return whole + (rest > 0 and self._even != "drop")
+
+    def position_after(self, _epoch: int, position: int, num_steps: int) -> int:
+        """The position when `num_steps` steps from `position` are done."""
+        return position + num_steps * self._shard.count
+
+    def identity(self) -> Mapping[str, Any]:
+        """What a saved state must agree on."""
+        return {"order": f"loader:{type(self._loader).__name__}"}
+
+    def extra_state(self) -> Mapping[str, Any]:
+        """Nothing: a position says all, given that the loader yields the same again."""
+        return {}
+
+    def take_up(self, _state: Mapping[str, Any]) -> None:
+        """Nothing to do."""
+
+    def _plan(self, group: list[Any], real: list[int | None], *, is_last: bool, advance: int) -> BatchPlan:
+        held = [leading_size(batch) for batch in group]
+        held += held[-1:] * (self._shard.count - len(held))
+        known = None not in held
+        padded = self._even == "pad"
+        return BatchPlan(
+            real_counts=tuple(1 if size is None else size for size in real),
+            sizes=tuple(size or 0 for size in held) if known else None,
+            even=padded or (advance == self._shard.count and len(set(held)) == 1),
+            is_last=is_last,
+            replayed=self._shard.index >= advance and not padded,
+            advance=advance,
+        )

@@ -1,0 +1,99 @@
+"""Map-style datasets: torch's own DataLoader with a sampler of ours."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Generator
+from torch.utils.data import DataLoader
+
+from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.permutation import hash_key
+from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
+
+
+class IndexedSource:
+    """Reads the batches that a step sampler lays out.
+
+    Args:
+        loader: A DataLoader over the sampler; its generator seeds its workers and is seeded here.
+        sampler: What lays out the steps.
+        generator: The loader's.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], sampler: OrderSampler | WholeBatchSampler, generator: Generator
+    ) -> None:
+        self._loader = loader
+        self._sampler = sampler
+        self._generator = generator
+        self.reads_for_all = sampler.reads_for_all
+
+    @property
+    def seed(self) -> int:
+        """What the order of every epoch depends on."""
+        return self._laid_out_by.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._laid_out_by.seed = seed
+
+    @property
+    def order_source(self) -> str:
+        """Where the order comes from."""
+        return self._laid_out_by.source
+
+    def open(self, epoch: int, position: int) -> Iterator[tuple[BatchPlan, Any]]:
+        """Read an epoch from a position on."""
+        sampler = self._sampler
+        sampler.epoch, sampler.position = epoch, position
+        # Workers draw alike whatever the number of ranks, and the program's own generators are left alone.
+        self._generator.manual_seed(hash_key(self.seed, epoch, sampler.shard.index) >> 1)
+        batches = iter(self._loader)
+        plans = sampler.plans
+        if not self.reads_for_all:
+            for batch in batches:
+                yield plans.popleft(), batch
+            return
+        for first in batches:
+            plan = plans.popleft()
+            yield plan, [first, *islice(batches, num_holders(plan, padded=sampler.even == "pad") - 1)]
+
+    def num_steps(self) -> int:
+        """The steps of a whole epoch."""
+        position, self._sampler.position = self._sampler.position, 0
+        try:
+            return len(self._sampler)
+        finally:
+            self._sampler.position = position
+
+    def position_after(self, epoch: int, position: int, num_steps: int) -> int:
+        """The position when `num_steps` steps from `position` are done."""
+        if isinstance(self._sampler, OrderSampler):
+            self._sampler.epoch = epoch
+            return self._sampler.partition(position).position_after(num_steps)
+        return position + num_steps * (1 if self._sampler.split else self._sampler.shard.count)
+
+    def identity(self) -> Mapping[str, Any]:
+        """What a saved state must agree on."""
+        sampler = self._sampler
+        if isinstance(sampler, OrderSampler):
+            return {"order": sampler.order.name, "num_positions": sampler.order.length(sampler.epoch)}
+        return {"order": sampler.name, "batch_size": getattr(sampler.batches, "batch_size", None)}
+
+    def extra_state(self) -> Mapping[str, Any]:
+        """Nothing: a position says all."""
+        return {}
+
+    def take_up(self, _state: Mapping[str, Any]) -> None:
+        """Nothing to do: a position says all."""
+
+    @property
+    def _laid_out_by(self) -> Any:
+        return self._sampler.order if isinstance(self._sampler, OrderSampler) else self._sampler
+
+
+def num_holders(plan: BatchPlan, *, padded: bool) -> int:
+    """How many shards have a batch of their own in a step, if it is read for all."""
+    assert plan.real_counts is not None
+    return len(plan.real_counts) if padded else sum(count > 0 for count in plan.real_counts)

@@ -1,0 +1,249 @@
+"""The order of an epoch: which sample stands at each position, the same on every rank.
+
+Each order is a function of an epoch's number and of what it was built from. Ranks, workers and batch sizes play no
+part, so any of them may change in the middle of an epoch.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from drivetrain_data.errors import IndexRangeError
+from drivetrain_data.permutation import ORDER_VERSION, Permutation, Positions, hash_key, hash_words
+from drivetrain_data.rng import KeyedDraws, seed_own_generators
+
+
+class Order(Protocol):
+    """An order of samples for every epoch.
+
+    Attributes:
+        seed: What the order of every epoch depends on; a resume sets the one it was saved with.
+    """
+
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What a saved position names it by; another name or version is another order."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Where the order comes from, as one phrase for people."""
+        ...
+
+    def length(self, epoch: int, /) -> int:
+        """The positions in an epoch."""
+        ...
+
+    def take(self, epoch: int, positions: Positions, /) -> list[Any]:
+        """What a dataset is to be indexed with, for positions in [0, length)."""
+        ...
+
+
+class SequentialOrder:
+    """The dataset's own order."""
+
+    name = "sequential"
+    source = "the dataset's own order"
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.seed = 0  # of no consequence here
+
+    def length(self, _epoch: int) -> int:
+        """The positions in an epoch."""
+        return self.size
+
+    def take(self, _epoch: int, positions: Positions) -> list[int]:
+        """The positions themselves."""
+        return positions.tolist()
+
+
+class ShuffledOrder:
+    """Every sample once in a keyed random order; beyond the dataset's size, another permutation follows.
+
+    Args:
+        size: The number of samples in the dataset.
+        seed: The seed of all epochs.
+        num_positions: The positions in an epoch; `size` by default.
+    """
+
+    def __init__(self, size: int, *, seed: int, num_positions: int | None = None) -> None:
+        self.size = size
+        self.seed = seed
+        self.num_positions = size if num_positions is None else num_positions
+
+    @property
+    def name(self) -> str:
+        """What a saved position names it by."""
+        return f"shuffled/{ORDER_VERSION}"
+
+    @property
+    def source(self) -> str:
+        """Where the order comes from."""
+        return f"shuffled: permutation {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
+
+    def length(self, _epoch: int) -> int:
+        """The positions in an epoch."""
+        return self.num_positions
+
+    def take(self, epoch: int, positions: Positions) -> list[int]:
+        """The samples at positions."""
+        if self.num_positions <= self.size:
+            return Permutation(self.size, self.seed, epoch).at(positions).tolist()
+        rounds, inside = np.divmod(positions, self.size)
+        taken = np.empty_like(positions)
+        for number in np.unique(rounds):
+            chosen = rounds == number
+            key = (self.seed, epoch, int(number)) if number else (self.seed, epoch)
+            taken[chosen] = Permutation(self.size, *key).at(inside[chosen])
+        return taken.tolist()
+
+
+class ReplacementOrder:
+    """Samples drawn with replacement, each position for itself.
+
+    Args:
+        size: The number of samples in the dataset; the bias of a draw is below size / 2**64.
+        seed: The seed of all epochs.
+        num_positions: The positions in an epoch.
+    """
+
+    def __init__(self, size: int, *, seed: int, num_positions: int) -> None:
+        self.size = size
+        self.seed = seed
+        self.num_positions = num_positions
+
+    @property
+    def name(self) -> str:
+        """What a saved position names it by."""
+        return f"replacement/{ORDER_VERSION}"
+
+    @property
+    def source(self) -> str:
+        """Where the order comes from."""
+        return f"drawn with replacement: hash {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
+
+    def length(self, _epoch: int) -> int:
+        """The positions in an epoch."""
+        return self.num_positions
+
+    def take(self, epoch: int, positions: Positions) -> list[int]:
+        """The samples at positions."""
+        hashed = hash_words(positions.astype(np.uint64), hash_key(self.seed, epoch))
+        return (hashed % np.uint64(self.size)).tolist()
+
+
+class SubsetOrder:
+    """A shuffled choice of samples.
+
+    Args:
+        indices: The samples.
+        seed: The seed of all epochs.
+    """
+
+    def __init__(self, indices: Sequence[int], *, seed: int) -> None:
+        self._indices = np.asarray(indices, dtype=np.int64)
+        self.seed = seed
+
+    @property
+    def name(self) -> str:
+        """What a saved position names it by."""
+        return f"subset-{self._inner.name}"
+
+    @property
+    def source(self) -> str:
+        """Where the order comes from."""
+        return f"a subset of {len(self._indices)} samples, {self._inner.source}"
+
+    @property
+    def _inner(self) -> ShuffledOrder:
+        return ShuffledOrder(len(self._indices), seed=self.seed)
+
+    def length(self, _epoch: int) -> int:
+        """The positions in an epoch."""
+        return len(self._indices)
+
+    def take(self, epoch: int, positions: Positions) -> list[int]:
+        """The samples at positions."""
+        return self._indices[np.asarray(self._inner.take(epoch, positions), dtype=np.int64)].tolist()
+
+
+class DrawnOrder:
+    """What a sampler draws, with every generator that it can be using seeded from (seed, epoch).
+
+    An epoch is drawn whole at its start, which touches no data; a resume draws it again.
+
+    Args:
+        sampler: The user's, with a length.
+        seed: The seed of all epochs.
+        size: The samples of the dataset, to check indices against; None if that is not known.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, seed: int, size: int | None) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.size = size
+        self._drawn: tuple[int, int, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """What a saved position names it by."""
+        return f"drawn:{type(self.sampler).__name__}"
+
+    @property
+    def source(self) -> str:
+        """Where the order comes from."""
+        return (
+            f"{type(self.sampler).__name__}, drawn on every rank with its own and the global generators seeded "
+            f"from (seed {self.seed}, epoch)"
+        )
+
+    def length(self, epoch: int) -> int:
+        """The positions in an epoch."""
+        return len(self._draw(epoch))
+
+    def take(self, epoch: int, positions: Positions) -> list[Any]:
+        """The samples at positions."""
+        drawn = self._draw(epoch)
+        return (
+            drawn[positions].tolist()
+            if isinstance(drawn, np.ndarray)
+            else [drawn[p] for p in positions.tolist()]
+        )
+
+    def _draw(self, epoch: int) -> Any:
+        if self._drawn is None or self._drawn[:2] != (self.seed, epoch):
+            prepare_sampler(self.sampler, self.seed, epoch)
+            with KeyedDraws(self.seed, epoch).active():
+                items = list(self.sampler)
+            check_indices(items, self.size, self.sampler)
+            whole = all(type(item) is int for item in items)
+            self._drawn = (self.seed, epoch, np.asarray(items, dtype=np.int64) if whole else items)
+        return self._drawn[2]
+
+
+def prepare_sampler(sampler: object, seed: int, epoch: int) -> None:
+    """Tell a sampler the epoch and seed the generators that it holds."""
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+    seed_own_generators(sampler, seed, epoch)
+
+
+def check_indices(items: Iterable[Any], size: int | None, sampler: object) -> None:
+    """Hold what a sampler drew against the dataset's length; keys that are no integers pass.
+
+    Raises:
+        IndexRangeError: An index lies outside.
+    """
+    if size is None:
+        return
+    for item in items:
+        if isinstance(item, int) and not -size <= item < size:
+            raise IndexRangeError(
+                f"{type(sampler).__name__} gave index {item}, and the dataset has {size} samples (0 to {size - 1}); "
+                "build the sampler for this dataset"
+            )

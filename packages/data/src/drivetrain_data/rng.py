@@ -1,0 +1,81 @@
+"""Random draws that depend on a key alone: not on what the program drew before, and not felt by it afterwards."""
+
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from drivetrain_data.permutation import hash_key
+
+
+class _States(NamedTuple):
+    torch: torch.Tensor
+    numpy: Any
+    python: Any
+
+
+class KeyedDraws:
+    """The global CPU generators of torch, NumPy and Python, seeded from a key, for as long as a block lasts.
+
+    The next block goes on where the last one stopped; outside, the generators are as if nothing had been drawn.
+
+    Args:
+        key: Any non-negative integers, such as (seed, epoch).
+    """
+
+    def __init__(self, *key: int) -> None:
+        self._seed = hash_key(*key)
+        self._states: _States | None = None
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Draw from the keyed generators inside."""
+        outside = _capture()
+        if self._states is None:
+            torch.default_generator.manual_seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            random.seed(self._seed)
+        else:
+            _restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = _capture()
+            _restore(outside)
+
+
+def seed_own_generators(sampler: object, *key: int) -> None:
+    """Seed every generator that a sampler, or a sampler inside it, holds as an attribute."""
+    seed = hash_key(*key)
+    seen: set[int] = set()
+    waiting = [sampler]
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        attributes: dict[str, Any] = getattr(holder, "__dict__", {})
+        for name, value in attributes.items():
+            if isinstance(value, torch.Generator):
+                value.manual_seed(seed)
+            elif isinstance(value, np.random.Generator):
+                value.bit_generator.state = type(value.bit_generator)(seed).state
+            elif isinstance(value, np.random.RandomState):
+                value.seed(seed % 2**32)
+            elif isinstance(value, random.Random):
+                value.seed(seed)
+            elif name in ("sampler", "batch_sampler", "base_sampler"):
+                waiting.append(value)
+
+
+def _capture() -> _States:
+    return _States(torch.get_rng_state(), np.random.get_state(), random.getstate())
+
+
+def _restore(states: _States) -> None:
+    torch.set_rng_state(states.torch)
+    np.random.set_state(states.numpy)
+    random.setstate(states.python)

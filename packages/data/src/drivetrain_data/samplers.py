@@ -1,0 +1,266 @@
+"""Samplers for torch's DataLoader that give one shard's batches, and note for each step what all shards do."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.orders import Order, check_indices, prepare_sampler
+from drivetrain_data.partition import Partition, balanced
+from drivetrain_data.permutation import Permutation
+from drivetrain_data.rng import KeyedDraws
+from drivetrain_data.settings import Even
+from drivetrain_data.shard import Shard
+
+_BLOCK = 8192  # positions computed at once
+_DRAWN_STEPS = 64  # steps of a batch sampler drawn at once
+
+
+class PermutationSampler(Sampler[int]):
+    """Shuffles any dataset in no memory and no time: an index is computed when it is asked for.
+
+    Args:
+        num_samples: The dataset's length.
+        seed: The seed of all epochs.
+        epoch: The first epoch; `set_epoch` chooses another.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int = 0, epoch: int = 0) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = Permutation(self.num_samples, self.seed, self.epoch)
+        for start in range(0, self.num_samples, _BLOCK):
+            yield from order.at(np.arange(start, min(start + _BLOCK, self.num_samples))).tolist()
+
+
+class StepSampler:
+    """What the samplers here share: where they stand, for whom they read, and the plans they leave.
+
+    Args:
+        shard: Whose plans are made.
+        even: What becomes of a tail.
+        reads_for_all: Give every shard's batches in shard order, without repeats, instead of this shard's.
+
+    Attributes:
+        epoch: The epoch that the next iteration gives.
+        position: Where in it the next iteration starts.
+        plans: One plan a step of the newest iteration, for the loader to take from the left.
+    """
+
+    def __init__(self, shard: Shard, even: Even, *, reads_for_all: bool) -> None:
+        self.shard = shard
+        self.even: Even = even
+        self.reads_for_all = reads_for_all
+        self.epoch = 0
+        self.position = 0
+        self.plans: deque[BatchPlan] = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Not a generator itself: the iteration gets a queue of its own before torch asks for the first batch.
+        self.plans = deque()
+        return self.steps(self.plans)
+
+    def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
+        """Give batches of indices, noting each step's plan before its first batch."""
+        raise NotImplementedError
+
+
+class OrderSampler(StepSampler):
+    """Batches of an order, cut by a partition.
+
+    Args:
+        order: The order of every epoch.
+        batch_size: Samples of a batch on each shard.
+        shard: Whose batches are given.
+        even: What becomes of the tail.
+        reads_for_all: Give every shard's batches.
+    """
+
+    def __init__(
+        self, order: Order, batch_size: int, shard: Shard, even: Even, *, reads_for_all: bool = False
+    ) -> None:
+        super().__init__(shard, even, reads_for_all=reads_for_all)
+        self.order = order
+        self.batch_size = batch_size
+
+    def partition(self, position: int) -> Partition:
+        """The rest of the current epoch."""
+        return Partition(
+            start=position,
+            stop=self.order.length(self.epoch),
+            num_shards=self.shard.count,
+            batch_size=self.batch_size,
+            even=self.even,
+        )
+
+    def __len__(self) -> int:
+        return self.partition(self.position).num_steps
+
+    def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
+        """Give batches of indices: whole steps in blocks, then the tail."""
+        partition, epoch = self.partition(self.position), self.epoch
+        readers = (
+            range(self.shard.count) if self.reads_for_all else range(self.shard.index, self.shard.index + 1)
+        )
+        num_full, size = partition.num_full_steps, self.batch_size
+        full = partition.plan(0, self.shard.index) if partition.num_steps > 1 else None
+        last = partition.num_steps - 1
+        width = len(readers) * size
+        block = max(1, _BLOCK // width)
+        within = np.arange(readers.start * size, readers.start * size + width)
+        for first in range(0, num_full, block):
+            starts = partition.start + np.arange(first, min(first + block, num_full)) * partition.stride
+            taken = self.order.take(epoch, (starts[:, None] + within).ravel())
+            for number in range(len(starts)):
+                is_last = first + number == last
+                plans.append(partition.plan(last, self.shard.index) if is_last or full is None else full)
+                for begin in range(number * width, (number + 1) * width, size):
+                    yield taken[begin : begin + size]
+        if partition.tail:
+            plans.append(partition.plan(last, self.shard.index))
+            for reader in range(partition.holders(last)) if self.reads_for_all else readers:
+                positions = np.arange(*partition.bounds(last, reader)) % partition.stop
+                yield self.order.take(epoch, positions)
+
+
+class ItemSampler(OrderSampler):
+    """Single indices of an order, for datasets that are read without batching (batch_size=None)."""
+
+    def steps(self, plans: deque[BatchPlan]) -> Iterator[Any]:
+        """Give an index a step."""
+        noted: deque[BatchPlan] = deque()
+        newest = unsized = None
+        for (item,) in super().steps(noted):
+            if noted:
+                plan = noted.popleft()
+                if plan is not newest:
+                    # What an item holds is the dataset's business: how many samples is not known.
+                    newest, unsized = plan, replace(plan, sizes=None)
+                assert unsized is not None
+                plans.append(unsized)
+            yield item
+
+
+class WholeBatchSampler(StepSampler):
+    """A user's batches, dealt out whole in turn, or each split among the shards.
+
+    Args:
+        batches: The user's batch sampler.
+        seed: What generators are seeded from, with the epoch.
+        size: The samples of the dataset, to check indices against; None if that is not known.
+        shard: Whose batches are given.
+        even: What becomes of the last step, if there are fewer batches than shards.
+        split: Divide each batch among the shards, instead of giving each shard a whole one.
+        reads_for_all: Give every shard's batches.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Sequence[Any]],
+        *,
+        seed: int,
+        size: int | None,
+        shard: Shard,
+        even: Even,
+        split: bool = False,
+        reads_for_all: bool = False,
+    ) -> None:
+        super().__init__(shard, even, reads_for_all=reads_for_all)
+        self.batches = batches
+        self.seed = seed
+        self.size = size
+        self.split = split
+
+    @property
+    def name(self) -> str:
+        """What a saved position names the order by."""
+        return f"batches:{type(self.batches).__name__}"
+
+    @property
+    def source(self) -> str:
+        """Where the order comes from, as one phrase for people."""
+        return (
+            f"whole batches of {type(self.batches).__name__}, drawn on every rank with its own and the global "
+            f"generators seeded from (seed {self.seed}, epoch)"
+        )
+
+    def __len__(self) -> int:
+        num_batches = len(self.batches) - self.position  # pyright: ignore[reportArgumentType]
+        if self.split:
+            return num_batches
+        whole, rest = divmod(num_batches, self.shard.count)
+        return whole + (rest > 0 and self.even != "drop")
+
+    def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
+        """Give batches of indices."""
+        taken_a_step = 1 if self.split else self.shard.count
+        batches = islice(self._draw(), self.position, None)
+        first = group = list(islice(batches, taken_a_step))
+        while group:
+            following = list(islice(batches, taken_a_step))
+            if len(following) < taken_a_step and self.even == "drop":
+                following = []
+            if len(group) < taken_a_step and self.even == "drop":
+                return
+            held, real = self._deal(group, first)
+            plans.append(self._plan(held, real, is_last=not following, advance=len(group)))
+            if self.reads_for_all:
+                yield from held[: len(held) if self.even == "pad" else sum(count > 0 for count in real)]
+            else:
+                yield held[self.shard.index]
+            group = following
+
+    def _deal(self, group: list[list[Any]], first: list[list[Any]]) -> tuple[list[list[Any]], list[int]]:
+        """Each shard's batch, and how many of its samples count."""
+        count = self.shard.count
+        if self.split:
+            (batch,) = group
+            bounds = [balanced(len(batch), count, shard) for shard in range(count)]
+            held = [batch[begin:end] or batch[-1:] for begin, end in bounds]
+            return held, [end - begin for begin, end in bounds]
+        missing = count - len(group)
+        repeated = [first[i % len(first)] for i in range(missing)]  # to pad with
+        extra = repeated if self.even == "pad" else [group[-1][-1:]] * missing
+        return group + extra, [len(batch) for batch in group] + [0] * missing
+
+    def _plan(self, held: list[list[Any]], real: list[int], *, is_last: bool, advance: int) -> BatchPlan:
+        sizes = tuple(map(len, held))
+        padded = self.even == "pad" and not self.split
+        return BatchPlan(
+            real_counts=tuple(real),
+            sizes=sizes,
+            even=padded or (len(set(sizes)) == 1 and 0 not in real),
+            is_last=is_last,
+            replayed=real[self.shard.index] == 0 and not padded,
+            advance=advance,
+        )
+
+    def _draw(self) -> Iterator[list[Any]]:
+        """The user's batches of the epoch, drawn in blocks so that generators are exchanged seldom."""
+        prepare_sampler(self.batches, self.seed, self.epoch)
+        draws = KeyedDraws(self.seed, self.epoch)
+        with draws.active():
+            drawn = iter(self.batches)
+        while True:
+            with draws.active():
+                block = [list(batch) for batch in islice(drawn, _DRAWN_STEPS)]
+            for batch in block:
+                check_indices(batch, self.size, self.batches)
+                yield batch
+            if len(block) < _DRAWN_STEPS:
+                return
