@@ -144,6 +144,7 @@ class LossNormalizer:
             return 1.0
         if kind == "mean":
             return self._window.num_micro_batches / self._window.length
+        assert self.reference is not None  # scale() has set it
         total = self._total(self._count, device)
         reference, self.reference = self.reference, torch.where(total > 0, total, torch.ones_like(total))
         factor = reference * self._context.topology.world_size / self.reference

@@ -2,17 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from inspect import signature
+from typing import Any, ClassVar, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.torch_backend import TorchBackend
 from drivetrain_state import Context
+
+# torch 2.15 renamed the argument, and warns of the old name.
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 class DDPBackend(TorchBackend):
@@ -23,19 +31,20 @@ class DDPBackend(TorchBackend):
     """
 
     settings_section: ClassVar[str | None] = "ddp"
-    settings_type: ClassVar[type[DDPSettings] | None] = DDPSettings
+    settings_type: ClassVar[type[Any] | None] = DDPSettings
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Replicate `model`: rank 0's parameters and buffers reach all ranks. Called on all ranks."""
         if not any(p.requires_grad for p in model.parameters()):
             return model
-        settings: DDPSettings = self.settings
+        settings = cast("DDPSettings", self.settings)
         device = self.context.device
+        buffers: dict[str, Any] = {_BUFFERS: settings.broadcast_buffers}
         replica = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
             process_group=_group(self.context),
-            broadcast_buffers=settings.broadcast_buffers,
+            **buffers,
             bucket_cap_mb=settings.bucket_size_mb,
             find_unused_parameters=settings.find_unused_parameters,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
@@ -50,7 +59,7 @@ class DDPBackend(TorchBackend):
         Args:
             models: The prepared models that are trained inside.
         """
-        replicas = [model for model in models if isinstance(model, DistributedDataParallel)]
+        replicas: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
         return Join(replicas)
 
     def applied(self) -> Mapping[str, object]:
@@ -62,7 +71,7 @@ class DDPBackend(TorchBackend):
                 "find_unused_parameters": replica.find_unused_parameters,
                 "static_graph": replica.static_graph,
                 "gradient_as_bucket_view": replica.gradient_as_bucket_view,
-                "broadcast_buffers": replica.broadcast_buffers,
+                "broadcast_buffers": getattr(replica, _BUFFERS),
                 "bucket_size_mb": replica.bucket_bytes_cap / 2**20,
             }
         return found

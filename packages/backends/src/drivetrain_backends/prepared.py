@@ -111,7 +111,7 @@ class TorchPrepared:
         if self._scaler is not None:
             self._scaler.unscale(gradients, factor=factor)
         elif gradients:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clear one optimizer's gradients, but not those that an open window has gathered so far."""

@@ -15,7 +15,7 @@ class Scheduler(Protocol):
 
     optimizer: Any
 
-    def step(self, *args: Any) -> None:
+    def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by one."""
         ...
 

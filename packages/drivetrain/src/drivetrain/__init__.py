@@ -1,7 +1,7 @@
 """Write a PyTorch training loop once; run it on anything by changing the launch.
 
 `Accelerator` stands between the loop and what it runs on. It is thin: each part is a package of its own, and this one
-also hands on their public names.
+hands on the names that most programs want.
 """
 
 from typing import TYPE_CHECKING
@@ -12,28 +12,146 @@ if TYPE_CHECKING:
     from drivetrain.plan import PlanMismatchError as PlanMismatchError
     from drivetrain.plan import PlanRow as PlanRow
     from drivetrain.settings import RunSettings as RunSettings
+    from drivetrain_backends import AccumulationError as AccumulationError
+    from drivetrain_backends import BackendRegistry as BackendRegistry
+    from drivetrain_backends import BatchMismatchError as BatchMismatchError
+    from drivetrain_backends import DDPSettings as DDPSettings
+    from drivetrain_backends import PairingError as PairingError
+    from drivetrain_backends import UnknownBackendError as UnknownBackendError
+    from drivetrain_backends import register_backend as register_backend
+    from drivetrain_checkpoint import Checkpointer as Checkpointer
+    from drivetrain_checkpoint import CheckpointSettings as CheckpointSettings
+    from drivetrain_config import ConfigError as ConfigError
+    from drivetrain_config import Layers as Layers
+    from drivetrain_config import resolve as resolve
+    from drivetrain_data import DataSettings as DataSettings
+    from drivetrain_data import Shard as Shard
+    from drivetrain_data import ShardedLoader as ShardedLoader
+    from drivetrain_data import shard_loader as shard_loader
+    from drivetrain_data import skip_first_batches as skip_first_batches
+    from drivetrain_dispatch import compute_module_sizes as compute_module_sizes
+    from drivetrain_dispatch import find_tied_parameters as find_tied_parameters
+    from drivetrain_dispatch import init_empty_weights as init_empty_weights
+    from drivetrain_dispatch import init_on_device as init_on_device
+    from drivetrain_dispatch import retie_parameters as retie_parameters
+    from drivetrain_launcher import debug_launcher as debug_launcher
+    from drivetrain_launcher import notebook_launcher as notebook_launcher
+    from drivetrain_memory import PeakMemory as PeakMemory
+    from drivetrain_memory import find_executable_batch_size as find_executable_batch_size
+    from drivetrain_memory import free_memory as free_memory
+    from drivetrain_precision import PrecisionError as PrecisionError
+    from drivetrain_precision import PrecisionSettings as PrecisionSettings
+    from drivetrain_precision import supported_modes as supported_modes
+    from drivetrain_state import Context as Context
+    from drivetrain_state import ParallelDims as ParallelDims
+    from drivetrain_state import StateSettings as StateSettings
+    from drivetrain_state import connect as connect
+    from drivetrain_state import get_logger as get_logger
+    from drivetrain_state import set_seed as set_seed
+    from drivetrain_state import synchronize_rng_states as synchronize_rng_states
+    from drivetrain_tracking import JSONLTracker as JSONLTracker
+    from drivetrain_tracking import Tracker as Tracker
 
-_ROOMS = {
-    "Accelerator": "accelerator",
-    "EffectivePlan": "plan",
-    "PlanMismatchError": "plan",
-    "PlanRow": "plan",
-    "RunSettings": "settings",
+# Public name -> the module it stands in.
+_HOMES = {
+    "Accelerator": "drivetrain.accelerator",
+    "AccumulationError": "drivetrain_backends",
+    "BackendRegistry": "drivetrain_backends",
+    "BatchMismatchError": "drivetrain_backends",
+    "CheckpointSettings": "drivetrain_checkpoint",
+    "Checkpointer": "drivetrain_checkpoint",
+    "ConfigError": "drivetrain_config",
+    "Context": "drivetrain_state",
+    "DDPSettings": "drivetrain_backends",
+    "DataSettings": "drivetrain_data",
+    "EffectivePlan": "drivetrain.plan",
+    "JSONLTracker": "drivetrain_tracking",
+    "Layers": "drivetrain_config",
+    "PairingError": "drivetrain_backends",
+    "ParallelDims": "drivetrain_state",
+    "PeakMemory": "drivetrain_memory",
+    "PlanMismatchError": "drivetrain.plan",
+    "PlanRow": "drivetrain.plan",
+    "PrecisionError": "drivetrain_precision",
+    "PrecisionSettings": "drivetrain_precision",
+    "RunSettings": "drivetrain.settings",
+    "Shard": "drivetrain_data",
+    "ShardedLoader": "drivetrain_data",
+    "StateSettings": "drivetrain_state",
+    "Tracker": "drivetrain_tracking",
+    "UnknownBackendError": "drivetrain_backends",
+    "compute_module_sizes": "drivetrain_dispatch",
+    "connect": "drivetrain_state",
+    "debug_launcher": "drivetrain_launcher",
+    "find_executable_batch_size": "drivetrain_memory",
+    "find_tied_parameters": "drivetrain_dispatch",
+    "free_memory": "drivetrain_memory",
+    "get_logger": "drivetrain_state",
+    "init_empty_weights": "drivetrain_dispatch",
+    "init_on_device": "drivetrain_dispatch",
+    "notebook_launcher": "drivetrain_launcher",
+    "register_backend": "drivetrain_backends",
+    "resolve": "drivetrain_config",
+    "retie_parameters": "drivetrain_dispatch",
+    "set_seed": "drivetrain_state",
+    "shard_loader": "drivetrain_data",
+    "skip_first_batches": "drivetrain_data",
+    "supported_modes": "drivetrain_precision",
+    "synchronize_rng_states": "drivetrain_state",
 }
 __all__ = [
     "Accelerator",
+    "AccumulationError",
+    "BackendRegistry",
+    "BatchMismatchError",
+    "CheckpointSettings",
+    "Checkpointer",
+    "ConfigError",
+    "Context",
+    "DDPSettings",
+    "DataSettings",
     "EffectivePlan",
+    "JSONLTracker",
+    "Layers",
+    "PairingError",
+    "ParallelDims",
+    "PeakMemory",
     "PlanMismatchError",
     "PlanRow",
+    "PrecisionError",
+    "PrecisionSettings",
     "RunSettings",
+    "Shard",
+    "ShardedLoader",
+    "StateSettings",
+    "Tracker",
+    "UnknownBackendError",
+    "compute_module_sizes",
+    "connect",
+    "debug_launcher",
+    "find_executable_batch_size",
+    "find_tied_parameters",
+    "free_memory",
+    "get_logger",
+    "init_empty_weights",
+    "init_on_device",
+    "notebook_launcher",
+    "register_backend",
+    "resolve",
+    "retie_parameters",
+    "set_seed",
+    "shard_loader",
+    "skip_first_batches",
+    "supported_modes",
+    "synchronize_rng_states",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _HOMES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain.{_ROOMS[name]}"), name)
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
 
 

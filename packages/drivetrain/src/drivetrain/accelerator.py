@@ -3,7 +3,7 @@
 It decides nothing by itself: every method hands on to the part that does. `compose.py` builds the parts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -193,7 +193,7 @@ class Accelerator(Ranks):
         return self._parts.backend.window.num_micro_batches
 
     @contextmanager
-    def no_sync(self, *models: nn.Module) -> Iterator[None]:
+    def no_sync(self, *models: nn.Module) -> Generator[None]:
         """Inside, gradients of the models (all by default) stay on their rank, as in DDP's context of that name."""
         with ExitStack() as stack:
             for prepared in [self._prepared.of(model) for model in models] or self._prepared.all:

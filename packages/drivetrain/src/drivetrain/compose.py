@@ -109,6 +109,7 @@ def compose(
     chosen = backend_class or registry.get(_backend_name(settings.backend, context))
     if chosen.settings_section is not None:
         section = chosen.settings_section
+        assert chosen.settings_type is not None  # the two come together
         resolved[section] = resolve(chosen.settings_type, section=section, layers=layers)
     window = AccumulationWindow(settings.gradient_accumulation_steps)
     backend = chosen(

@@ -1,15 +1,14 @@
 """The choice of a precision: a wish and a device in, a frozen policy out."""
 
 from dataclasses import dataclass
-from typing import cast, get_args
 
 import torch
 
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.settings import PrecisionSettings
-from drivetrain_precision.support import Mode, supported_modes
+from drivetrain_precision.support import MODES, supported_modes
 
-_BEST_FIRST: tuple[Mode, ...] = ("bf16", "fp16", "no")
+_BEST_FIRST = ("bf16", "fp16", "no")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -24,7 +23,7 @@ class Policy:
         reason: One sentence for the effective plan.
     """
 
-    mode: Mode
+    mode: str
     autocast_dtype: torch.dtype | None
     scaling: PrecisionSettings | None
     reason: str
@@ -44,7 +43,6 @@ def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings |
     Raises:
         PrecisionError: The mode is unknown, or the device cannot compute in it; the message lists what it can do.
     """
-    modes = cast("tuple[Mode, ...]", get_args(Mode))
     support = supported_modes(device)
     if mode == "auto":
         chosen = next(name for name in _BEST_FIRST if support[name].level == "native")
@@ -52,20 +50,18 @@ def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings |
         passed_over = [f"{name}: {support[name].reason}" for name in weaker]
         reason = "; ".join([f"auto chose {chosen!r}: {support[chosen].reason}", *passed_over])
         return _policy(chosen, settings, reason)
-    found = next((name for name in modes if name == mode), None)
-    if found is None:
+    if mode not in MODES:
+        allowed = ", ".join(map(repr, MODES))
+        raise PrecisionError(f"mixed_precision={mode!r}: must be one of {allowed} or 'auto'")
+    if support[mode].level == "none":
+        able = [name for name in MODES if support[name].level != "none"]
         raise PrecisionError(
-            f"mixed_precision={mode!r}: must be one of {', '.join(map(repr, modes))} or 'auto'"
-        )
-    if support[found].level == "none":
-        able = [name for name in modes if support[name].level != "none"]
-        raise PrecisionError(
-            f"mixed_precision={mode!r}: {device} cannot compute in it ({support[found].reason}); "
+            f"mixed_precision={mode!r}: {device} cannot compute in it ({support[mode].reason}); "
             f"it can do {', '.join(map(repr, able))}, and 'auto' picks the best of these"
         )
-    return _policy(found, settings, support[found].reason)
+    return _policy(mode, settings, support[mode].reason)
 
 
-def _policy(mode: Mode, settings: PrecisionSettings | None, reason: str) -> Policy:
+def _policy(mode: str, settings: PrecisionSettings | None, reason: str) -> Policy:
     scaling = (settings or PrecisionSettings()) if mode == "fp16" else None
     return Policy(mode=mode, autocast_dtype=_DTYPES.get(mode), scaling=scaling, reason=reason)

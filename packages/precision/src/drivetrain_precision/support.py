@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-Mode = Literal["no", "fp16", "bf16"]
+MODES = ("no", "fp16", "bf16")
 Level = Literal["native", "emulated", "none"]
 
 
@@ -51,7 +51,7 @@ _AMPERE = (8, 0)
 _VOLTA = (7, 0)
 
 
-def supported_modes(device: torch.device) -> dict[Mode, Support]:
+def supported_modes(device: torch.device) -> dict[str, Support]:
     """Say how well `device` computes in each mode.
 
     Args:
