@@ -72,10 +72,10 @@ def connect(
             topology=topology,
             device=place,
             mesh=build_mesh(plan, place.type) if plan is not None else None,
-            group=dist.group.WORLD if dist.is_initialized() else None,
             settings=settings,
             watch=watch,
             owns_group=owns_group,
+            _has_group=dist.is_initialized(),
             _on_close=undo.pop_all(),
         )
 

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,7 +25,6 @@ class Context:
         topology: Ranks and counts.
         device: Where this process computes.
         mesh: The mesh of the parallel dimensions, if any were asked for.
-        group: The default process group; None in one process.
         settings: What it was connected with.
         watch: The progress mark that the watchdog reads.
         owns_group: Whether `close` ends the group: false where the group was there before.
@@ -33,11 +33,20 @@ class Context:
     topology: Topology
     device: torch.device
     mesh: DeviceMesh | None = None
-    group: ProcessGroup | None = None
     settings: StateSettings = field(default_factory=StateSettings)
     watch: Watch = field(default_factory=Watch)
     owns_group: bool = False
+    _has_group: bool = False
     _on_close: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The default process group; None in one process, and after its end.
+
+        It is looked up, not held: a group's threads end when nobody holds it any more, and those that still ran
+        while the interpreter ends would abort the process.
+        """
+        return dist.group.WORLD if self._has_group else None
 
     def close(self) -> None:
         """Stop the watchdog, and end the process group if this context made it. A second call does nothing."""
