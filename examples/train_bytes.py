@@ -125,7 +125,7 @@ def make_loaders(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Da
 def make_model(args: argparse.Namespace) -> tuple[GPT, AdamW, LambdaLR]:
     """The model and what trains it; the learning rate warms up and decays in optimizer steps."""
     model = GPT(block_size=args.block_size, width=args.width, num_layers=args.layers)
-    optimizer = AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
+    optimizer = AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.99), weight_decay=0.1)
 
     def factor(step: int) -> float:
         return min((step + 1) / 40, 0.525 + 0.475 * math.cos(math.pi * min(1, step / args.steps)))
@@ -189,7 +189,10 @@ def sample(model: GPT, prompt: bytes, *, num_bytes: int, temperature: float) -> 
     for _ in range(num_bytes):
         logits = model(tokens[:, -model.block_size :])[:, -1].float()
         tokens = torch.cat([tokens, torch.multinomial((logits / temperature).softmax(-1), 1)], dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def show_progress(accelerator: Accelerator, done: int, total: int) -> Progress:
