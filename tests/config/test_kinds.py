@@ -30,9 +30,9 @@ class Postponed:
     [
         (bool, "true or false"),
         (int | None, "an integer or null"),
-        (Literal["a", "b"], "one of a, b"),
-        (Literal["auto"] | int, "auto or an integer"),
-        (Side | None, "one of left, right or null"),
+        (Literal["a", "b"], "one of 'a', 'b'"),
+        (Literal["auto"] | int, "'auto' or an integer"),
+        (Side | None, "one of 'left', 'right' or null"),
         (tuple[int, ...], "a list, each item an integer"),
         (list, "a list, each item anything"),
         (tuple[int, str], "a list of 2: an integer, text"),

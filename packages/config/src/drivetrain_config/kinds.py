@@ -97,7 +97,7 @@ def describe(kind: Any) -> str:
     if is_union(kind):
         return " or ".join([*map(describe, members(kind)), *(["null"] if is_optional(kind) else [])])
     if (known := choices(kind)) is not None:
-        words = [str(choice) for choice in known]
+        words = [repr(choice) for choice in known]
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if is_sequence(kind):
         return _describe_sequence(kind)
