@@ -3,9 +3,12 @@
 import os
 import tempfile
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
+import pytest
 from sybil import Sybil
+from sybil.integration.pytest import SybilItem
 from sybil.parsers.myst import PythonCodeBlockParser
 
 # Sketches of shapes and protocols, not code that a user copies.
@@ -24,6 +27,14 @@ def leave_page(namespace: dict[str, Any]) -> None:
     before, folder = namespace["_page"]
     os.chdir(before)
     folder.cleanup()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let a block's failure be shown wherever it arose."""
+    # sybil 10.1 looks for its own frames in every traceback. That of a resource the block leaked has none, and the
+    # IndexError of the search would end the whole session. Can go once sybil shows such a failure by itself.
+    if isinstance(item, SybilItem):
+        item._traceback_filter = MethodType(pytest.Item._traceback_filter, item)
 
 
 pytest_collect_file = Sybil(

@@ -26,7 +26,7 @@ autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True  # "Attributes:" beside the fields themselves would describe each one twice
+napoleon_use_ivar = False
 
 
 def write_pages(_app: Sphinx) -> None:

@@ -93,7 +93,7 @@ def _entry(module: str, name: str, value: object) -> str:
     """The lines that have autodoc document one name."""
     heading = f"\n## {name}\n\n"
     if inspect.isclass(value):
-        kind, options = "autoclass", "   :members:\n   :inherited-members: Exception, Module, Protocol\n"
+        kind, options = "autoclass", "   :members:\n   :inherited-members: BaseException, Exception, Module, Protocol, object\n"
     elif callable(value):
         kind, options = "autofunction", ""
     elif inspect.ismodule(value):
