@@ -214,7 +214,7 @@ def _meet(backend: str, launched: LaunchedRanks, timeout: timedelta, device_id: 
         if "EADDRINUSE" in str(error):
             raise ConnectError(
                 f"rank 0 cannot listen on {address}: the port is in use. Another run may hold it: choose another "
-                "with --main-process-port (torchrun: --master-port), or 0 for any that is free"
+                "with --master-port"
             ) from error
         raise ConnectError(
             f"rank {launched.rank} of {launched.world_size} could not reach rank 0 at {address}: check that it was "
