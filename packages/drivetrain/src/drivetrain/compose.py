@@ -1,5 +1,6 @@
 """Build the parts of an Accelerator from its settings: the one place where they meet."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from drivetrain_data import ActiveLoaders, DataSettings, Shard
 from drivetrain_precision import Policy, PrecisionSettings, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
 from drivetrain_tracking import TrackerGroup, TrackingSettings, make_tracker
+
+logger = logging.getLogger(__name__)
 
 _SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
     {
@@ -60,11 +63,15 @@ class Parts:
         return directory
 
     def checkpointer(self, directory: Path | str | None) -> Checkpointer:
-        """What saves into and loads from a folder of checkpoints; by default the project's."""
-        chosen = (
-            self.project_dir("saving and loading") / "checkpoints" if directory is None else Path(directory)
-        )
-        return Checkpointer(self.context, chosen, settings=self.resolved["checkpoint"].value)
+        """What saves into and loads from a folder of checkpoints.
+
+        Args:
+            directory: The folder; by default the checkpoint section's, and without one the project's.
+        """
+        settings: CheckpointSettings = self.resolved["checkpoint"].value
+        if directory is None:
+            directory = settings.directory or self.project_dir("saving and loading") / "checkpoints"
+        return Checkpointer(self.context, Path(directory), settings=settings)
 
 
 def read_layers(config: Path | str | Layers | None) -> Layers:
@@ -118,6 +125,10 @@ def compose(
         window=window,
         settings=None if chosen.settings_section is None else resolved[chosen.settings_section].value,
     )
+    if context.topology.is_main:
+        for one in resolved.values():
+            for disagreement in one.disagreements:
+                logger.warning("%s", disagreement)
     return Parts(
         resolved=resolved,
         context=context,

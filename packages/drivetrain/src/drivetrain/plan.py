@@ -118,7 +118,7 @@ def _rows(
             setting=setting,
             asked=asked,
             applied=applied.get(field.name, asked),
-            source=source.kind if source.kind == "default" else f"{source.kind}: {source.where}",
+            source=str(source),
             reason=reasons.get(setting, ""),
         )
 

@@ -1,0 +1,54 @@
+from dataclasses import dataclass, field
+
+import pytest
+
+from drivetrain.plan import PlanMismatchError, make_plan
+from drivetrain_config import Resolved, Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    mode: str = "auto"
+    steps: int = 4
+    token: str = field(default="hidden", metadata={"secret": True})
+
+
+def resolved(**values: object) -> dict[str, Resolved[Section]]:
+    section = Section(**values)
+    sources = {
+        name: Source("file", "run.yaml:3") if name in values else Source("default")
+        for name in ("mode", "steps", "token")
+    }
+    return {"run": Resolved(value=section, sources=sources, disagreements=())}
+
+
+def test_a_difference_that_nobody_asked_for_is_an_error_that_names_both() -> None:
+    with pytest.raises(PlanMismatchError, match=r"run\.steps: asked 8 \(run\.yaml:3\), applied 4"):
+        make_plan(resolved(steps=8), {"run": {"steps": 4}}, reasons={}, facts={})
+
+
+def test_a_choice_left_open_is_shown_with_its_reason() -> None:
+    plan = make_plan(
+        resolved(), {"run": {"mode": "bf16"}}, reasons={"run.mode": "the hardware has it"}, facts={}
+    )
+    assert "run.mode  auto   bf16     default" in str(plan)
+    assert "run.mode: the hardware has it" in str(plan)
+
+
+def test_secrets_are_in_no_plan() -> None:
+    plan = make_plan(resolved(token="abc"), {}, reasons={}, facts={})
+    assert "abc" not in str(plan)
+    assert "abc" not in str(plan.as_dict())
+
+
+def test_what_stands_at_its_default_is_not_listed_but_stored() -> None:
+    plan = make_plan(resolved(steps=8), {}, reasons={}, facts={"processes": 2})
+    assert "run.steps" in str(plan)
+    assert "run.mode" not in str(plan)
+    assert plan.as_dict()["settings"]["run.mode"] == {
+        "asked": "auto",
+        "applied": "auto",
+        "source": "default",
+        "reason": "",
+    }
+    assert plan.as_dict()["facts"] == {"processes": 2}

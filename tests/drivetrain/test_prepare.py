@@ -1,0 +1,31 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain.prepare import PreparedModels, sort_objects
+
+
+def test_objects_are_sorted_by_kind_in_their_order() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters())
+    scheduler = StepLR(optimizer, 1)
+    loaders = [DataLoader(TensorDataset(torch.arange(n))) for n in (2, 3)]
+    found = sort_objects([loaders[1], scheduler, model, loaders[0], optimizer])
+    assert (found.models, found.optimizers, found.schedulers) == ([model], [optimizer], [scheduler])
+    assert found.loaders == [loaders[1], loaders[0]]
+
+
+def test_an_object_that_comes_twice_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="argument 1 \\(Linear\\) comes twice"):
+        sort_objects([model, model])
+
+
+def test_a_model_that_was_not_prepared_is_named() -> None:
+    with pytest.raises(ValueError, match="Linear was not prepared by this Accelerator"):
+        PreparedModels().of(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="the 0 parameters to clip belong to no prepared model"):
+        PreparedModels().holding([])
