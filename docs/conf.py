@@ -26,7 +26,7 @@ autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = False
+napoleon_use_ivar = True  # a compact list of fields, beside the signature that shows their types
 
 
 def write_pages(_app: Sphinx) -> None:

@@ -12,6 +12,8 @@ from types import ModuleType
 
 from checks.workspace import Package, read_packages
 
+_KNOWN_BASES = ("BaseException", "Exception", "Module", "Protocol", "object")
+
 
 def write_reference(root: Path) -> None:
     """Write every page into docs/reference/, leaving those alone that have not changed."""
@@ -93,8 +95,9 @@ def _entry(module: str, name: str, value: object) -> str:
     """The lines that have autodoc document one name."""
     heading = f"\n## {name}\n\n"
     if inspect.isclass(value):
-        kind, options = "autoclass", "   :members:\n   :inherited-members: BaseException, Exception, Module, Protocol, object\n"
-    elif callable(value):
+        # What every exception or module has by itself is not repeated.
+        kind, options = "autoclass", f"   :members:\n   :inherited-members: {', '.join(_KNOWN_BASES)}\n"
+    elif inspect.isroutine(value):
         kind, options = "autofunction", ""
     elif inspect.ismodule(value):
         kind, options = "automodule", "   :members:\n"
