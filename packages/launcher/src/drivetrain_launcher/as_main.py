@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec
-from os import path
+from os import getcwd, path
 from pkgutil import get_importer
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
@@ -54,13 +54,13 @@ def run_as_main(
 
 def _load_script(main: ModuleType, name: str) -> CodeType:
     """The code of a script; `main` and `sys.path` are prepared for it."""
-    absolute = path.abspath(name)
+    absolute = path.join(getcwd(), name)  # not normalised: Python does not either
     importer = get_importer(name)
     if importer is not None:
         _put_first_on_path(absolute)
         spec = importer.find_spec("__main__")
         if spec is None:
-            _end(f"can't find '__main__' module in {name!r}", 1)
+            _end(f"can't find '__main__' module in {absolute!r}", 1)
         return _code_of(main, spec)
     _put_first_on_path(path.dirname(path.realpath(name)))
     kind = SourcelessFileLoader if name.endswith(".pyc") else SourceFileLoader
@@ -81,7 +81,7 @@ def _load_script(main: ModuleType, name: str) -> CodeType:
 
 def _load_module(main: ModuleType, name: str) -> CodeType:
     """The code of a module, or of the `__main__` of a package."""
-    _put_first_on_path(path.abspath(""))
+    _put_first_on_path(getcwd())
     spec = _find_module(name)
     if spec.submodule_search_locations is not None:
         spec = _find_module(f"{name}.__main__")

@@ -4,7 +4,6 @@ Imported when several processes are started, not before: it imports torch, and o
 """
 
 import json
-import logging
 import signal
 import sys
 import time
@@ -25,10 +24,7 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.failures import RankFailure, describe_others, describe_root, find_root, read_failure
 from drivetrain_launcher.plan import LaunchPlan
 from drivetrain_launcher.rendezvous import rendezvous_of
-from drivetrain_launcher.saying import say
-
-# What these say when ranks fail or are stopped, we say once, and shorter.
-_TALKERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+from drivetrain_launcher.saying import say, torch_silenced
 
 
 def run_elastic(plan: LaunchPlan) -> int:
@@ -40,10 +36,12 @@ def run_elastic(plan: LaunchPlan) -> int:
     Raises:
         LaunchError: The nodes cannot meet: the port is in use, the master is not reached, a node is missing.
     """
-    for name in _TALKERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        with TemporaryDirectory(prefix="drivetrain_") as scratch, environ.exported(**plan.environment):
+        with (
+            TemporaryDirectory(prefix="drivetrain_") as scratch,
+            environ.exported(**plan.environment),
+            torch_silenced(),
+        ):
             return _run(plan, WorkerLogs(plan, Path(scratch)))
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}; no rank is left")

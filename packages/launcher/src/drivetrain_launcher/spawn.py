@@ -12,7 +12,7 @@ from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.failures import describe_root, read_failure
 from drivetrain_launcher.host import look_at_host
-from drivetrain_launcher.saying import say
+from drivetrain_launcher.saying import say, torch_silenced
 
 
 def notebook_launcher(
@@ -105,7 +105,7 @@ def _start(
     place = meeting.bootstrap_store_info
     assert place is not None
     ranks = range(count)
-    with TemporaryDirectory(prefix="drivetrain_") as scratch, _signals_restored():
+    with TemporaryDirectory(prefix="drivetrain_") as scratch, _signals_restored(), torch_silenced():
         context = start_processes(
             name="rank",
             entrypoint=_call,

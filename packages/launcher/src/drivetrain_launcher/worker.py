@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from threading import Thread
+from types import TracebackType
 
 from drivetrain_launcher.as_main import run_as_main, show_error
 
@@ -21,46 +22,58 @@ def main() -> None:
     """Run what the command line names as the main program; an exception is left for the launcher to show."""
     is_module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[1 + is_module :]
-    launcher, worker = os.getppid(), os.getpid()
+    recorder = Recorder()
+    sys.excepthook = recorder.hook
     faulthandler.enable()
-    Thread(target=_stop_with_launcher, args=(launcher,), name="launcher watch", daemon=True).start()
-
-    def leave(error: BaseException) -> None:
-        # A process that the script forked is no rank, and without its launcher nobody would read a file.
-        if os.getpid() == worker and os.getppid() == launcher:
-            _record(error)
-        else:
-            show_error(error)
-
+    Thread(target=_stop_with, args=(recorder.launcher,), name="launcher watch", daemon=True).start()
     try:
-        run_as_main(name, arguments, is_module=is_module, on_error=leave)
+        run_as_main(name, arguments, is_module=is_module, on_error=recorder.leave)
     except KeyboardInterrupt:
         # The launcher says once that the run was interrupted; a traceback from each rank would bury it.
         sys.excepthook = _say_nothing
         raise
 
 
+class Recorder:
+    """Leaves a rank's exception in the file that the agent reads, for the launcher to show."""
+
+    def __init__(self) -> None:
+        self.launcher = os.getppid()
+        self._rank = os.getpid()
+        self._was_reached = False
+
+    def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """Stands where Python's own hook stands, at the end of whatever the script and torch put before it."""
+        if self._error_file():
+            self._was_reached = True
+        else:
+            sys.__excepthook__(kind, error, traceback)
+
+    def leave(self, error: BaseException) -> None:
+        """Let the hooks have their word, then leave the exception; a hook that kept it to itself has shown it."""
+        show_error(error)
+        file = self._error_file()
+        if file:
+            from pathlib import Path
+
+            from drivetrain_launcher.failures import record_error
+
+            record_error(Path(file), error, was_shown=not self._was_reached)
+
+    def _error_file(self) -> str | None:
+        """The agent's file; None in a process that the script forked, and when the agent has died."""
+        if os.getpid() != self._rank or os.getppid() != self.launcher:
+            return None
+        from drivetrain_config import environ
+
+        return environ.read("TORCHELASTIC_ERROR_FILE")
+
+
 def _say_nothing(*_: object) -> None:
     """A hook in place of Python's."""
 
 
-def _record(error: BaseException) -> None:
-    """Leave an exception in the file that the agent reads; show it here where there is none."""
-    from pathlib import Path
-
-    from drivetrain_config import environ
-    from drivetrain_launcher.failures import record_error
-
-    file = environ.read("TORCHELASTIC_ERROR_FILE")
-    # A hook that the script installed reports to a service, or shows the error in its own way: it has the first word.
-    has_own_hook = sys.excepthook is not sys.__excepthook__
-    if has_own_hook or not file:
-        show_error(error)
-    if file:
-        record_error(Path(file), error, was_shown=has_own_hook)
-
-
-def _stop_with_launcher(launcher: int) -> None:
+def _stop_with(launcher: int) -> None:
     """End this process when its launcher has died: nobody else would, and it would hold its accelerator."""
     while os.getppid() == launcher:
         time.sleep(_LOOK_INTERVAL_SECONDS)

@@ -1,0 +1,125 @@
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SHOW = "import os, sys; print(sys.argv, 'RANK' in os.environ, 'torch' in sys.modules, __name__)"
+
+
+def test_one_process_runs_in_place_without_torch(drivetrain: Callable, script: Callable) -> None:
+    script(SHOW)
+    done = drivetrain("launch", "--num-processes", "1", "script.py", "--help", "--num-processes", "3")
+    assert done.stdout == "['script.py', '--help', '--num-processes', '3'] False False __main__\n"
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_a_module_runs_in_place(drivetrain: Callable, script: Callable) -> None:
+    script(SHOW, "pkg/train.py")
+    done = drivetrain("launch", "-m", "pkg.train", "-x")
+    assert "-x'] False False __main__" in done.stdout
+
+
+def test_a_program_takes_the_launchers_place(drivetrain: Callable) -> None:
+    done = drivetrain("launch", "--program", sys.executable, "-c", "print('a program')")
+    assert (done.stdout, done.returncode) == ("a program\n", 0)
+
+
+def test_a_program_that_is_not_there(drivetrain: Callable) -> None:
+    done = drivetrain("launch", "--program", "./nowhere")
+    assert "drivetrain: error: ./nowhere: No such file or directory" in done.stderr
+    assert done.returncode == 2
+
+
+def test_exit_codes_and_tracebacks_pass_through(drivetrain: Callable, script: Callable) -> None:
+    script("import sys\nif sys.argv[1:]: raise ValueError('boom')\nsys.exit(7)")
+    assert drivetrain("launch", "script.py").returncode == 7
+    failed = drivetrain("launch", "script.py", "fail")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith('Traceback (most recent call last):\n  File "')
+    assert "drivetrain_launcher" not in failed.stderr
+
+
+def test_a_setting_error_inside_the_script_keeps_its_traceback(
+    drivetrain: Callable, script: Callable
+) -> None:
+    script("from drivetrain_config import ConfigError\nraise ConfigError('the script says so')")
+    done = drivetrain("launch", "script.py")
+    assert "Traceback" in done.stderr
+    assert done.returncode == 1
+
+
+def test_interrupting_one_process_is_as_with_python(started: Callable, script: Callable) -> None:
+    script("import time\nprint('ready', flush=True)\ntime.sleep(100)")
+    process = started("launch", "script.py")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    output = process.stdout.read()
+    assert process.wait(60) == -signal.SIGINT
+    assert output.rstrip().endswith("KeyboardInterrupt")
+    assert "drivetrain_launcher" not in output
+
+
+def test_the_script_finds_its_settings_with_their_sources(drivetrain: Callable, script: Callable) -> None:
+    script(
+        "from drivetrain_config import resolve\nfrom drivetrain_state import StateSettings\n"
+        "found = resolve(StateSettings, section='state')\n"
+        "print(found.value.hang_timeout_seconds, found.sources['hang_timeout_seconds'])\n"
+    )
+    done = drivetrain("launch", "--state-hang-timeout-seconds", "7", "script.py")
+    assert done.stdout == "7.0 --state-hang-timeout-seconds on the command line\n", done.stderr
+
+
+def test_a_script_that_is_not_there_names_the_closest(drivetrain: Callable, script: Callable) -> None:
+    script("", "train_bytes.py")
+    done = drivetrain("launch", "train_byte.py")
+    assert "train_byte.py: no such script" in done.stderr
+    assert "did you mean train_bytes.py" in done.stderr
+    assert done.returncode == 2
+
+
+def test_a_wrong_value_of_any_section_is_told_before_anything_starts(
+    drivetrain: Callable, script: Callable
+) -> None:
+    script("print('started')")
+    done = drivetrain("launch", "--state-timeout-seconds", "-3", "script.py")
+    assert "state.timeout_seconds=-3.0" in done.stderr
+    assert "--state-timeout-seconds" in done.stderr
+    assert (done.stdout, done.returncode) == ("", 2)
+
+
+def test_a_dry_run_prints_the_plan_alone(drivetrain: Callable, script: Callable) -> None:
+    script("print('started')")
+    done = drivetrain("launch", "--dry-run", "--num-processes", "2", "script.py", "--lr", "1")
+    assert "2 processes under torch's elastic agent" in done.stdout
+    assert "started" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["json.py", "signal.py", "plan.py"])
+def test_a_script_may_be_called_as_a_module_is(drivetrain: Callable, script: Callable, name: str) -> None:
+    script("print('mine')", name)
+    done = drivetrain("launch", name)
+    assert done.stdout == "mine\n", done.stderr
+
+
+def test_env_prints_json(drivetrain: Callable) -> None:
+    done = drivetrain(
+        "env", "--json", "--num-processes", "3", environment={"DRIVETRAIN_STATE__DEBUG": "true"}
+    )
+    report = json.loads(done.stdout)
+    assert report["settings"]["launch"]["num_processes"] == {
+        "value": 3,
+        "source": "command line",
+        "where": "--num-processes",
+    }
+    assert report["settings"]["state"]["debug"]["where"] == "DRIVETRAIN_STATE__DEBUG"
+    assert report["settings"]["state"]["timeout_seconds"]["source"] == "default"
+    assert report["versions"]["torch"]
+    assert any(line.startswith("cpu") for line in report["devices"])
+
+
+def test_a_folder_of_scripts(drivetrain: Callable, script: Callable, tmp_path: Path) -> None:
+    script("import sys; print(sys.path[0])", "app/__main__.py")
+    assert drivetrain("launch", "app").stdout == f"{tmp_path / 'app'}\n"

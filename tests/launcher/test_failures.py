@@ -1,0 +1,114 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from drivetrain_launcher.failures import (
+    RankFailure,
+    describe_others,
+    describe_root,
+    find_root,
+    read_failure,
+    record_error,
+)
+
+
+def failure(rank: int, **changes: object) -> RankFailure:
+    values = {
+        "rank": rank,
+        "local_rank": rank,
+        "pid": 100 + rank,
+        "exit_code": 1,
+        "time": float(rank),
+        **changes,
+    }
+    return RankFailure(**values)
+
+
+BOOM = {"error": "ValueError: boom", "traceback": "Traceback\nValueError: boom\n"}
+BROKEN = {"error": "RuntimeError: [gloo] Connection closed by peer", "traceback": "Traceback\n..."}
+
+
+def test_the_first_is_the_root() -> None:
+    assert find_root([failure(3, **BOOM, time=2.0), failure(1, **BOOM, time=3.0)]).rank == 3
+
+
+def test_a_broken_connection_is_not_the_root_even_if_it_came_first() -> None:
+    assert find_root([failure(0, **BROKEN, time=1.0), failure(1, **BOOM, time=2.0)]).rank == 1
+    assert find_root([failure(0, **BROKEN, time=1.0), failure(1, exit_code=-9, time=2.0)]).rank == 1
+
+
+def test_a_rank_that_was_stopped_is_not_the_root() -> None:
+    assert find_root([failure(0, exit_code=-15, time=1.0), failure(1, exit_code=3, time=2.0)]).rank == 1
+
+
+def test_an_os_error_of_the_script_is_no_broken_connection_between_ranks() -> None:
+    assert not failure(0, error="OSError: [Errno 111] Connection refused").is_aftermath
+    assert failure(0, error="torch.distributed.DistBackendError: NCCL").is_aftermath
+
+
+def test_the_traceback_is_shown_with_its_rank() -> None:
+    shown = describe_root(failure(2, **BOOM))
+    assert shown.startswith("drivetrain: rank 2 (local rank 2, process 102) failed:\nTraceback")
+    assert shown.count("ValueError: boom") == 1
+
+
+def test_a_traceback_that_the_scripts_own_hook_showed_is_not_shown_again() -> None:
+    shown = describe_root(failure(2, **BOOM, was_shown=True))
+    assert "Traceback" not in shown
+    assert "ValueError: boom; its traceback stands above" in shown
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [
+        (-9, "SIGKILL: most likely the system ran out of memory"),
+        (-11, "SIGSEGV: a crash in native code"),
+        (-7, "SIGBUS: most likely shared memory"),
+        (-64, "ended by SIGRTMAX"),
+        (4, "ended with exit code 4, and no exception"),
+    ],
+)
+def test_an_end_without_exception_is_explained(exit_code: int, words: str) -> None:
+    assert words in describe_root(failure(0, exit_code=exit_code))
+
+
+def test_the_others_get_a_line_each() -> None:
+    root = failure(1, **BOOM)
+    others = [
+        failure(0, **BROKEN),
+        failure(2, exit_code=-15),
+        failure(3, exit_code=-9),
+        failure(4, exit_code=7),
+    ]
+    lines = describe_others(root, [root, *others]).splitlines()
+    assert lines[1:] == [
+        "  rank 0: RuntimeError: [gloo] Connection closed by peer (a connection broke after the first failure)",
+        "  rank 2: was stopped by the launcher",
+        "  rank 3: was killed (SIGKILL): by the launcher if it did not stop in time, else by the system",
+        "  rank 4: exit code 7",
+    ]
+    assert describe_others(root, [root]) == ""
+
+
+@pytest.mark.parametrize(("exit_code", "shell"), [(5, 5), (-9, 137), (None, 1)])
+def test_the_shell_gets_the_ranks_code(exit_code: int | None, shell: int) -> None:
+    assert failure(0, exit_code=exit_code).shell_code == shell
+
+
+def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    try:
+        raise KeyError("weights")
+    except KeyError as error:
+        record_error(file, error, was_shown=True)
+    read = read_failure(json.loads(file.read_text()), rank=5, local_rank=1, pid=7, exit_code=1, seen=0.0)
+    assert read.error == "KeyError: 'weights'"
+    assert 'raise KeyError("weights")' in read.traceback
+    assert read.was_shown
+    assert read.time > 0
+
+
+def test_a_rank_that_left_nothing_has_its_exit_code_alone() -> None:
+    read = read_failure({"message": "<NONE>"}, rank=0, local_rank=0, pid=1, exit_code=-9, seen=4.0)
+    assert (read.error, read.traceback, read.time, read.signal) == ("", "", 4.0, "SIGKILL")

@@ -1,0 +1,96 @@
+import os
+from collections.abc import Callable
+
+import pytest
+
+from drivetrain_launcher import notebook_launcher
+
+# A process that has computed with several threads is the one that a notebook forks from.
+NOTEBOOK = """
+import os
+import torch
+import torch.distributed as dist
+from drivetrain_launcher import LaunchError, RankFailedError, debug_launcher, notebook_launcher
+
+(torch.ones(512, 512, requires_grad=False) @ torch.ones(512, 512)).sum()
+
+def train(scale):
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    (torch.ones(256, 256) @ torch.ones(256, 256)).sum()
+    dist.destroy_process_group()
+    return int(total) * scale
+"""
+
+
+def place(name: str) -> tuple[str, str | None]:
+    return name, os.environ.get("RANK")
+
+
+def test_one_process_is_this_one() -> None:
+    assert notebook_launcher(place, ("x",), 1) == [("x", None)]
+
+
+def test_mixed_precision_reaches_the_function_and_no_further() -> None:
+    def said() -> str | None:
+        return os.environ.get("DRIVETRAIN_RUN__MIXED_PRECISION")
+
+    assert notebook_launcher(said, num_processes=1, mixed_precision="bf16") == ["bf16"]
+    assert said() is None
+
+
+def test_functions_of_a_notebook_run_on_several_processes(run_source: Callable) -> None:
+    done = run_source(
+        NOTEBOOK + "print(notebook_launcher(train, (10,), 2))\nprint(debug_launcher(train, (1,), 3))"
+    )
+    assert done.stdout == "[30, 30]\n[6, 6, 6]\n", done.stderr
+
+
+def test_a_failing_rank_is_shown_and_the_interpreter_goes_on(run_source: Callable) -> None:
+    source = """
+import signal, time
+before = signal.getsignal(signal.SIGINT)
+def fail(word):
+    if os.environ["RANK"] == "1": raise ValueError(word)
+    time.sleep(100)
+try:
+    debug_launcher(fail, ("boom",))
+except RankFailedError as error:
+    print(error)
+print(signal.getsignal(signal.SIGINT) is before)
+"""
+    done = run_source(NOTEBOOK + source)
+    assert "drivetrain: rank 1 (local rank 1, process " in done.stdout
+    assert done.stdout.count("ValueError: boom") == 1
+    assert done.stdout.endswith("True\n")
+    assert done.stderr == ""
+
+
+def test_a_rank_that_is_killed_is_named(run_source: Callable) -> None:
+    source = "import signal\ndef die(): os.kill(os.getpid(), signal.SIGKILL)\n"
+    done = run_source(NOTEBOOK + source + "debug_launcher(die, num_processes=2)")
+    assert "was ended by SIGKILL: most likely the system ran out of memory" in done.stderr
+    assert done.returncode == 1
+
+
+def test_debug_launcher_trains_on_the_cpu(run_source: Callable) -> None:
+    source = """
+from drivetrain_state import StateSettings, connect
+from drivetrain_config import resolve
+def where():
+    found = resolve(StateSettings, section="state")
+    return found.value.device, str(found.sources["device"])
+print(debug_launcher(where, num_processes=2)[1])
+"""
+    done = run_source(NOTEBOOK + source)
+    assert done.stdout == "('cpu', 'DRIVETRAIN_STATE__DEVICE in the environment')\n", done.stderr
+
+
+@pytest.fixture
+def run_source(drivetrain: Callable, script: Callable) -> Callable:
+    def run(source: str) -> object:
+        script(source)
+        return drivetrain("launch", "--num-processes", "1", "script.py")
+
+    return run
