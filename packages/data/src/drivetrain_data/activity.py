@@ -94,8 +94,6 @@ class ActiveLoaders:
 def _same_trim(one: BatchPlan | None, other: BatchPlan | None) -> bool:
     if one is None or other is None:
         return True
-    if one.is_whole and other.is_whole:
-        return True
     return one.real_counts == other.real_counts and one.sizes == other.sizes
 
 

@@ -1,26 +1,37 @@
 """Dispatch: one rank reads, and every rank receives its batches.
 
-A step is one broadcast, as large as the step before was; a step that has outgrown it takes a second one for the rest.
-Structure, shapes and what is known of the step travel along only when they change. A reader that fails sends its
-traceback in place of a batch, so that no rank waits for one.
+A message is one broadcast, as large as the one before was; a message that has outgrown it takes a second one for the
+rest. Small steps that are read fast share a message. Structure, shapes and what is known of a step travel along only
+when they change. A reader that fails sends its traceback in place of a batch, so that no rank waits for one.
 """
 
 import traceback
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.errors import DispatchError
-from drivetrain_data.packing import Bytes, Layout, pack, take_apart, unpack_batch, unpack_layout, used_bytes
+from drivetrain_data.packing import HEADER_BYTES, Bytes, Layout, Step, Unpacked, pack, take_apart, used_bytes
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
-from drivetrain_data.source import Source
+from drivetrain_data.source import Reading, Source
 
 _FIRST_BYTES = 4096
+_NO_WORKER = -1
+_GROUP_BYTES = 2**16  # beyond, a message is no cheaper for holding more
+_GROUP_NANOSECONDS = 1_000_000  # that a read step may wait for others
+
+
+class _Read(NamedTuple):
+    """A step as the reader has it, and as it is sent."""
+
+    reading: Reading
+    step: Step
 
 
 class DispatchSource:
@@ -70,7 +81,7 @@ class DispatchSource:
         """Where the order comes from."""
         return f"{self._inner.order_source.split('; ')[0]}; read by one rank, which hands out every rank's batches"
 
-    def open(self, epoch: int, position: int) -> Iterator[tuple[BatchPlan, Any]]:
+    def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read or receive an epoch."""
         steps = self._send(epoch, position) if self._is_reader else self._receive()
         try:
@@ -78,6 +89,10 @@ class DispatchSource:
         finally:
             steps.close()
             self._channel.settle()
+
+    def note_received(self, plan: BatchPlan, worker: int) -> None:
+        """A step has reached the loop."""
+        self._inner.note_received(plan, worker)
 
     def num_steps(self) -> int:
         """The steps of a whole epoch."""
@@ -92,59 +107,77 @@ class DispatchSource:
         return self._inner.identity()
 
     def extra_state(self) -> Mapping[str, Any]:
-        """What a state must hold besides the position; known to the reader."""
+        """What a state must hold besides the position; the same on every rank."""
         return self._inner.extra_state()
 
     def take_up(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self._inner.take_up(state)
 
-    def _send(self, epoch: int, position: int) -> Generator[tuple[BatchPlan, Any]]:
-        steps = self._inner.open(epoch, position)
-        step = self._read(steps)
-        self._post(step)
-        while step is not None:
-            plan, batches = step
+    def _send(self, epoch: int, position: int) -> Generator[Reading]:
+        groups = self._groups(self._inner.open(epoch, position))
+        group = self._post(next(groups, []))
+        while group:
+            held = group
             if self._read_ahead:
-                step = self._read(steps)
-                self._post(step)
-            yield plan, batches[min(self._shard.index, len(batches) - 1)]
+                group = self._post(next(groups, []))
+            for (plan, batches, worker), _ in held:
+                yield plan, batches[min(self._shard.index, len(batches) - 1)], worker
             if not self._read_ahead:
-                step = self._read(steps)
-                self._post(step)
+                group = self._post(next(groups, []))
 
-    def _read(self, steps: Iterator[tuple[BatchPlan, Any]]) -> tuple[BatchPlan, Any] | None:
-        try:
-            return next(steps, None)
-        except Exception:  # told to every rank, and raised here too
-            self._post_note(traceback.format_exc())
-            raise
-
-    def _post(self, step: tuple[BatchPlan, Any] | None) -> None:
-        if step is None:
-            self._post_note(None)
-            return
-        plan, batches = step
-        message = take_apart(plan, batches)
-        with_layout = message.layout != self._sent
-        self._sent = message.layout
-        packed, used = pack(message, with_layout=with_layout, capacity=self._channel.capacity)
-        self._channel.send(packed, used, complete=not self._read_ahead)
-
-    def _post_note(self, note: str | None) -> None:
-        message = take_apart(note, ())
-        self._sent = None
-        packed, used = pack(message, with_layout=True, capacity=self._channel.capacity)
-        self._channel.send(packed, used, complete=not self._read_ahead)
-
-    def _receive(self) -> Generator[tuple[BatchPlan, Any]]:
+    def _groups(self, steps: Iterator[Reading]) -> Iterator[list[_Read]]:
+        """Steps of one layout, as many as are read in a moment; an error comes after the steps before it."""
+        group: list[_Read] = []
+        begun = num_bytes = 0
         while True:
-            packed = self._channel.receive()
-            layout = unpack_layout(packed)
-            if layout is not None:
-                self._received = layout = self._for_this_shard(layout)
-            else:
-                layout = self._received
+            try:
+                step = next(steps, None)
+            except Exception:  # it is told to every rank, and raised here
+                if group:
+                    yield group
+                self._tell(traceback.format_exc())
+                raise
+            if step is None:
+                break
+            plan, batches, worker = step
+            read = _Read(step, take_apart(plan, batches, tag=_NO_WORKER if worker is None else worker))
+            if group and (
+                num_bytes >= _GROUP_BYTES
+                or perf_counter_ns() - begun > _GROUP_NANOSECONDS
+                or read.step.layout != group[0].step.layout
+            ):
+                yield group
+                group = []
+            if not group:
+                begun, num_bytes = perf_counter_ns(), 0
+            group.append(read)
+            num_bytes += read.step.num_bytes
+        if group:
+            yield group
+
+    def _post(self, group: list[_Read]) -> list[_Read]:
+        if group:
+            self._send_steps([read.step for read in group])
+        else:
+            self._tell(None)
+        return group
+
+    def _tell(self, note: str | None) -> None:
+        self._send_steps([take_apart(note, ())])
+
+    def _send_steps(self, steps: list[Step]) -> None:
+        layout = steps[0].layout
+        packed, used = pack(steps, with_layout=layout != self._sent, capacity=self._channel.capacity)
+        self._sent = layout
+        self._channel.send(packed, used, complete=not self._read_ahead)
+
+    def _receive(self) -> Generator[Reading]:
+        while True:
+            message = Unpacked(self._channel.receive())
+            if message.layout is not None:
+                self._received = self._for_this_shard(message.layout)
+            layout = self._received
             assert layout is not None
             if not isinstance(layout.note, BatchPlan):
                 if layout.note is not None:
@@ -153,7 +186,9 @@ class DispatchSource:
             if self._read_ahead:
                 self._channel.expect()
             own = min(self._shard.index, len(layout.batches) - 1)
-            yield layout.note, unpack_batch(packed, layout, own)
+            for step in range(message.num_steps):
+                worker = None if message.tags[step] == _NO_WORKER else message.tags[step]
+                yield layout.note, message.batch(layout, step, own), worker
 
     def _for_this_shard(self, layout: Layout) -> Layout:
         plan = layout.note
@@ -221,7 +256,7 @@ class Channel:
         work, tensor = self._expected
         self._expected = None
         work.wait()
-        used = used_bytes(tensor[:64].cpu().numpy())
+        used = used_bytes(tensor[:HEADER_BYTES].cpu().numpy())
         if used > self.capacity:
             whole = torch.empty(used, dtype=torch.uint8, device=self._device)
             whole[: self.capacity] = tensor

@@ -9,6 +9,7 @@ from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.orders import prepare_sampler
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
+from drivetrain_data.source import Reading
 
 
 class ForeignSource:
@@ -37,7 +38,7 @@ class ForeignSource:
             return f"the batches of {name} as they come"
         return f"the batches of {name}, dealt out in turn; it must yield the same on every rank that reads"
 
-    def open(self, epoch: int, position: int) -> Iterator[tuple[BatchPlan, Any]]:
+    def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch, one step ahead, since only the loader knows when it ends."""
         prepare_sampler(self._loader, self.seed, epoch)
         batches = islice(iter(self._loader), position, None)
@@ -52,10 +53,13 @@ class ForeignSource:
                 group += [first[i % len(first)] for i in range(count - advance)]
             plan = self._plan(group, real, is_last=ends, advance=advance)
             if self.reads_for_all:
-                yield plan, group
+                yield plan, group, None
             else:
-                yield plan, group[min(self._shard.index, len(group) - 1)]
+                yield plan, group[min(self._shard.index, len(group) - 1)], None
             group = following
+
+    def note_received(self, _plan: BatchPlan, _worker: int) -> None:
+        """Nothing: a position says all."""
 
     def num_steps(self) -> int:
         """The steps of a whole epoch.

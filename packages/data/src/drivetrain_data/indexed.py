@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
+from drivetrain_data.source import Reading
 
 
 class IndexedSource:
@@ -43,7 +44,7 @@ class IndexedSource:
         """Where the order comes from."""
         return self._laid_out_by.source
 
-    def open(self, epoch: int, position: int) -> Iterator[tuple[BatchPlan, Any]]:
+    def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch from a position on."""
         sampler = self._sampler
         sampler.epoch, sampler.position = epoch, position
@@ -53,11 +54,15 @@ class IndexedSource:
         plans = sampler.plans
         if not self.reads_for_all:
             for batch in batches:
-                yield plans.popleft(), batch
+                yield plans.popleft(), batch, None
             return
         for first in batches:
             plan = plans.popleft()
-            yield plan, [first, *islice(batches, num_holders(plan, padded=sampler.even == "pad") - 1)]
+            num_batches = num_holders(plan, padded=sampler.even == "pad")
+            yield plan, [first, *islice(batches, num_batches - 1)], None
+
+    def note_received(self, _plan: BatchPlan, _worker: int) -> None:
+        """Nothing: a position says all."""
 
     def num_steps(self) -> int:
         """The steps of a whole epoch."""

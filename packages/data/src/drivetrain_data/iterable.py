@@ -13,6 +13,7 @@ from drivetrain_data.partition import step_plan, tail_counts
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
+from drivetrain_data.source import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ class StreamSource:
         self._collate = collate
         self._generator = generator
         self._loader = build(dataset)
-        self._read_by_worker = [0] * max(1, num_workers)
+        self._num_workers = max(1, num_workers)
+        self._received = [0] * self._num_workers  # from each worker; kept if there are several
         self.seed = seed
         self.reads_for_all = collate.reads_for_all
 
@@ -121,7 +123,7 @@ class StreamSource:
             "the same on every rank"
         )
 
-    def open(self, epoch: int, position: int) -> Iterator[tuple[BatchPlan, Any]]:
+    def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch, one step ahead, since only the dataset knows when it ends."""
         self._generator.manual_seed(hash_key(self.seed, epoch, self._collate.shard.index) >> 1)
         loader = self._loader_from(position)
@@ -135,8 +137,12 @@ class StreamSource:
             if following is None or dealt.num_samples != full.advance:
                 last = following is None
                 plan = step_plan(dealt.num_samples, shard.count, size, even, shard=shard.index, is_last=last)
-            self._read_by_worker[dealt.worker] += dealt.num_samples
-            yield plan, dealt.batches if self.reads_for_all else dealt.batches[0]
+            worker = dealt.worker if self._num_workers > 1 else None
+            yield plan, dealt.batches if self.reads_for_all else dealt.batches[0], worker
+
+    def note_received(self, plan: BatchPlan, worker: int) -> None:
+        """Count what has come from a worker."""
+        self._received[worker] += plan.advance
 
     def num_steps(self) -> int:
         """The steps of a whole epoch, if the dataset has a length; as with torch, right without workers.
@@ -154,33 +160,33 @@ class StreamSource:
 
     def identity(self) -> Mapping[str, Any]:
         """What a saved state must agree on."""
-        return {"order": f"stream:{type(self._dataset).__name__}", "num_workers": len(self._read_by_worker)}
+        return {"order": f"stream:{type(self._dataset).__name__}", "num_workers": self._num_workers}
 
     def extra_state(self) -> Mapping[str, Any]:
-        """The samples received from each worker."""
-        return {"read_by_worker": list(self._read_by_worker)}
+        """The samples received from each of several workers."""
+        return {"received": list(self._received)} if self._num_workers > 1 else {}
 
     def take_up(self, state: Mapping[str, Any]) -> None:
         """Go on where each worker stood."""
-        self._read_by_worker = list(state["read_by_worker"])
+        self._received = list(state["received"])
 
     def _loader_from(self, position: int) -> DataLoader[Any]:
         if position == 0:
-            self._read_by_worker = [0] * len(self._read_by_worker)
+            self._received = [0] * self._num_workers
             return self._loader
-        if sum(self._read_by_worker) != position:
-            if len(self._read_by_worker) > 1:
-                raise RuntimeError(
-                    f"position {position} of a stream read by {len(self._read_by_worker)} workers cannot be found "
-                    "without reading: batches can be skipped with num_workers=0 or 1, and a saved state can be loaded"
-                )
-            self._read_by_worker = [position]
+        if self._num_workers == 1:
+            self._received = [position]
+        if sum(self._received) != position:
+            raise RuntimeError(
+                f"position {position} of a stream read by {self._num_workers} workers cannot be found without "
+                "reading: batches can be skipped with num_workers=0 or 1, and a saved state can be loaded"
+            )
         logger.warning(
             "going on at sample %d of a stream: %s is read and dropped up to there, on each rank that reads",
             position,
             type(self._dataset).__name__,
         )
-        return self._build(ResumedStream(self._dataset, tuple(self._read_by_worker)))
+        return self._build(ResumedStream(self._dataset, tuple(self._received)))
 
 
 class ResumedStream(IterableDataset[Any]):

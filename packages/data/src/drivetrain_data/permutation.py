@@ -87,7 +87,7 @@ def hash_key(*key: int) -> int:
 def hash_words(words: _Words, key: int) -> _Words:
     """SplitMix64's finalizer over `words`, keyed before and between two passes; a bijection of 64-bit words."""
     mixed = _mix(words * np.uint64(_GOLDEN) + np.uint64(key))
-    return _mix(mixed ^ np.uint64(_mix_one(key + _GOLDEN)))
+    return _mix(mixed ^ np.uint64(_mix_one(key ^ _WORD)))
 
 
 def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,17 +1,21 @@
 """Where a sharded loader's batches come from: the seam between what is read and how a loop sees it."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from drivetrain_data.batch_plan import BatchPlan
+
+Reading: TypeAlias = tuple[BatchPlan, Any, int | None]
 
 
 class Source(Protocol):
     """Gives a shard's batches of an epoch with their plans. Every rank has one and makes the same calls.
 
-    1. `open` starts an epoch at a position; each step yields what all ranks know of it, and this rank's batch. A
-       source that reads for all yields a list instead: the batches of the shards that have their own, in shard order.
-    2. `identity` and `extra_state` go into a saved state; `take_up` reads the latter back before the next `open`.
+    1. `open` starts an epoch at a position; each step yields what all ranks know of it, this rank's batch, and the
+       worker that read it, if that matters for a resume. A source that reads for all yields a list in place of the
+       batch: the batches of the shards that have their own, in shard order.
+    2. `note_received` follows each step that comes with a worker, once the loop has it.
+    3. `identity` and `extra_state` go into a saved state; `take_up` reads the latter back before the next `open`.
 
     Attributes:
         reads_for_all: Whether a step's batches of all shards are given.
@@ -32,8 +36,12 @@ class Source(Protocol):
         """Where the order comes from, as one phrase for people."""
         ...
 
-    def open(self, epoch: int, position: int) -> Iterator[tuple[BatchPlan, Any]]:
+    def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch from a position on."""
+        ...
+
+    def note_received(self, plan: BatchPlan, worker: int, /) -> None:
+        """A step has reached the loop."""
         ...
 
     def num_steps(self) -> int:

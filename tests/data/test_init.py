@@ -1,0 +1,43 @@
+import subprocess
+import sys
+
+import pytest
+
+import drivetrain_data
+
+
+def test_the_public_names_are_these() -> None:
+    assert drivetrain_data.__all__ == [
+        "ORDER_VERSION",
+        "ActiveLoaders",
+        "AmbiguousLoaderError",
+        "BatchPlan",
+        "DataSettings",
+        "DataStateError",
+        "DispatchError",
+        "Even",
+        "IndexRangeError",
+        "Partition",
+        "Permutation",
+        "PermutationSampler",
+        "RestOfEpoch",
+        "Shard",
+        "ShardedLoader",
+        "TrimError",
+        "shard_loader",
+        "skip_first_batches",
+        "trim",
+        "trim_objects",
+    ]
+
+
+def test_every_public_name_is_there() -> None:
+    for name in drivetrain_data.__all__:
+        assert getattr(drivetrain_data, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'sharded'"):
+        drivetrain_data.sharded  # noqa: B018
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, drivetrain_data; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
