@@ -6,7 +6,8 @@ is compared between the ranks first. In one process the data comes back as it is
 of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import prod
 from typing import Literal, TypeVar, cast, get_args
 
@@ -16,7 +17,17 @@ from torch import Tensor
 
 from drivetrain_state._nested import Data, Nested, leaves_with_paths, rebuild, tensors_in
 from drivetrain_state.agreement import check_agreement
-from drivetrain_state.buckets import as_bytes, flat, map_buckets, split_by_rank, stacked_leading, unflat
+from drivetrain_state.buckets import (
+    Bucket,
+    as_bytes,
+    cut,
+    flat,
+    map_buckets,
+    pack,
+    stacked,
+    unpack,
+    unpack_rows,
+)
 from drivetrain_state.context import Context
 from drivetrain_state.errors import CollectiveMismatchError
 
@@ -50,42 +61,37 @@ def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
     check_agreement(context, f"gather(uneven={uneven})", data, free_dim=0 if uneven else None)
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
-        return rebuild(
-            data, (tensor.detach().reshape(stacked_leading(tensor.shape, 1)) for tensor in tensors)
-        )
+        return rebuild(data, (tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors))
     context.watch.mark("gather")
     if uneven:
         shapes = _shapes_by_rank(context, tensors)
         _check_trailing_sizes(data, shapes)
         results = map_buckets(tensors, lambda bucket: _gather_uneven(context, tensors, bucket, shapes))
     else:
-        results = map_buckets(tensors, lambda bucket: _gather_even(context, [tensors[i] for i in bucket]))
+        results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
     gathered = rebuild(data, results)
     context.watch.mark("gather done")
     return gathered
 
 
-def _gather_even(context: Context, bucket: list[Tensor]) -> list[Tensor]:
-    world_size = context.topology.world_size
-    rows = _all_gather_rows(context, flat(bucket))
-    sizes = [tensor.numel() for tensor in bucket]
-    # One call copies all pieces; torch's annotation of it leaves out that it returns them.
-    pieces = cast("tuple[Tensor, ...]", torch.split_with_sizes_copy(rows, sizes, dim=1))
-    return [
-        piece.view(stacked_leading(tensor.shape, world_size))
-        for piece, tensor in zip(pieces, bucket, strict=True)
-    ]
+def _gather_even(context: Context, tensors: Sequence[Tensor], bucket: Bucket) -> Iterator[Tensor]:
+    return unpack_rows(_all_gather_rows(context, pack(tensors, bucket)), tensors, bucket)
 
 
 def _gather_uneven(
-    context: Context, tensors: Sequence[Tensor], bucket: list[int], shapes: list[list[list[int]]]
+    context: Context, tensors: Sequence[Tensor], bucket: Bucket, shapes: list[list[list[int]]]
 ) -> list[Tensor]:
-    by_rank = [[of_rank[position] for position in bucket] for of_rank in shapes]
+    asked = list(chain.from_iterable(bucket))
+    positions = sorted(
+        asked
+    )  # runs of one shape here are others elsewhere: this order is the same on all ranks
+    by_rank = [[of_rank[position] for position in positions] for of_rank in shapes]
     longest = max(sum(prod(shape) for shape in of_rank) for of_rank in by_rank)
-    mine = flat([tensors[position] for position in bucket])
+    mine = flat([tensors[position] for position in positions])
     rows = _all_gather_rows(context, torch.cat([mine, mine.new_zeros(longest - mine.numel())]))
-    pieces = [split_by_rank(row, of_rank) for row, of_rank in zip(rows, by_rank, strict=True)]
-    return [torch.cat(of_tensor) for of_tensor in zip(*pieces, strict=True)]
+    pieces = [cut(row, of_rank) for row, of_rank in zip(rows, by_rank, strict=True)]
+    whole = dict(zip(positions, map(torch.cat, zip(*pieces, strict=True)), strict=True))
+    return [whole[position] for position in asked]
 
 
 def _all_gather_rows(context: Context, mine: Tensor) -> Tensor:
@@ -146,7 +152,7 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
     context.watch.mark("reduce")
-    results = map_buckets(tensors, lambda bucket: _reduce_bucket(context, [tensors[i] for i in bucket], op))
+    results = map_buckets(tensors, lambda bucket: _reduce_bucket(context, tensors, bucket, op))
     reduced = rebuild(data, results)
     context.watch.mark("reduce done")
     return reduced
@@ -164,15 +170,17 @@ def _check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
         raise ValueError(f"op={op!r} of {dtype}: complex numbers have no order; reduce .abs() instead")
 
 
-def _reduce_bucket(context: Context, bucket: list[Tensor], op: ReduceOp) -> list[Tensor]:
-    mine = flat(bucket)
+def _reduce_bucket(
+    context: Context, tensors: Sequence[Tensor], bucket: Bucket, op: ReduceOp
+) -> Iterator[Tensor]:
+    mine = pack(tensors, bucket)
     staged = mine.to(_staging_dtype(mine.dtype, op))
     dist.all_reduce(
         torch.view_as_real(staged) if staged.is_complex() else staged, _TORCH_OPS[op], group=context.group
     )
     if op == "mean":
         staged /= context.topology.world_size
-    return unflat(staged.to(mine.dtype), bucket)
+    return unpack(staged.to(mine.dtype), tensors, bucket)
 
 
 def _staging_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
@@ -202,18 +210,18 @@ def broadcast(context: Context, data: Data, src: int = 0) -> Data:
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
     context.watch.mark("broadcast")
-    results = map_buckets(
-        tensors, lambda bucket: _broadcast_bucket(context, [tensors[i] for i in bucket], src)
-    )
+    results = map_buckets(tensors, lambda bucket: _broadcast_bucket(context, tensors, bucket, src))
     received = rebuild(data, results)
     context.watch.mark("broadcast done")
     return received
 
 
-def _broadcast_bucket(context: Context, bucket: list[Tensor], src: int) -> list[Tensor]:
-    buffer = flat(bucket)
+def _broadcast_bucket(
+    context: Context, tensors: Sequence[Tensor], bucket: Bucket, src: int
+) -> Iterator[Tensor]:
+    buffer = pack(tensors, bucket)
     dist.broadcast(as_bytes(buffer), src=src, group=context.group)
-    return unflat(buffer, bucket)
+    return unpack(buffer, tensors, bucket)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Divide what one rank holds among all of them; structure and shapes travel along."""
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from drivetrain_state._nested import Data, Nested, rebuild, tensors_in
 from drivetrain_state.agreement import check_agreement
-from drivetrain_state.buckets import as_bytes, flat, map_buckets, unflat
+from drivetrain_state.buckets import Bucket, as_bytes, map_buckets, pack, unpack
 from drivetrain_state.collectives import broadcast_object, check_rank
 from drivetrain_state.context import Context
 
@@ -64,16 +65,17 @@ def _part_like(tensor: Tensor, world_size: int) -> Tensor:
 
 
 def _scatter_bucket(
-    context: Context, parts: list[Tensor], whole: list[Tensor] | None, bucket: list[int], src: int
-) -> list[Tensor]:
-    like = [parts[position] for position in bucket]
-    mine = torch.empty(sum(part.numel() for part in like), dtype=like[0].dtype, device=context.device)
+    context: Context, parts: list[Tensor], whole: list[Tensor] | None, bucket: Bucket, src: int
+) -> Iterator[Tensor]:
+    like = parts[bucket[0][0]]
+    mine = torch.empty(
+        sum(parts[position].numel() for run in bucket for position in run),
+        dtype=like.dtype,
+        device=context.device,
+    )
     rows = None
     if whole is not None:
-        shares = [
-            whole[position].to(context.device).tensor_split(context.topology.world_size)
-            for position in bucket
-        ]
-        rows = [as_bytes(flat(of_rank)) for of_rank in zip(*shares, strict=True)]
+        shares = [tensor.to(context.device).tensor_split(context.topology.world_size) for tensor in whole]
+        rows = [as_bytes(pack(of_rank, bucket)) for of_rank in zip(*shares, strict=True)]
     dist.scatter(as_bytes(mine), rows, src=src, group=context.group)
-    return unflat(mine, like)
+    return unpack(mine, parts, bucket)
