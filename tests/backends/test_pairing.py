@@ -15,9 +15,7 @@ def test_an_optimizer_is_paired_by_identity_of_parameters() -> None:
 
 def test_a_parameter_of_no_model_is_named() -> None:
     stray = SGD([nn.Parameter(torch.zeros(3, 4))])
-    with pytest.raises(
-        PairingError, match=r"of group 0, of shape \(3, 4\), belongs to no prepared model"
-    ):
+    with pytest.raises(PairingError, match=r"of group 0, of shape \(3, 4\), belongs to no prepared model"):
         owners(stray, [nn.Linear(2, 2)])
 
 

@@ -134,16 +134,19 @@ class LossNormalizer:
         """Forget the losses of the window: their gradients were thrown away."""
         self._kind = None
 
-    def correction(self, device: torch.device) -> Tensor | float:
-        """What the closed window's reduced gradients must be multiplied by; 1.0 where they are right already.
+    def correction(self, device: torch.device) -> Tensor | float | None:
+        """What the closed window's reduced gradients must be multiplied by; None where they are right already.
 
         Called once a window, on all ranks: with counts it adds them up over the ranks.
         """
         kind, self._kind = self._kind, None
-        if kind is None:
-            return 1.0
-        if kind == "mean":
-            return self._window.num_micro_batches / self._window.length
+        if kind != "sum":
+            window = self._window
+            return (
+                None
+                if window.length == window.num_micro_batches
+                else window.num_micro_batches / window.length
+            )
         assert self.reference is not None  # scale() has set it
         total = self._total(self._count, device)
         reference, self.reference = self.reference, torch.where(total > 0, total, torch.ones_like(total))

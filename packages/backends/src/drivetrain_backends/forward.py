@@ -47,8 +47,8 @@ def prepare_forward(model: nn.Module, policy: Policy, device: torch.device) -> N
             raise
 
     def reduce_as_original(self: nn.Module, protocol: Any) -> Any:
-        build, arguments, *rest = original.__reduce_ex__(self, protocol)
-        return build, tuple(original if a is type(self) else a for a in arguments), *rest
+        _, arguments, *rest = original.__reduce_ex__(self, protocol)
+        return _new, tuple(original if a is type(self) else a for a in arguments), *rest
 
     members = {
         "__call__": call,
@@ -66,6 +66,11 @@ def restore_forward(model: nn.Module) -> nn.Module:
     if isinstance(model, PreparedForward):
         model.__class__ = model.original_class  # pyright: ignore[reportAttributeAccessIssue]
     return model
+
+
+def _new(kind: type[nn.Module], *arguments: Any) -> nn.Module:
+    """An empty instance, for copy and pickle to fill; pickle's own function would insist on the instance's class."""
+    return kind.__new__(kind, *arguments)
 
 
 def _mismatch(original: type[nn.Module], model: nn.Module, args: Any, kwargs: dict[str, Any]) -> str | None:

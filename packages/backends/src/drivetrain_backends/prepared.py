@@ -18,6 +18,7 @@ from drivetrain_precision import LossScaler
 from drivetrain_state import Context
 
 _OPEN = StepResult(stepped=False, skipped=False)
+_STEPPED = StepResult(stepped=True, skipped=False)
 
 
 class TorchPrepared:
@@ -51,6 +52,7 @@ class TorchPrepared:
         self.partners: tuple[TorchPrepared, ...] = ()  # models that share an optimizer with this one
         self.normalizer = LossNormalizer(context, window)
         self._context = context
+        self._watch = context.watch
         self._window = window
         self._scaler = scaler
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -89,12 +91,14 @@ class TorchPrepared:
         self.finish()
         for partner in self.partners:
             partner.finish()
-        skipped = self._scaler is not None and self._scaler.overflowed()
-        if not skipped:
-            optimizer.step()
         self._stepped_in = self._record.stepped_window = self._window.number
-        self._context.watch.mark("optimizer step")
-        return StepResult(stepped=not skipped, skipped=skipped, grad_norm=self._grad_norm)
+        self._watch.mark("optimizer step")
+        if self._scaler is not None and self._scaler.overflowed():
+            return StepResult(stepped=False, skipped=True, grad_norm=self._grad_norm)
+        optimizer.step()
+        if self._grad_norm is None:
+            return _STEPPED
+        return StepResult(stepped=True, skipped=False, grad_norm=self._grad_norm)
 
     def finish(self) -> None:
         """Bring the closed window's gradients to their final value: unscaled, and the mean that was asked for.
@@ -105,8 +109,9 @@ class TorchPrepared:
             return
         self._finished = self._record.serial
         factor = self.normalizer.correction(self._context.device)
-        if self._scaler is None and isinstance(factor, float) and factor == 1.0:
+        if factor is None and self._scaler is None:
             return
+        factor = 1.0 if factor is None else factor
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scaler is not None:
             self._scaler.unscale(gradients, factor=factor)

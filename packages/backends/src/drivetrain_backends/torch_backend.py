@@ -47,6 +47,7 @@ class TorchBackend:
         )
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
         self._prepared: list[TorchPrepared] = []
+        self._trained: list[TorchPrepared] = []  # those with an optimizer
         self._record = BackwardRecord()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -72,6 +73,7 @@ class TorchBackend:
             first.optimizers.append(PreparedOptimizer(optimizer, first))
             first.partners = (*first.partners, *(o for o in others if o not in first.partners))
             touched.append(first)
+        self._trained = [prepared for prepared in self._prepared if prepared.optimizers]
         for scheduler in schedulers:
             prepared, optimizer = self._trained_by(scheduler.optimizer)
             prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
@@ -84,14 +86,15 @@ class TorchBackend:
             raise AccumulationError(
                 "backward() before prepare(model): there is no model to reduce gradients for"
             )
-        trained, *others = [p for p in self._prepared if p.optimizers] or self._prepared
-        if others and count is not None:
-            raise AccumulationError(
-                f"backward(count=...) with {len(others) + 1} trained models: say with model= whose items are counted"
-            )
-        for prepared in others:
-            prepared.normalizer.note("mean")
-        trained.backward(loss, count=count)
+        trained = self._trained or self._prepared
+        if len(trained) > 1:
+            if count is not None:
+                raise AccumulationError(
+                    f"backward(count=...) with {len(trained)} trained models: say with model= whose items are counted"
+                )
+            for prepared in trained[1:]:
+                prepared.normalizer.note("mean")
+        trained[0].backward(loss, count=count)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Nothing to do on one device; see `Backend.join`."""
@@ -130,7 +133,7 @@ class TorchBackend:
         """Give every model its own class back and forget them all."""
         for prepared in self._prepared:
             prepared.release()
-        self._prepared = []
+        self._prepared, self._trained = [], []
 
     def _check(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]

@@ -95,7 +95,7 @@ class Accelerator(Ranks):
         self._prepared = PreparedModels()
         self._loaders: list[ShardedLoader[Any]] = []
         self._custom: dict[str, resume.Stateful] = {}
-        self._micro_batch = MicroBatch(self._parts.backend.window, self._parts.loaders)
+        self._micro_batch = MicroBatch(self._parts.backend.window, self._parts.loaders, self._prepared)
         self._plan_shown = False
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
@@ -179,7 +179,7 @@ class Accelerator(Ranks):
         micro_batch = self._micro_batch
         if micro_batch.is_open:
             raise AccumulationError("accumulate() inside accumulate(): one micro-batch is open already")
-        micro_batch.models = [self._prepared.of(model) for model in models] if models else self._prepared.all
+        micro_batch.models = models
         return micro_batch
 
     @property
@@ -216,16 +216,17 @@ class Accelerator(Ranks):
             AccumulationError: Outside accumulate() while gradients are accumulated; a mean and a sum in one window;
                 or the loss's model is not known.
         """
-        if not self._micro_batch.is_open and self.gradient_accumulation_steps > 1:
+        parts = self._parts
+        if not self._micro_batch.is_open and parts.backend.window.num_micro_batches > 1:
             raise AccumulationError(
                 f"backward() outside accumulate() with gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}: which window it belongs to is not known; put the step into "
                 "`with accelerator.accumulate(model):`"
             )
-        loader = self._parts.loaders.current
+        loader = parts.loaders.current
         if loader is not None and loader.current is not None and not loader.current.even:
-            loss, count = metrics.weigh(loss, count, loader.current, self._parts.shard.index)
-        owner = self._parts.backend if model is None else self._prepared.of(model)
+            loss, count = metrics.weigh(loss, count, loader.current, parts.shard.index)
+        owner = parts.backend if model is None else self._prepared.of(model)
         owner.backward(loss, count=count)
 
     @property
@@ -361,7 +362,8 @@ class Accelerator(Ranks):
             One None for each object, to overwrite the caller's names with.
         """
         self._parts.backend.close()
-        self._prepared, self._loaders = PreparedModels(), []
+        self._prepared.all.clear()
+        self._loaders = []
         free_memory()
         return [None] * len(objects)
 

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
-from drivetrain_backends import AccumulationWindow, Prepared
+from torch import nn
+
+from drivetrain.prepare import PreparedModels
+from drivetrain_backends import AccumulationWindow
 from drivetrain_data import ActiveLoaders
 
 
@@ -16,31 +19,30 @@ class MicroBatch:
     Args:
         window: The window whose micro-batches these are.
         loaders: The loaders being read; the last batch of one closes the window early.
+        prepared: The prepared models.
 
     Attributes:
-        models: The models whose gradients are held back; set before entry.
+        models: The models whose gradients are held back, all if empty; set before entry.
         is_open: Whether the loop is inside.
     """
 
-    __slots__ = ("_held", "_loaders", "is_open", "models", "window")
+    __slots__ = ("_held", "_loaders", "_prepared", "_window", "is_open", "models")
 
-    def __init__(self, window: AccumulationWindow, loaders: ActiveLoaders) -> None:
-        self.window = window
-        self.models: Sequence[Prepared] = ()
+    def __init__(self, window: AccumulationWindow, loaders: ActiveLoaders, prepared: PreparedModels) -> None:
+        self.models: Sequence[nn.Module] = ()
         self.is_open = False
+        self._window = window
         self._loaders = loaders
+        self._prepared = prepared
         self._held: ExitStack | None = None
 
     def __enter__(self) -> None:
         loader = self._loaders.current
-        self.window.begin(
-            is_last=loader is not None and loader.current is not None and loader.current.is_last
-        )
+        batch = None if loader is None else loader.current
+        self._window.begin(is_last=batch is not None and batch.is_last)
+        if not self._window.closing:
+            self._hold()
         self.is_open = True
-        if not self.window.closing:
-            self._held = ExitStack()
-            for prepared in self.models:
-                self._held.enter_context(prepared.no_sync())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -49,3 +51,9 @@ class MicroBatch:
         if self._held is not None:
             self._held.close()
             self._held = None
+
+    def _hold(self) -> None:
+        chosen = [self._prepared.of(model) for model in self.models] if self.models else self._prepared.all
+        self._held = ExitStack()
+        for prepared in chosen:
+            self._held.enter_context(prepared.no_sync())
