@@ -11,6 +11,7 @@ import pytest
 # What a shell that trains may have set, and a test must not inherit.
 _INHERITED = (
     "DRIVETRAIN_",
+    "PYTHONUNBUFFERED",
     "TORCHELASTIC_",
     "OMP_NUM_THREADS",
     "RANK",

@@ -108,7 +108,7 @@ class LaunchPlan:
         dash_m = ("-m",) if target.kind == "module" else ()
         if self.mode == "in place":
             return (sys.executable, *dash_m, target.name, *target.arguments)
-        return (sys.executable, "-u", str(WORKER), *dash_m, target.name, *target.arguments)
+        return (sys.executable, str(WORKER), *dash_m, target.name, *target.arguments)
 
     def ranks(self) -> tuple[RankPlan, ...]:
         """The processes of this node."""

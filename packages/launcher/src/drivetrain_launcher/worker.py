@@ -1,6 +1,6 @@
 """The entry of each worker process: runs the script under an error recorder.
 
-Started by its path as `python -u worker.py [-m] SCRIPT ARGUMENTS...`. Nothing heavy is imported, so that a worker
+Started by its path as `python worker.py [-m] SCRIPT ARGUMENTS...`. Nothing heavy is imported, so that a worker
 starts as fast as a bare script; what only a failure needs is imported then.
 """
 
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from io import TextIOWrapper
 from threading import Thread
 from types import TracebackType
 
@@ -22,6 +23,9 @@ def main() -> None:
     """Run what the command line names as the main program; an exception is left for the launcher to show."""
     is_module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[1 + is_module :]
+    if isinstance(sys.stdout, TextIOWrapper):
+        # At once, as with python -u, but in whole lines, so that those of two ranks do not mix.
+        sys.stdout.reconfigure(line_buffering=True)
     recorder = Recorder()
     sys.excepthook = recorder.hook
     faulthandler.enable()
