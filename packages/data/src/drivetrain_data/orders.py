@@ -48,9 +48,9 @@ class SequentialOrder:
     name = "sequential"
     source = "the dataset's own order"
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, seed: int) -> None:
         self.size = size
-        self.seed = 0  # of no consequence here
+        self.seed = seed  # for workers; of no consequence to the order
 
     def length(self, _epoch: int) -> int:
         """The positions in an epoch."""

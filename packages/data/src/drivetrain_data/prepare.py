@@ -240,7 +240,7 @@ def order_of(sampler: Any, *, seed: int, num_samples: int | None) -> Order:
     """
     kind = type(sampler)
     if kind is SequentialSampler:
-        return SequentialOrder(len(sampler))
+        return SequentialOrder(len(sampler), seed=seed)
     if kind is RandomSampler:
         size = len(sampler.data_source)
         if sampler.replacement:
@@ -251,7 +251,7 @@ def order_of(sampler: Any, *, seed: int, num_samples: int | None) -> Order:
     if kind is DistributedSampler:
         # It takes a part for one rank; what is sharded here is the whole that it was made for.
         size = len(sampler.dataset)
-        return ShuffledOrder(size, seed=seed) if sampler.shuffle else SequentialOrder(size)
+        return ShuffledOrder(size, seed=seed) if sampler.shuffle else SequentialOrder(size, seed=seed)
     if kind is PermutationSampler:
         return ShuffledOrder(sampler.num_samples, seed=sampler.seed)
     return DrawnOrder(sampler, seed=seed, size=num_samples)

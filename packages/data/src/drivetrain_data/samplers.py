@@ -235,7 +235,7 @@ class WholeBatchSampler(StepSampler):
             return held, [end - begin for begin, end in bounds]
         missing = count - len(group)
         repeated = [first[i % len(first)] for i in range(missing)]  # to pad with
-        extra = repeated if self.even == "pad" else [group[-1][-1:]] * missing
+        extra = repeated if self.even == "pad" else [group[-1]] * missing
         return group + extra, [len(batch) for batch in group] + [0] * missing
 
     def _plan(self, held: list[list[Any]], real: list[int], *, is_last: bool, advance: int) -> BatchPlan:

@@ -1,0 +1,79 @@
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain_data import ActiveLoaders, AmbiguousLoaderError, Shard, ShardedLoader, shard_loader
+
+
+def loader(activity: ActiveLoaders, length: int, count: int = 4) -> ShardedLoader[Any]:
+    return shard_loader(DataLoader(torch.arange(length), batch_size=2), Shard(0, count), activity=activity)
+
+
+def test_an_inner_loop_takes_over_and_gives_back() -> None:
+    activity = ActiveLoaders()
+    train, evaluate = loader(activity, 24), loader(activity, 9)
+    for _ in train:
+        assert activity.current is train
+        for _ in evaluate:
+            assert activity.current is evaluate
+            assert activity.plan() is evaluate.current
+            assert activity.plan(train) is train.current
+        assert activity.current is train
+    assert activity.current is None
+    assert activity.plan() is None
+
+
+def test_a_loop_that_is_left_gives_back() -> None:
+    activity = ActiveLoaders()
+    train, evaluate = loader(activity, 24), loader(activity, 9)
+    for _ in train:
+        for _ in evaluate:
+            break
+        assert activity.current is train
+
+
+def test_an_error_in_a_loop_gives_back() -> None:
+    activity = ActiveLoaders()
+
+    def fail() -> None:
+        for _ in loader(activity, 24):
+            raise KeyError("in the loop")
+
+    with pytest.raises(KeyError, match="in the loop"):
+        fail()
+    assert activity.current is None
+
+
+def test_zipped_loaders_of_equal_steps_need_no_name() -> None:
+    activity = ActiveLoaders()
+    one, other = loader(activity, 24), loader(activity, 24)
+    for _ in zip(one, other, strict=True):
+        assert activity.plan() == one.current == other.current
+
+
+def test_zipped_loaders_of_different_steps_need_a_name() -> None:
+    activity = ActiveLoaders()
+    one, other = loader(activity, 17), loader(activity, 24)
+    for step, _ in enumerate(zip(one, other, strict=True)):
+        if step < 2:
+            assert activity.plan() is other.current
+            continue
+        with pytest.raises(
+            AmbiguousLoaderError, match=r"\(2\+2\+2\+2 and 1\+0\+0\+0\); say whose batch this is"
+        ):
+            activity.plan()
+        gathered = torch.arange(4)
+        assert activity.trim(gathered, loader=one).tolist() == [0]
+        assert activity.trim_objects([["a", "b"]] * 4, loader=other) == ["a", "b"] * 4
+
+
+def test_after_zipped_loaders_all_is_clear_again() -> None:
+    activity = ActiveLoaders()
+    one, other = loader(activity, 16), loader(activity, 16)
+    for _ in zip(one, other, strict=True):
+        pass
+    assert activity.current is None
+    for _ in one:
+        assert activity.plan() is one.current

@@ -1,0 +1,28 @@
+from dataclasses import replace
+
+import pytest
+
+from drivetrain_data.partition import step_plan
+
+TAIL = step_plan(5, 4, 3, "uneven", shard=0, is_last=True)
+PADDED = step_plan(5, 4, 3, "pad", shard=0, is_last=True)
+
+
+def test_a_tail_without_replays_is_whole_but_of_unequal_sizes() -> None:
+    assert TAIL.is_whole
+    assert not TAIL.equal_sizes
+    assert [TAIL.kept(shard) for shard in range(4)] == [slice(0, 2), slice(0, 1), slice(0, 1), slice(0, 1)]
+
+
+def test_padding_makes_sizes_equal_and_is_not_whole() -> None:
+    assert not PADDED.is_whole
+    assert PADDED.equal_sizes
+    assert [PADDED.kept(shard).stop for shard in range(4)] == [3, 2, 0, 0]
+
+
+def test_unknown_sizes_are_not_equal() -> None:
+    unknown = replace(TAIL, sizes=None)
+    assert not unknown.equal_sizes
+    assert unknown.is_whole
+    with pytest.raises(RuntimeError, match="does not know how many samples"):
+        replace(unknown, real_counts=None).kept(0)

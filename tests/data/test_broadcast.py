@@ -1,0 +1,217 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from drivetrain_data import DispatchError, Shard, shard_loader, skip_first_batches, trim
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: list[Any], fails_at: int | None = None) -> None:
+        self.samples = samples
+        self.fails_at = fails_at
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, sample in enumerate(self.samples):
+            if number == self.fails_at:
+                raise OSError("the disk is gone")
+            yield sample
+
+
+def dispatched(loader: Any, **options: Any) -> Any:
+    shard = Shard(dist.get_rank(), dist.get_world_size())
+    return shard_loader(loader, shard, dispatch=True, group=dist.group.WORLD, **options)
+
+
+def read_numbers(kind: str, length: int, even: str, ahead: bool) -> tuple[list[int], list[Any], list[Any]]:
+    data = Stream(list(range(length))) if kind == "stream" else torch.arange(length)
+    loader = dispatched(DataLoader(data, batch_size=2), even=even, read_ahead=ahead)
+    read: list[int] = []
+    plans: list[Any] = []
+    states: list[Any] = []
+    for _ in range(2):
+        read.clear()
+        for batch in loader:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, batch)
+            plan = loader.current
+            assert tuple(map(len, gathered)) == plan.sizes
+            assert plan.replayed == (plan.real_counts[dist.get_rank()] == 0 and even != "pad")
+            read += trim(plan, torch.cat(gathered)).tolist()
+            plans.append((plan.real_counts, plan.is_last))
+            states.append(loader.state_dict())
+    return read, plans, states
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("kind", ["stream", "map"])
+@pytest.mark.parametrize("length", [0, 1, 8, 19])
+@pytest.mark.parametrize(("even", "ahead"), [("uneven", False), ("uneven", True), ("pad", False)])
+def test_one_rank_reads_and_all_get_their_part(run_ranks, num_processes, kind, length, even, ahead) -> None:
+    results = run_ranks(read_numbers, kind, length, even, ahead, num_processes=num_processes)
+    read, plans, states = results[0]
+    assert read == list(range(length))
+    assert [is_last for _, is_last in plans[: len(plans) // 2]].count(True) == min(1, length)
+    assert all(other[1:] == (plans, states) for other in results)
+
+
+def steps_of_several_batches_each() -> list[list[int]]:
+    class Buckets:
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0], [1, 2], [3, 4, 5], [6], [7, 8]])
+
+        def __len__(self) -> int:
+            return 5
+
+    loader = dispatched(DataLoader(torch.arange(9), batch_sampler=Buckets()))
+    assert len(loader) == 3
+    return [batch.tolist() for batch in loader]
+
+
+def test_batches_of_a_batch_sampler_are_dispatched_whole(run_ranks) -> None:
+    assert run_ranks(steps_of_several_batches_each) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [7, 8]]]
+
+
+def mixed_structures() -> list[Any]:
+    samples: list[Any] = []
+    for number in range(40):
+        size = 1 + (number // 4) % 5 * 300  # grows and shrinks, past what the message before took
+        samples.append(
+            {"x": torch.full((size,), number), "name": f"sample {number}" * (number % 7), "n": number}
+        )
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        same = len({len(sample["x"]) for sample in batch}) == 1
+        x = torch.stack([sample["x"] for sample in batch]) if same else [sample["x"] for sample in batch]
+        return {"x": x, "names": [sample["name"] for sample in batch], "ids": tuple(s["n"] for s in batch)}
+
+    loader = dispatched(DataLoader(Stream(samples), batch_size=2, collate_fn=collate))
+    found: list[Any] = []
+    for batch in loader:
+        for number, x, name in zip(batch["ids"], batch["x"], batch["names"], strict=True):
+            assert torch.equal(x, samples[number]["x"])
+            assert name == samples[number]["name"]
+        assert isinstance(batch["ids"], tuple)
+        found.append(batch["ids"])
+    return found
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_variable_shapes_strings_and_nesting_arrive_as_they_are(run_ranks, num_processes: int) -> None:
+    results = run_ranks(mixed_structures, num_processes=num_processes)
+    dealt = [ids for step in zip(*results, strict=True) for ids in step]
+    assert dealt == [(2 * i, 2 * i + 1) for i in range(20)]
+
+
+def fails_on_the_reader(fails_at: int, ahead: bool) -> tuple[int, str, str]:
+    loader = dispatched(DataLoader(Stream(list(range(12)), fails_at), batch_size=2), read_ahead=ahead)
+    received = 0
+    try:
+        for batch in loader:
+            received += len(batch)
+    except (OSError, DispatchError) as error:
+        return received, type(error).__name__, str(error)
+    return received, "", ""
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("fails_at", [0, 1, 9])
+def test_a_readers_error_reaches_every_rank(run_ranks, fails_at: int, ahead: bool) -> None:
+    (_, reader, _), *others = run_ranks(fails_on_the_reader, fails_at, ahead, num_processes=4)
+    assert reader == "OSError"
+    for _, kind, message in others:
+        assert kind == "DispatchError"
+        assert "OSError: the disk is gone" in message
+        assert "the rank that reads for all failed" in message
+
+
+def left_in_the_middle(ahead: bool) -> list[Any]:
+    loader = dispatched(DataLoader(Stream(list(range(400))), batch_size=2), read_ahead=ahead)
+    found: list[Any] = []
+    for stop in (3, 1, None):
+        seen: list[int] = []
+        for number, batch in enumerate(loader):
+            seen += batch.tolist()
+            total = torch.ones(1)
+            dist.all_reduce(total)  # the loop's own collectives stay in step
+            if number + 1 == stop:
+                break
+        found.append((seen[:2], len(seen), loader.state_dict()["position"], int(total)))
+    return found
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loop_that_is_left_leaves_the_ranks_in_step(run_ranks, ahead: bool) -> None:
+    assert run_ranks(left_in_the_middle, ahead) == [
+        [([0, 1], 6, 12, 2), ([0, 1], 2, 4, 2), ([0, 1], 200, 0, 2)],
+        [([2, 3], 6, 12, 2), ([2, 3], 2, 4, 2), ([2, 3], 200, 0, 2)],
+    ]
+
+
+def resumed(position: int, workers: int) -> tuple[list[int], list[int]]:
+    def loader() -> Any:
+        return dispatched(DataLoader(torch.arange(30), batch_size=2, shuffle=True, num_workers=workers))
+
+    part = loader()
+    first: list[int] = []
+    for number, batch in enumerate(part):
+        first += batch.tolist()
+        if number + 1 == position:
+            break
+    rest = loader()
+    rest.load_state_dict(part.state_dict())
+    return first + [int(i) for batch in rest for i in batch], [
+        int(i) for b in skip_first_batches(loader(), 2) for i in b
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dispatched_loader_goes_on_and_skips(run_ranks, workers: int) -> None:
+    results = run_ranks(resumed, 3, workers)
+    assert sorted(results[0][0] + results[1][0]) == list(range(30))
+    assert len(results[0][1]) + len(results[1][1]) == 22
+
+
+def shared_streams_of_workers() -> tuple[list[int], Any]:
+    class Shared(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            info = torch.utils.data.get_worker_info()
+            return iter(range(info.id, 41, info.num_workers))
+
+    def loader() -> Any:
+        return dispatched(DataLoader(Shared(), batch_size=2, num_workers=2))
+
+    part = loader()
+    seen: list[int] = []
+    for number, batch in enumerate(part):
+        seen += batch[: part.current.real_counts[dist.get_rank()]].tolist()
+        if number == 4:
+            break
+    state = part.state_dict()
+    rest = loader()
+    rest.load_state_dict(state)
+    for batch in rest:
+        seen += batch[: rest.current.real_counts[dist.get_rank()]].tolist()
+    return seen, state
+
+
+def test_every_rank_knows_where_each_worker_stands(run_ranks) -> None:
+    (one, state), (other, same) = run_ranks(shared_streams_of_workers)
+    assert state == same
+    assert sum(state["extra"]["received"]) == state["position"] == 20
+    assert sorted(one + other) == list(range(41))
+
+
+def the_same_batch_for_ranks_of_one_shard() -> list[list[int]]:
+    # two ranks that are one shard, as in tensor parallelism
+    loader = shard_loader(
+        DataLoader(Stream(list(range(5))), batch_size=2), Shard(0, 1), group=dist.group.WORLD
+    )
+    return [batch.tolist() for batch in loader]
+
+
+def test_ranks_of_one_shard_get_the_same_batches(run_ranks) -> None:
+    assert run_ranks(the_same_batch_for_ranks_of_one_shard) == [[[0, 1], [2, 3], [4]]] * 2

@@ -1,0 +1,126 @@
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from drivetrain_data import Shard, shard_loader, skip_first_batches
+
+
+class Stream(IterableDataset[int]):
+    """The numbers up to `length`; workers, if they are told apart, share them."""
+
+    def __init__(self, length: int, *, shared: bool = False) -> None:
+        self.length = length
+        self.shared = shared
+        self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        if info is None or not self.shared:
+            return iter(range(self.start, self.length))
+        return iter(range(self.start + info.id, self.length, info.num_workers))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("length", [0, 1, 3, 8, 9, 17])
+@pytest.mark.parametrize("even", ["uneven", "pad"])
+def test_each_shard_keeps_its_part(make_shards, read_together, count: int, length: int, even: str) -> None:
+    shards = make_shards(lambda: DataLoader(Sized(length), batch_size=2), count, even=even)
+    read = read_together(shards)
+    assert read.samples == list(range(length))
+    assert len(read.plans) == len(shards[0])
+    assert [plan.is_last for plan in read.plans] == [False] * (len(read.plans) - 1) + [True] * bool(
+        read.plans
+    )
+
+
+def test_steps_are_those_of_a_map_style_dataset(make_shards, read_together) -> None:
+    stream = read_together(make_shards(lambda: DataLoader(Stream(17), batch_size=2), 3))
+    indexed = read_together(make_shards(lambda: DataLoader(torch.arange(17), batch_size=2), 3))
+    assert stream.held == indexed.held
+    assert stream.plans == indexed.plans
+
+
+@pytest.mark.parametrize("arguments", [{"even": "drop"}, {"split_batches": True}])
+def test_a_tail_can_be_dropped_and_a_batch_split(make_shards, read_together, arguments) -> None:
+    read = read_together(make_shards(lambda: DataLoader(Stream(17), batch_size=4), 2, **arguments))
+    assert read.samples == list(range(16 if "even" in arguments else 17))
+
+
+def test_items_that_are_batches_themselves_are_dealt_out_in_turn() -> None:
+    items = [torch.arange(3) + 3 * i for i in range(5)]
+
+    class Ready(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(items)
+
+    shards = [shard_loader(DataLoader(Ready(), batch_size=None), Shard(index, 2)) for index in range(2)]
+    steps = [[item.tolist() for item in step] for step in zip(*shards, strict=True)]
+    assert steps == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]], [[12, 13, 14], [12, 13, 14]]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2])  # torch warns of more than the machine has cores
+def test_workers_share_the_stream_as_without_shards(
+    make_shards, read_together, count: int, workers: int
+) -> None:
+    shards = make_shards(
+        lambda: DataLoader(Stream(23, shared=True), batch_size=2, num_workers=workers), count
+    )
+    assert sorted(read_together(shards).samples) == list(range(23))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_several_workers_go_on_where_each_stood(make_shards, read_together, before: int, after: int) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(Stream(31, shared=True), batch_size=2, num_workers=2)
+
+    part = read_together(make_shards(build, before), 3)
+    assert sum(part.states[-1]["extra"]["received"]) == part.states[-1]["position"]
+    shards = make_shards(build, after)
+    for shard in shards:
+        shard.load_state_dict(part.states[-1])
+    assert sorted(part.samples + read_together(shards).samples) == list(range(31))
+
+
+def test_another_number_of_workers_is_refused() -> None:
+    def loader(workers: int) -> Any:
+        return shard_loader(DataLoader(Stream(9, shared=True), num_workers=workers), Shard(0, 1))
+
+    with pytest.raises(ValueError, match=r"num_workers=2 and this loader has 1: each worker reads a part"):
+        loader(1).load_state_dict(loader(2).state_dict())
+    with pytest.raises(RuntimeError, match="read by 2 workers cannot be found without reading"):
+        list(skip_first_batches(loader(2), 1))
+
+
+def test_going_on_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    loader = shard_loader(DataLoader(Stream(9), batch_size=2), Shard(0, 1))
+    with caplog.at_level(logging.WARNING):
+        assert [batch.tolist() for batch in skip_first_batches(loader, 3)] == [[6, 7], [8]]
+    assert "going on at sample 6 of a stream: Stream is read and dropped up to there" in caplog.text
+
+
+def begin_at_three(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.start = 3
+
+
+def test_a_workers_set_up_reaches_the_dataset_after_a_resume_too() -> None:
+    loader = shard_loader(DataLoader(Stream(9), num_workers=1, worker_init_fn=begin_at_three), Shard(0, 1))
+    assert [int(batch) for batch in loader] == list(range(3, 9))
+    loader.load_state_dict({**loader.state_dict(), "position": 2})
+    assert [int(batch) for batch in loader] == list(range(5, 9))
+
+
+def test_a_stream_without_a_length_has_none() -> None:
+    with pytest.raises(TypeError, match="no len"):
+        len(shard_loader(DataLoader(Stream(9)), Shard(0, 1)))

@@ -1,0 +1,250 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+
+from drivetrain_data import ActiveLoaders, Shard, ShardedLoader, shard_loader, skip_first_batches
+
+
+def sharded(
+    length: int = 20, *, batch_size: int = 4, shuffle: bool = True, **options: Any
+) -> ShardedLoader[Any]:
+    return shard_loader(
+        DataLoader(torch.arange(length), batch_size=batch_size, shuffle=shuffle), Shard(0, 1), **options
+    )
+
+
+def samples(loader: Any) -> list[int]:
+    return [int(sample) for batch in loader for sample in batch]
+
+
+def test_each_loop_is_the_next_epoch() -> None:
+    loader = sharded()
+    assert loader.epoch == 0
+    first = samples(loader)
+    assert loader.epoch == 0
+    second = samples(loader)
+    assert loader.epoch == 1
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(20))
+
+
+def test_set_epoch_chooses_the_order() -> None:
+    loader = sharded()
+    epochs = []
+    for epoch in (3, 0, 3):
+        loader.set_epoch(epoch)
+        assert loader.epoch == epoch
+        epochs.append(samples(loader))
+    assert epochs[0] == epochs[2] != epochs[1]
+    with pytest.raises(ValueError, match="epoch=-1: epochs count from 0"):
+        loader.set_epoch(-1)
+
+
+def test_a_loop_that_is_left_is_over() -> None:
+    loader, whole = sharded(), sharded()
+    expected = [samples(whole), samples(whole)]
+    for batch in loader:
+        assert batch.tolist() == expected[0][:4]
+        break
+    assert loader.current is None
+    assert samples(loader) == expected[1]
+    assert loader.epoch == 1
+
+
+def test_a_position_is_what_was_received_in_the_loop() -> None:
+    loader = sharded()
+    whole = samples(sharded())
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 12)
+    other = sharded(batch_size=3)
+    other.load_state_dict(state)
+    assert other.epoch == 0
+    assert samples(other) == whole[12:]
+    assert other.epoch == 0
+    assert len(samples(other)) == 20
+    assert other.epoch == 1
+
+
+def test_a_rest_is_kept_by_set_epoch_of_the_same_epoch_and_dropped_by_another() -> None:
+    loader = sharded()
+    next(iter(loader))
+    state = loader.state_dict()
+    for epoch, left in ((0, 16), (1, 20)):
+        other = sharded()
+        other.load_state_dict(state)
+        other.set_epoch(epoch)
+        assert len(samples(other)) == left
+
+
+def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
+    loader = sharded()
+    last = [loader.state_dict() for _ in loader][-1]
+    assert (last["epoch"], last["position"]) == (0, 20)
+    after = loader.state_dict()
+    assert (after["epoch"], after["position"]) == (1, 0)
+    for state, left in ((last, 0), (after, 20)):
+        other = sharded()
+        other.load_state_dict(state)
+        assert len(samples(other)) == left
+
+
+def test_a_seed_is_taken_from_the_state() -> None:
+    loader = sharded(seed=7)
+    whole = samples(sharded(seed=7))
+    next(iter(loader))
+    other = sharded(seed=8)
+    other.load_state_dict(loader.state_dict())
+    assert samples(other) == whole[4:]
+    assert "seed 7" in other.order_source
+
+
+def test_the_first_batches_are_skipped_once() -> None:
+    loader = sharded()
+    whole = samples(sharded())
+    rest = skip_first_batches(loader, 2)
+    assert len(rest) == 3
+    assert rest.dataset is loader.dataset
+    iterator = iter(rest)
+    assert next(iterator).tolist() == whole[8:12]
+    assert loader.state_dict()["position"] == 12
+    assert [int(i) for batch in iterator for i in batch] == whole[12:]
+    assert len(samples(loader)) == 20
+
+
+def test_skipping_is_for_sharded_loaders() -> None:
+    with pytest.raises(TypeError, match="takes what shard_loader returned, not DataLoader"):
+        skip_first_batches(DataLoader(torch.arange(3)), 1)
+    with pytest.raises(ValueError, match="num_batches=-1"):
+        skip_first_batches(sharded(), -1)
+
+
+def test_two_loops_at_once_are_refused() -> None:
+    loader = sharded()
+    outer = iter(loader)
+    next(outer)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="another loop over this ShardedLoader has begun"):
+        next(outer)
+
+
+def test_every_batch_is_told() -> None:
+    told: list[int] = []
+    activity = ActiveLoaders()
+    loader = sharded(on_batch=lambda: told.append(1), activity=activity)
+    for _ in loader:
+        assert activity.current is loader
+    assert len(told) == 5
+    assert activity.current is None
+
+
+def test_batches_are_copied_to_the_device_whatever_their_structure() -> None:
+    data = [{"x": torch.ones(2), "name": f"sample {i}", "pair": (torch.zeros(1), i)} for i in range(4)]
+    loader = shard_loader(
+        DataLoader(data, batch_size=2), Shard(0, 1), device=torch.device("meta"), non_blocking=False
+    )
+    for batch in loader:
+        assert batch["x"].device.type == "meta"
+        assert batch["pair"][0].device.type == "meta"
+        assert batch["name"][0].startswith("sample")
+
+
+class Draws(Dataset[torch.Tensor]):
+    """Each sample is a draw of the worker that reads it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = get_worker_info()
+        assert info is not None
+        return torch.rand(())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_are_seeded_by_seed_epoch_and_shard_and_not_by_the_number_of_shards(persistent: bool) -> None:
+    def draws(count: int, index: int = 0, seed: int = 1) -> list[float]:
+        loader = DataLoader(Draws(), batch_size=1, num_workers=1, persistent_workers=persistent)
+        before = torch.get_rng_state()
+        sharded = shard_loader(loader, Shard(index, count), seed=seed)
+        values = [batch.item() for batch in sharded]
+        assert torch.equal(before, torch.get_rng_state())
+        return values
+
+    alone = draws(1)
+    assert draws(2) == alone[:4]
+    assert draws(2, index=1) != alone[:4]
+    assert draws(1, seed=2) != alone
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_workers_read_ahead_does_not_count(persistent: bool) -> None:
+    def build() -> ShardedLoader[Any]:
+        loader = DataLoader(
+            torch.arange(40),
+            batch_size=2,
+            shuffle=True,
+            num_workers=2,
+            persistent_workers=persistent,
+            prefetch_factor=4,
+        )
+        return shard_loader(loader, Shard(0, 1))
+
+    loader = build()
+    whole = samples(sharded(40))
+    for number, _ in enumerate(loader):
+        if number == 2:
+            assert loader.state_dict()["position"] == 6
+            break
+    assert samples(loader) == samples_of_epoch(40, 1)
+    other = build()
+    other.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 6})
+    assert samples(other) == whole[6:]
+
+
+def samples_of_epoch(length: int, epoch: int) -> list[int]:
+    loader = sharded(length)
+    loader.set_epoch(epoch)
+    return samples(loader)
+
+
+class Epochs(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stepping:
+    """A sampler that is told the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch % 3, (self.epoch + 1) % 3, (self.epoch + 2) % 3])
+
+
+def test_a_sampler_is_told_the_epoch() -> None:
+    loader = shard_loader(DataLoader(Epochs(), sampler=Stepping()), Shard(0, 1))
+    assert [samples(loader) for _ in range(3)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+
+
+def test_a_batch_as_large_as_the_dataset_is_one_step() -> None:
+    loader = shard_loader(DataLoader(TensorDataset(torch.arange(5)), batch_size=5), Shard(0, 1))
+    assert len(loader) == 1
+    for _ in loader:
+        assert loader.current.even
+        assert loader.current.is_last

@@ -1,0 +1,195 @@
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from drivetrain_data import DataStateError, Shard, shard_loader
+
+reused = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+
+# (shards, batch size on each, steps before the interruption)
+runs = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=5)
+
+
+class Shuffling(Sampler[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        random.shuffle(order)
+        return iter(order)
+
+
+BUILDERS: dict[str, Callable[[int, int], DataLoader[Any]]] = {
+    "sequential": lambda n, b: DataLoader(torch.arange(n), batch_size=b),
+    "shuffled": lambda n, b: DataLoader(torch.arange(n), batch_size=b, shuffle=True),
+    "replacement": lambda n, b: DataLoader(
+        torch.arange(n), batch_size=b, sampler=RandomSampler(range(n), replacement=True)
+    ),
+    "weighted": lambda n, b: DataLoader(
+        torch.arange(n), batch_size=b, sampler=WeightedRandomSampler([1.0] * n, n)
+    ),
+    "custom": lambda n, b: DataLoader(torch.arange(n), batch_size=b, sampler=Shuffling(n)),
+}
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@reused
+@given(
+    length=st.integers(1, 120), chain=runs, epoch=st.integers(0, 3), even=st.sampled_from(["uneven", "pad"])
+)
+def test_any_chain_of_interruptions_gives_the_epoch_once_in_order(
+    make_shards,
+    read_together,
+    kind: str,
+    length: int,
+    chain: list[tuple[int, int, int]],
+    epoch: int,
+    even: str,
+) -> None:
+    build = BUILDERS[kind]
+    (alone,) = make_shards(lambda: build(length, 1), 1, seed=3)
+    alone.set_epoch(epoch)
+    expected = read_together([alone]).samples
+    state: dict[str, Any] | None = None
+    read: list[int] = []
+    for number, (count, batch_size, num_steps) in enumerate([*chain, (2, 3, None)]):
+        shards = make_shards(lambda size=batch_size: build(length, size), count, even=even, seed=3 + number)
+        for shard in shards:
+            if state is None:
+                shard.load_state_dict({**shard.state_dict(), "seed": 3})
+                shard.set_epoch(epoch)
+            else:
+                shard.load_state_dict(state)
+            assert shard.epoch == epoch
+        part = read_together(shards, num_steps)
+        read += part.samples
+        if part.states and read != expected:
+            state = part.states[-1]
+            assert state["position"] == len(read)
+        elif state is None:
+            state = shards[0].state_dict()
+        if read == expected:
+            break
+    assert read == expected
+
+
+def stream_of(length: int) -> IterableDataset[int]:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(length))
+
+    return Stream()
+
+
+@reused
+@given(length=st.integers(1, 80), chain=runs)
+def test_a_stream_goes_on_at_any_number_of_shards(make_shards, read_together, length, chain) -> None:
+    state: dict[str, Any] | None = None
+    read: list[int] = []
+    for count, batch_size, num_steps in [*chain, (2, 3, None)]:
+        shards = make_shards(lambda size=batch_size: DataLoader(stream_of(length), batch_size=size), count)
+        for shard in shards:
+            if state is not None:
+                shard.load_state_dict(state)
+        part = read_together(shards, num_steps)
+        read += part.samples
+        if part.states:
+            state = part.states[-1]
+        if len(read) == length:
+            break
+    assert read == list(range(length))
+
+
+def test_a_state_is_a_handful_of_plain_values() -> None:
+    loader = shard_loader(DataLoader(torch.arange(10**6), batch_size=2, shuffle=True), Shard(0, 1))
+    next(iter(loader))
+    assert loader.state_dict() == {
+        "format": 1,
+        "epoch": 0,
+        "position": 2,
+        "seed": 0,
+        "identity": {"order": "shuffled/1", "num_positions": 10**6},
+        "fingerprint": None,
+        "extra": {},
+    }
+
+
+class Marked:
+    """A dataset that knows its content, as Hugging Face datasets do."""
+
+    def __init__(self, mark: str) -> None:
+        self._fingerprint = mark
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+    def loader(data: Any, **arguments: Any) -> Any:
+        return shard_loader(DataLoader(data, **arguments), Shard(0, 1))
+
+    saved = loader(range(8), shuffle=True)
+    state = saved.state_dict()
+    with pytest.raises(
+        DataStateError, match=r"num_positions=8 and this loader has 9: the dataset changed its length"
+    ):
+        loader(range(9), shuffle=True).load_state_dict(state)
+    with pytest.raises(DataStateError, match=r"order='shuffled/1' and this loader has 'sequential'"):
+        loader(range(8)).load_state_dict(state)
+    with pytest.raises(DataStateError, match=r"format 2, and this version reads up to 1"):
+        saved.load_state_dict({**state, "format": 2})
+    with pytest.raises(DataStateError, match="is no loader's state"):
+        saved.load_state_dict({"step": 3})
+    with pytest.raises(DataStateError, match=r"fingerprint was 'a' and is 'b': its content changed"):
+        loader(Marked("b")).load_state_dict(loader(Marked("a")).state_dict())
+
+
+class Batches(Sampler[list[int]]):
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(8))
+        random.shuffle(order)
+        return iter([[number * self.batch_size + i for i in range(self.batch_size)] for number in order])
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 4), (4, 2), (3, 3)])
+def test_a_batch_sampler_goes_on_in_whole_batches(
+    make_shards, read_together, before: int, after: int
+) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(torch.arange(24), batch_sampler=Batches(3))
+
+    whole = read_together(make_shards(build, 1)).samples
+    part = read_together(make_shards(build, before), 2)
+    shards = make_shards(build, after)
+    for shard in shards:
+        shard.load_state_dict(part.states[-1])
+    assert part.samples + read_together(shards).samples == whole
+
+
+def test_a_batch_sampler_of_another_batch_size_is_refused() -> None:
+    def loader(size: int) -> Any:
+        return shard_loader(DataLoader(torch.arange(32), batch_sampler=Batches(size)), Shard(0, 1))
+
+    with pytest.raises(
+        DataStateError, match=r"batch_size=3 and this loader has 4: a batch sampler goes on in whole"
+    ):
+        loader(4).load_state_dict(loader(3).state_dict())
