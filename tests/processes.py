@@ -30,7 +30,11 @@ def free_port() -> int:
 def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, str]) -> dict[str, str]:
     """The variables that torchrun gives a rank of a single node."""
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("DRIVETRAIN_", "TORCHELASTIC"))},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DRIVETRAIN_", "TORCHELASTIC"))
+        },
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_processes),
@@ -39,7 +43,9 @@ def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep),
+        "PYTHONPATH": os.pathsep.join(
+            [str(TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        ).rstrip(os.pathsep),
         **extra,
     }
 
@@ -130,11 +136,12 @@ class RankPool:
         with Listener(("127.0.0.1", 0), backlog=self.num_processes) as listener:
             address = f"127.0.0.1:{listener.address[1]}"
             for rank in range(self.num_processes):
-                environment = rank_environment(rank, self.num_processes, port, {})
-                command = [sys.executable, str(Path(__file__)), address]
-                self._processes.append(
-                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+                # A pool waits between tests as long as it takes: that is no hang.
+                environment = rank_environment(
+                    rank, self.num_processes, port, {"DRIVETRAIN_STATE__WATCHDOG": "false"}
                 )
+                command = [sys.executable, str(Path(__file__)), address]
+                self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             accepted = [listener.accept() for _ in range(self.num_processes)]
         by_rank = {connection.recv(): connection for connection in accepted}
         self._connections = [by_rank[rank] for rank in range(self.num_processes)]

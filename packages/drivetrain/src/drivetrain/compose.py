@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -111,7 +111,7 @@ def compose(
     }
     for section, kind in _SECTIONS.items():
         resolved[section] = resolve(kind, section=section, code=said.get(section), layers=layers)
-    context = connect(resolved["state"].value, parallelism=parallelism)
+    context = connect(_state(resolved["state"].value, settings), parallelism=parallelism)
     policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
     chosen = backend_class or registry.get(_backend_name(settings.backend, context))
     if chosen.settings_section is not None:
@@ -142,6 +142,11 @@ def compose(
             settings=resolved["tracking"].value,
         ),
     )
+
+
+def _state(state: StateSettings, settings: RunSettings) -> StateSettings:
+    """Stacks of a hang go into the project's folder, unless another is set."""
+    return replace(state, hang_report_directory=state.hang_report_directory or settings.project_dir)
 
 
 def _backend_name(name: str, context: Context) -> str:

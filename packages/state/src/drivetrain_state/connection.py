@@ -65,7 +65,11 @@ def connect(
         owns_group = _join(place, topology, launched, settings, needs_group=plan is not None, undo=undo)
         watch = Watch()
         if settings.watchdog and topology.world_size > 1:
-            undo.callback(start_watchdog(topology=topology, settings=settings, watch=watch).stop)
+            reports = settings.hang_report_directory
+            watchdog = start_watchdog(
+                topology=topology, settings=settings, watch=watch, report_directory=reports
+            )
+            undo.callback(watchdog.stop)
         if settings.deterministic:
             undo.enter_context(deterministic_algorithms())
         return Context(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import isfinite
+from pathlib import Path
 from typing import Literal, get_args
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "xla"]
@@ -28,6 +29,12 @@ class StateSettings:
     hang_timeout_seconds: float = field(
         default=60.0,
         metadata={"help": "Seconds without progress after which the watchdog asks every rank where it is."},
+    )
+    hang_report_directory: Path | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for all ranks' stacks at a hang; by default the one the run was started in."
+        },
     )
     debug: bool = field(
         default=False,
