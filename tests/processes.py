@@ -65,7 +65,8 @@ def run_script(
 ) -> list[Completed]:
     """Run `script` once per rank; kill whatever is left at the deadline and fail with every rank's output."""
     port = free_port()
-    files = [(tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")) for _ in range(num_processes)]
+    # Not in with-statements: there are as many as ranks, and each is read and closed below.
+    files = [(tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")) for _ in range(num_processes)]  # noqa: SIM115
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), *args],
@@ -206,7 +207,7 @@ def _serve(address: str) -> None:
             with redirect_stdout(output), redirect_stderr(output):
                 result = getattr(_load(path, module), name)(*pickle.loads(args))
             answer = ("returned", result, output.getvalue())
-        except BaseException:
+        except BaseException:  # noqa: BLE001 whatever it was, the test is told and shows it
             answer = ("raised", None, output.getvalue() + traceback.format_exc())
         # Plain bytes: multiprocessing would hand tensors over as shared memory, which dies with the pool.
         connection.send_bytes(pickle.dumps(answer))
