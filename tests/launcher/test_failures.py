@@ -66,6 +66,7 @@ def test_a_traceback_that_the_scripts_own_hook_showed_is_not_shown_again() -> No
         (-11, "SIGSEGV: a crash in native code"),
         (-7, "SIGBUS: most likely shared memory"),
         (-64, "ended by SIGRTMAX"),
+        (124, "ended with exit code 124, its watchdog ended it"),
         (4, "ended with exit code 4, and no exception"),
     ],
 )

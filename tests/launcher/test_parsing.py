@@ -140,5 +140,28 @@ def test_every_flag_has_one_meaning() -> None:
     assert len(names) == len(set(names))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadowing:
+    num_processes: int = field(default=2, metadata={"help": "Its own."})
+    layers: Layers = field(default_factory=lambda: Layers({}))
+
+    def __post_init__(self) -> None:
+        if self.num_processes > 9:
+            raise ValueError(f"num_processes={self.num_processes}: at most 9")
+
+
+def test_a_commands_own_flag_stands_before_a_sections() -> None:
+    parser = build_parser("check", Shadowing, "Check it.")
+    arguments = parser.parse(["--num-processes", "3"])
+    assert arguments.num_processes == 3
+    assert "launch" not in {section for section, _ in arguments.layers.entries}
+    assert parser.help_text().count("--num-processes") == 1
+
+
+def test_a_value_that_the_command_refuses_is_told() -> None:
+    with pytest.raises(UsageError, match="num_processes=10: at most 9"):
+        build_parser("check", Shadowing, "Check it.").parse(["--num-processes", "10"])
+
+
 def test_no_section_is_said_of_when_nothing_is() -> None:
     assert launch("train.py").layers.entries.keys() == Layers.read().entries.keys()

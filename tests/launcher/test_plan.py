@@ -66,6 +66,11 @@ def test_more_processes_than_accelerators_is_an_error_with_the_ways_out() -> Non
     plan_launch(LaunchSettings(num_processes=9), TARGET, Host())  # the CPU takes any number
 
 
+def test_a_kind_of_device_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="no cuda device that torch can use: say --cpu"):
+        plan_launch(LaunchSettings(), TARGET, Host(accelerator="cuda"))
+
+
 def test_chosen_devices_are_the_ones_that_count() -> None:
     plan = plan_launch(LaunchSettings(devices=(2, 3)), TARGET, EIGHT)
     assert plan.processes_per_node == 2

@@ -30,6 +30,10 @@ _SIGNALS = {
 }
 
 
+# What an exit code of ours says.
+_EXIT_CODES = {124: "its watchdog ended it; the table above names the rank that all waited for"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
     """How one rank failed.
@@ -149,7 +153,8 @@ def describe_root(failure: RankFailure) -> str:
     if failure.signal:
         why = _SIGNALS.get(failure.signal, "")
         return f"drivetrain: {who} was ended by {failure.signal}{f': {why}' if why else ''}\n"
-    return f"drivetrain: {who} ended with exit code {failure.exit_code}, and no exception\n"
+    why = _EXIT_CODES.get(failure.exit_code or 0, "and no exception")
+    return f"drivetrain: {who} ended with exit code {failure.exit_code}, {why}\n"
 
 
 def describe_others(root: RankFailure, failures: Sequence[RankFailure]) -> str:

@@ -71,7 +71,7 @@ class CommandParser:
         """Read a command line into the command's arguments.
 
         Raises:
-            UsageError: A flag is unknown or lacks its value, or an argument is missing or of the wrong type.
+            UsageError: A flag is unknown or lacks its value, or an argument is missing or wrong.
             ConfigError: The file of settings cannot be read.
             SystemExit: `--help` was asked for, and has been shown.
         """
@@ -91,7 +91,10 @@ class CommandParser:
                 file=None if file is None else Path(str(file)), command_line=said
             )
         self._check_given(values)
-        return self.arguments(**values)
+        try:
+            return self.arguments(**values)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def _check_given(self, values: Mapping[str, Any]) -> None:
         for field in fields(self.arguments):
@@ -213,7 +216,11 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
         groups[_OWN] += (_CONFIG,)
         installed = sections()
         names = sorted(installed, key=lambda name: (name not in _FIRST, name))
-        groups |= {name: flags(installed[name], name) for name in names}
+        # A command's own flag stands before one of the same name in a section.
+        own = {flag.name for flag in groups[_OWN]}
+        groups |= {
+            name: tuple(f for f in flags(installed[name], name) if f.name not in own) for name in names
+        }
     found = {flag.name: flag for group in groups.values() for flag in group}
     found |= {f"--no-{name[2:]}": flag for name, flag in found.items() if flag.is_switch}
     return CommandParser(

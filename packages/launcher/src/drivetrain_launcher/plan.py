@@ -200,6 +200,11 @@ def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tupl
     """How many processes this node runs, and what to say if nobody said."""
     available = len(settings.devices) if settings.devices else host.accelerator_count
     what = f"{host.accelerator} device{'s' if available != 1 else ''}"
+    if host.accelerator is not None and available == 0:
+        raise LaunchError(
+            f"this node has no {host.accelerator} device that torch can use: say --cpu to train on the CPU, or leave "
+            "the kind of device to be found out"
+        )
     asked = settings.processes_per_node
     if asked is None and settings.num_processes is not None:
         asked = settings.num_processes // settings.num_nodes
@@ -210,7 +215,7 @@ def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tupl
     if host.accelerator is not None and asked > available:
         raise LaunchError(
             f"{asked} processes on this node, but it has {available} {what} to give them: say "
-            f"--num-processes {max(1, available) * settings.num_nodes}, or --cpu to train on the CPU"
+            f"--num-processes {available * settings.num_nodes}, or --cpu to train on the CPU"
         )
     return asked, ()
 
