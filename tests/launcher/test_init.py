@@ -14,6 +14,7 @@ def test_the_public_names() -> None:
         "RankPlan",
         "Target",
         "debug_launcher",
+        "look_at_host",
         "notebook_launcher",
         "plan_launch",
         "run_plan",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from drivetrain_launcher.errors import LaunchError as LaunchError
     from drivetrain_launcher.errors import RankFailedError as RankFailedError
     from drivetrain_launcher.host import Host as Host
+    from drivetrain_launcher.host import look_at_host as look_at_host
     from drivetrain_launcher.plan import LaunchPlan as LaunchPlan
     from drivetrain_launcher.plan import RankPlan as RankPlan
     from drivetrain_launcher.plan import Target as Target
@@ -29,6 +30,7 @@ _ROOMS = {
     "RankPlan": "plan",
     "Target": "plan",
     "debug_launcher": "spawn",
+    "look_at_host": "host",
     "notebook_launcher": "spawn",
     "plan_launch": "plan",
     "run_plan": "running",
@@ -42,6 +44,7 @@ __all__ = [
     "RankPlan",
     "Target",
     "debug_launcher",
+    "look_at_host",
     "notebook_launcher",
     "plan_launch",
     "run_plan",
