@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drivetrain_launcher.plan import LaunchPlan as LaunchPlan
     from drivetrain_launcher.plan import RankPlan as RankPlan
     from drivetrain_launcher.plan import Target as Target
-    from drivetrain_launcher.plan import plan_launch as plan_launch
+    from drivetrain_launcher.planning import plan_launch as plan_launch
     from drivetrain_launcher.running import run_plan as run_plan
     from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
     from drivetrain_launcher.spawn import debug_launcher as debug_launcher
@@ -32,7 +32,7 @@ _ROOMS = {
     "debug_launcher": "spawn",
     "look_at_host": "host",
     "notebook_launcher": "spawn",
-    "plan_launch": "plan",
+    "plan_launch": "planning",
     "run_plan": "running",
 }
 __all__ = [

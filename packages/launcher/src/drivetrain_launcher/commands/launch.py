@@ -9,7 +9,8 @@ from typing import Any
 from drivetrain_config import Command, Layers, resolve, sections
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.host import look_at_host
-from drivetrain_launcher.plan import Target, plan_launch
+from drivetrain_launcher.plan import Target
+from drivetrain_launcher.planning import plan_launch
 from drivetrain_launcher.running import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 
