@@ -15,22 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rounds import Table, installed, parse_arguments, report, run_on_two_ranks, take_turns
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 BATCH_SIZE = 32  # samples a rank
 
 
-class Stream(IterableDataset[Tensor]):
-    """Samples of `num_floats` numbers that cost nothing to make."""
+class Stream(IterableDataset[dict[str, Any]]):
+    """Samples as a file reader would yield them: a dict of a fresh tensor of `num_floats` numbers and a label."""
 
     def __init__(self, num_samples: int, num_floats: int) -> None:
         self.num_samples = num_samples
-        self.sample = torch.randn(num_floats)
+        self.num_floats = num_floats
 
-    def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(self.num_samples):
-            yield self.sample
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(self.num_samples):
+            yield {"input": torch.full((self.num_floats,), float(index)), "label": index % 10}
 
 
 def timed(loader: Iterable[Any], num_batches: int) -> Callable[[], float]:

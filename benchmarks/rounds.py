@@ -99,7 +99,9 @@ def run_on_two_ranks(arguments: argparse.Namespace) -> None:
     """Run this script again as two ranks under torch's own launcher, which favours no contestant."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [sys.argv[0], "--worker", "--rounds", str(arguments.rounds), "--results", str(arguments.results)]
-    subprocess.run([sys.executable, *launcher, *script], check=True)
+    subprocess.run(
+        [sys.executable, *launcher, *script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def installed(package: str) -> bool:

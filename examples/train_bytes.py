@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -162,14 +162,14 @@ def train(accelerator: Accelerator, args: argparse.Namespace) -> GPT | None:
                 continue  # --gradient-accumulation-steps of the launcher: no step yet
 
             step += 1
-            stop = False
-            if step % REPORT_EVERY == 0 or step == args.steps:
+            save, stop = step % args.save_every == 0 or step == args.steps, False
+            if save or step % REPORT_EVERY == 0:
                 train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
                 losses.clear()
                 accelerator.log({"train loss": train_loss, "learning rate": scheduler.get_last_lr()[0]}, step)
                 progress.update(progress.task_ids[0], completed=step, loss=train_loss)
                 stop = accelerator.check_trigger()
-            if step % args.save_every == 0 or step == args.steps or stop:
+            if save or stop:
                 validation_loss = evaluate(accelerator, model, validation)
                 accelerator.log({"validation loss": validation_loss}, step)
                 path = accelerator.save_state()
@@ -190,20 +190,13 @@ def sample(model: GPT, prompt: bytes, *, num_bytes: int, temperature: float) -> 
         logits = model(tokens[:, -model.block_size :])[:, -1].float()
         tokens = torch.cat([tokens, torch.multinomial((logits / temperature).softmax(-1), 1)], dim=1)
     text = bytes(tokens[0].tolist()).decode(errors="replace")
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def show_progress(accelerator: Accelerator, done: int, total: int) -> Progress:
     """A live bar on rank 0's terminal; where standard error is no terminal, only what is said above it."""
     console = Console(stderr=True, soft_wrap=True)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
+    columns = *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}")
     shown = accelerator.is_main_process and console.is_terminal
     progress = Progress(*columns, console=console, disable=not shown)
     progress.add_task("training", completed=done, total=total, loss=math.nan)
@@ -216,13 +209,9 @@ def plot_losses(log: Path, image: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, marker in (("train loss", ""), ("validation loss", "o")):
-        curve = {
-            record["step"]: record[name] for record in records if name in record
-        }  # what was done last counts
+        curve = {r["step"]: r[name] for r in records if name in r}  # of a step done twice, the later counts
         axes.plot(list(curve), list(curve.values()), marker=marker, label=name)
-    axes.set(
-        xlabel="optimizer step", ylabel="nats a byte", title="A byte-level GPT on Python's standard library"
-    )
+    axes.set(xlabel="optimizer step", ylabel="nats a byte", title="Learning Python's standard library")
     axes.legend()
     figure.savefig(image, dpi=120)
 

@@ -30,7 +30,7 @@ def test_token_counts_shows_the_error_that_count_removes(num_processes: int) -> 
 
 def test_evaluation_is_exact_on_an_uneven_tail(num_processes: int) -> None:
     shown = launch("evaluation.py", num_processes=num_processes).stdout
-    assert shown == ""
+    assert "103 points, accuracy 0.291262\n73 were wrong, the first: point 0, point 1, point 2\n" in shown
 
 
 def test_two_models_learn_the_ring(num_processes: int) -> None:
