@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from checks.commands import shown
@@ -47,15 +48,18 @@ def _try_alone(
     if f"tests/{package.name}" not in tests:
         return [Finding(where=where, message=f"no tests/{package.name}: a package has tests of its own")]
     environment = fresh_environment(constraints.parent / "environment")
-    requirements = requirements_of(package, siblings(package, known), wheels)
+    brought = siblings(package, known)
+    requirements = requirements_of(package, brought, wheels)
     try:
-        install(environment, [*requirements, *TEST_TOOLS, *_numpy(package)], constraints=constraints)
+        install(
+            environment, [*requirements, *TEST_TOOLS, *_numpy([package, *brought])], constraints=constraints
+        )
     except subprocess.CalledProcessError as error:
         return [Finding(where=where, message=f"does not install: uv ended with exit code {error.returncode}")]
     command = [str(environment.scripts / "pytest"), "-q", "-p", "no:cacheprovider", *tests]
     return shown(where, command, cwd=root, timeout_seconds=1200, environment=environment.variables())
 
 
-def _numpy(package: Package) -> tuple[str, ...]:
-    """The tests of a package that needs torch may use numpy, which torch takes where it finds it."""
-    return ("numpy",) if "torch" in package.dependencies else ()
+def _numpy(packages: Sequence[Package]) -> tuple[str, ...]:
+    """The tests of a package that brings torch may use numpy, which torch takes where it finds it."""
+    return ("numpy",) if any("torch" in package.dependencies for package in packages) else ()
