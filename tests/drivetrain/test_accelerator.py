@@ -179,3 +179,56 @@ def test_saving_in_an_open_window_is_refused(tmp_path) -> None:
 def test_saving_without_a_folder_is_refused() -> None:
     with pytest.raises(ValueError, match="set project_dir="):
         Accelerator(cpu=True).save_state()
+
+
+@pytest.mark.parametrize("lengths", [(6, 10), (10, 6)])
+def test_two_zipped_loaders_close_the_window_with_the_shorter_one(lengths: tuple[int, int]) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1)
+    loaders = [DataLoader(numbers(length), batch_size=2) for length in lengths]
+    model, optimizer, one, other = accelerator.prepare(model, SGD(model.parameters(), lr=0.1), *loaders)
+    for (x,), _ in zip(one, other, strict=False):  # 3 steps: a window of 2 and one of 1
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.num_steps == 2
+    assert accelerator.sync_gradients
+
+
+def test_an_iterator_left_at_its_last_batch_closes_one_window_only() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = parts(accelerator, samples=6)
+    batches = iter(loader)
+    closed: list[bool] = []
+    for step in range(6):
+        x = next(batches)[0] if step < 3 else torch.ones(2, 1)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+        closed.append(accelerator.sync_gradients)
+    assert closed == [False, True, True, False, True, False]
+
+
+def test_unwrapping_without_autocast_leaves_the_model_in_training_as_it_is() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(nn.Linear(1, 1))
+    plain = accelerator.unwrap_model(model, keep_autocast=False)
+    assert type(plain) is nn.Linear
+    assert plain.weight is model.weight
+    assert plain(torch.ones(1, 1)).dtype is torch.float32
+    assert model(torch.ones(1, 1)).dtype is torch.bfloat16
+
+
+def test_a_scheduler_takes_its_metric_by_name() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(metrics=1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from drivetrain import Accelerator
 
 
 @dataclass
@@ -35,7 +36,9 @@ def gathered_nested(kind: str, length: int, even: str, dispatch: bool) -> list[i
     loader = accelerator.prepare(loader_over(kind, length, 3))
     found: list[int] = []
     for batch in loader:
-        output = Output(logits=batch[:, None].float() * torch.ones(2), extra={"label": batch, "mask": batch > 3})
+        output = Output(
+            logits=batch[:, None].float() * torch.ones(2), extra={"label": batch, "mask": batch > 3}
+        )
         whole = accelerator.gather_for_metrics(output)
         assert isinstance(whole, Output)
         assert whole.logits[:, 1].tolist() == whole.extra["label"].tolist()
@@ -48,7 +51,12 @@ def gathered_nested(kind: str, length: int, even: str, dispatch: bool) -> list[i
 @pytest.mark.parametrize("length", [24, 25, 17, 3, 1])
 @pytest.mark.parametrize(
     ("kind", "even", "dispatch"),
-    [("map", "uneven", False), ("map", "pad", False), ("stream", "uneven", False), ("stream", "uneven", True)],
+    [
+        ("map", "uneven", False),
+        ("map", "pad", False),
+        ("stream", "uneven", False),
+        ("stream", "uneven", True),
+    ],
 )
 def test_nested_outputs_come_once_and_in_order(
     run_ranks, num_processes: int, length: int, kind: str, even: str, dispatch: bool

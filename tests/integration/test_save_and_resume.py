@@ -97,4 +97,5 @@ def resumed_draw(folder: Path) -> tuple[float, str]:
     logger.addHandler(handler)
     second_part(folder)
     logger.removeHandler(handler)
+    assert "saved on 2 ranks, resumed on 1" in (folder / "plan.json").read_text()
     return torch.rand(()).item(), "\n".join(records)

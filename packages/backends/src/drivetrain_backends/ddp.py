@@ -1,7 +1,7 @@
 """Data parallel training: a replica on every rank, gradients averaged by torch's DistributedDataParallel."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any, ClassVar, cast
 
@@ -53,14 +53,22 @@ class DDPBackend(TorchBackend):
         _register_hook(replica, settings)
         return replica
 
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
+    @contextmanager
+    def join(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Let ranks run out of batches at different steps; inside, a finished rank answers the others' reductions.
+
+        Gradients are the mean over the ranks that still have batches.
 
         Args:
             models: The prepared models that are trained inside.
         """
         replicas: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
-        return Join(replicas)
+        self._ledger.is_joined = True
+        try:
+            with Join(replicas, divide_by_initial_world_size=False):
+                yield
+        finally:
+            self._ledger.is_joined = False
 
     def applied(self) -> Mapping[str, object]:
         """What is in force, read back from the DDP wrappers."""

@@ -44,4 +44,8 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
     if len(models) == 1:
         (model,) = models.values()
         return {parameter: name for name, parameter in model.named_parameters()}
-    return {p: f"{key}.{name}" for key, model in models.items() for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {}
+    for key, model in models.items():
+        for name, parameter in model.named_parameters():
+            names.setdefault(parameter, f"{key}.{name}")
+    return names

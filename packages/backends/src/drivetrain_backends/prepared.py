@@ -4,17 +4,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain_backends.accumulation import AccumulationWindow, BackwardRecord, LossNormalizer
 from drivetrain_backends.forward import restore_forward
+from drivetrain_backends.gradients import GradientGroup, GradientLedger
 from drivetrain_backends.optimizer import PreparedOptimizer, StepResult, load_named_state, named_state
 from drivetrain_backends.pairing import parameter_names
 from drivetrain_backends.scheduler import PreparedScheduler
-from drivetrain_precision import LossScaler
 from drivetrain_state import Context
 
 _OPEN = StepResult(stepped=False, skipped=False)
@@ -27,109 +25,64 @@ class TorchPrepared:
     Args:
         model: What the user calls: the module itself, or its DDP wrapper.
         context: Ranks and device.
-        window: The accumulation window shared by the backend's models.
-        scaler: The loss scale shared by the backend's models, for fp16.
-        record: What the backend's models know together of backward and step.
+        ledger: What the backend's models know together of their gradients.
 
     Attributes:
         model: What the user calls.
         optimizers: The prepared optimizers that train this model.
         schedulers: The prepared schedulers of those optimizers.
+        group: The gradients of this model, and of those that share an optimizer or a parameter with it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        context: Context,
-        window: AccumulationWindow,
-        scaler: LossScaler | None,
-        record: BackwardRecord,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, context: Context, ledger: GradientLedger) -> None:
         self.model = model
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
-        self.partners: tuple[TorchPrepared, ...] = ()  # models that share an optimizer with this one
-        self.normalizer = LossNormalizer(context, window)
-        self._context = context
+        self.group = GradientGroup([self.unwrap()], ledger)
         self._watch = context.watch
-        self._window = window
-        self._scaler = scaler
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._record = record
-        self._finished = 0  # the record's serial when gradients were last unscaled and corrected
-        self._stepped_in = -1  # the window of the last step
-        self._grad_norm: Tensor | None = None
-        # DDP learns a static graph from its first backward, which must therefore reduce (an internal assertion fails
-        # otherwise, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
-        self._learns_graph = isinstance(model, DistributedDataParallel) and model.static_graph
+        self._ledger = ledger
+        self._window = ledger.window
+        self._prepared_at = ledger.num_backwards
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
-        record, scaler = self._record, self._scaler
-        loss = self.normalizer.scale(loss, count)
-        if scaler is not None:
-            if record.scale_may_move(self._window):
-                scaler.update()
-                record.stepped_window = None
-            loss = scaler.scale(loss)
-        loss.backward()
-        record.note_backward(self._window)
-        self._learns_graph = False
-        self._grad_norm = None
+        self._ledger.backward(loss, count, (self.group,))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients on their rank; see `Prepared.no_sync`."""
-        if isinstance(self.model, DistributedDataParallel) and not self._learns_graph:
-            return self.model.no_sync()
-        return nullcontext()
+        if not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        # DDP learns a static graph from its first backward, which must therefore reduce (an internal assertion fails
+        # otherwise, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
+        if self.model.static_graph and self._ledger.num_backwards == self._prepared_at:
+            return nullcontext()
+        return self.model.no_sync()
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one optimizer if the window is closed. Called on all ranks."""
         if not self._window.closing:
             return _OPEN
-        self.finish()
-        for partner in self.partners:
-            partner.finish()
-        self._stepped_in = self._record.stepped_window = self._window.number
+        group = self.group
+        group.finish()
+        group.use()
         self._watch.mark("optimizer step")
-        if self._scaler is not None and self._scaler.overflowed():
-            return StepResult(stepped=False, skipped=True, grad_norm=self._grad_norm)
+        if group.overflowed:
+            return StepResult(stepped=False, skipped=True, grad_norm=group.grad_norm)
         optimizer.step()
-        if self._grad_norm is None:
+        if group.grad_norm is None:
             return _STEPPED
-        return StepResult(stepped=True, skipped=False, grad_norm=self._grad_norm)
-
-    def finish(self) -> None:
-        """Bring the closed window's gradients to their final value: unscaled, and the mean that was asked for.
-
-        Called on all ranks; a second call in a window does nothing.
-        """
-        if self._finished == self._record.serial:
-            return
-        self._finished = self._record.serial
-        factor = self.normalizer.correction(self._context.device)
-        if factor is None and self._scaler is None:
-            return
-        factor = 1.0 if factor is None else factor
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self._scaler is not None:
-            self._scaler.unscale(gradients, factor=factor)
-        elif gradients:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers
+        return StepResult(stepped=True, skipped=False, grad_norm=group.grad_norm)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clear one optimizer's gradients, but not those that an open window has gathered so far."""
-        window = self._window
-        if window.length > 1 or not window.closing:
-            record = self._record
-            gathered = record.window == window.number and self._stepped_in != window.number
-            if gathered and not (window.closing and record.micro_batch == window.begun):
-                return
-        if self._finished != self._record.serial:  # gradients that were never used: forget their losses too
-            self._finished = self._record.serial
-            self.normalizer.discard()
+        window, group = self._window, self.group
+        gathered = group.stage == "open" and group.opened_in == window.number
+        # Many loops zero before backward: what earlier micro-batches of the window gathered must stay then.
+        closes = window.closing and (window.length == 1 or self._ledger.last_backward == window.begun)
+        if gathered and not closes:
+            return
         optimizer.zero_grad(set_to_none)
+        group.cleared_by(optimizer)
 
     def clip(
         self,
@@ -144,14 +97,16 @@ class TorchPrepared:
             raise ValueError(f"clip(norm={norm!r}, value={value!r}): give one of the two")
         if not self._window.closing:
             return None
-        self.finish()
-        chosen = self._parameters if parameters is None else list(parameters)
+        chosen = list(self.model.parameters() if parameters is None else parameters)
+        groups = self._ledger.finish_all_of(chosen)
         if value is not None:
             nn.utils.clip_grad_value_(chosen, value)
             return None
         assert norm is not None
-        self._grad_norm = nn.utils.clip_grad_norm_(chosen, norm, norm_type=norm_type)
-        return self._grad_norm
+        total = nn.utils.clip_grad_norm_(chosen, norm, norm_type=norm_type)
+        for group in groups:
+            group.grad_norm = total
+        return total
 
     def unwrap(self) -> nn.Module:
         """The user's module, without DDP's wrapper; it goes on computing in the run's precision."""
@@ -170,7 +125,6 @@ class TorchPrepared:
             "schedulers": [s.state_dict() for s in self.schedulers],
             "num_steps": [o.num_steps for o in self.optimizers],
             "scheduler_lags": [s.lag for s in self.schedulers],
-            "reference_count": self.normalizer.reference,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,11 +151,6 @@ class TorchPrepared:
         ):
             scheduler.load_state_dict(saved)
             scheduler.catch_up(lag)
-        reference = state["reference_count"]
-        self.normalizer.reference = (
-            reference.to(self._context.device) if isinstance(reference, Tensor) else reference
-        )
 
     def _names(self) -> dict[Tensor, str]:
-        sharing = (self, *self.partners)
-        return parameter_names({str(i): prepared.unwrap() for i, prepared in enumerate(sharing)})
+        return parameter_names({str(i): model for i, model in enumerate(self.group.models)})

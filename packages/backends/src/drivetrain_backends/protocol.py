@@ -126,6 +126,16 @@ class Backend(Protocol):
         """
         ...
 
+    def backward_of(
+        self, models: Sequence[Prepared], loss: Tensor, *, count: Tensor | float | None = None
+    ) -> None:
+        """Add the gradients of a loss that trains several models, each with an optimizer of its own.
+
+        Raises:
+            AccumulationError: The backend cannot; the message says what to do instead.
+        """
+        ...
+
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Let ranks run out of batches at different steps inside.
 

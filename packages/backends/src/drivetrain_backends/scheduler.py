@@ -44,15 +44,16 @@ class PreparedScheduler:
         self._optimizer = optimizer
         self._seen_steps = optimizer.num_steps
 
-    def step(self, *args: Any) -> None:
+    def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by one if the optimizer moved the parameters since the last call; else do nothing.
 
         Args:
             *args: Handed on, as ReduceLROnPlateau wants its metric.
+            **kwargs: Handed on.
         """
         if self._optimizer.num_steps != self._seen_steps:
             self._seen_steps = self._optimizer.num_steps
-            self.scheduler.step(*args)
+            self.scheduler.step(*args, **kwargs)
 
     @property
     def lag(self) -> int:

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.accumulation import AccumulationWindow, BackwardRecord
+from drivetrain_backends.accumulation import AccumulationWindow
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.forward import PreparedForward, prepare_forward, restore_forward
+from drivetrain_backends.gradients import GradientGroup, GradientLedger, group_models
 from drivetrain_backends.optimizer import PreparedOptimizer
 from drivetrain_backends.pairing import owners
 from drivetrain_backends.prepared import TorchPrepared
@@ -47,8 +48,8 @@ class TorchBackend:
         )
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
         self._prepared: list[TorchPrepared] = []
-        self._trained: list[TorchPrepared] = []  # those with an optimizer
-        self._record = BackwardRecord()
+        self._ledger = GradientLedger(context, window, self.scaler)
+        self._trained: list[GradientGroup] = []  # those with an optimizer
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Turn a model that is on its device and under autocast into what the user calls."""
@@ -68,12 +69,11 @@ class TorchBackend:
         self._prepared.extend(self._place(model) for model in models)
         touched: list[TorchPrepared] = self._prepared[len(self._prepared) - len(models) :]
         for optimizer, indices in pairs:
-            first, *others = (self._prepared[i] for i in indices)
+            first = self._prepared[indices[0]]
             _move_state(optimizer)
             first.optimizers.append(PreparedOptimizer(optimizer, first))
-            first.partners = (*first.partners, *(o for o in others if o not in first.partners))
             touched.append(first)
-        self._trained = [prepared for prepared in self._prepared if prepared.optimizers]
+        self._regroup()
         for scheduler in schedulers:
             prepared, optimizer = self._trained_by(scheduler.optimizer)
             prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
@@ -86,15 +86,20 @@ class TorchBackend:
             raise AccumulationError(
                 "backward() before prepare(model): there is no model to reduce gradients for"
             )
-        trained = self._trained or self._prepared
-        if len(trained) > 1:
-            if count is not None:
-                raise AccumulationError(
-                    f"backward(count=...) with {len(trained)} trained models: say with model= whose items are counted"
-                )
-            for prepared in trained[1:]:
-                prepared.normalizer.note("mean")
-        trained[0].backward(loss, count=count)
+        owners = self._trained or self._ledger.groups
+        if len(owners) > 1 and count is not None:
+            raise AccumulationError(
+                f"backward(count=...) with {len(owners)} models that have optimizers of their own: say with model= "
+                "whose items are counted; model=(a, b) where the loss trains both"
+            )
+        self._ledger.backward(loss, count, owners)
+
+    def backward_of(
+        self, models: Sequence[Any], loss: Tensor, *, count: Tensor | float | None = None
+    ) -> None:
+        """Add the gradients of a loss that trains several models; see `Backend.backward_of`."""
+        chosen = [one.group for one in self._prepared if any(one is prepared for prepared in models)]
+        self._ledger.backward(loss, count, list(dict.fromkeys(chosen)))
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Nothing to do on one device; see `Backend.join`."""
@@ -111,8 +116,13 @@ class TorchBackend:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, where there is one."""
-        return {"scaler": None if self.scaler is None else self.scaler.state_dict()}
+        """The loss scale, where there is one, and the reference of counted losses."""
+        self._ledger.move_scale()
+        self._ledger.reference.renew()
+        return {
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "reference_count": self._ledger.reference.number,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the loss scale of a saved run.
@@ -128,12 +138,14 @@ class TorchBackend:
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+        reference: Tensor | None = state["reference_count"]
+        self._ledger.reference.number = None if reference is None else reference.to(self.context.device)
 
     def close(self) -> None:
         """Give every model its own class back and forget them all."""
         for prepared in self._prepared:
             prepared.release()
-        self._prepared, self._trained = [], []
+        self._prepared, self._trained, self._ledger.groups = [], [], []
 
     def _check(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
@@ -161,9 +173,18 @@ class TorchBackend:
         except BaseException:
             restore_forward(model)
             raise
-        return TorchPrepared(
-            wrapped, context=self.context, window=self.window, scaler=self.scaler, record=self._record
-        )
+        return TorchPrepared(wrapped, context=self.context, ledger=self._ledger)
+
+    def _regroup(self) -> None:
+        """Bring models that share an optimizer or a parameter together."""
+        models = [prepared.unwrap() for prepared in self._prepared]
+        optimizers = [o.optimizer for prepared in self._prepared for o in prepared.optimizers]
+        groups = group_models(models, [owners(optimizer, models) for optimizer in optimizers], self._ledger)
+        for prepared, group in zip(self._prepared, groups, strict=True):
+            prepared.group = group
+        for group in self._ledger.groups:
+            group.num_optimizers = sum(len(p.optimizers) for p in self._prepared if p.group is group)
+        self._trained = [group for group in self._ledger.groups if group.num_optimizers]
 
     def _trained_by(self, optimizer: Optimizer) -> tuple[TorchPrepared, PreparedOptimizer]:
         return next(

@@ -34,6 +34,21 @@ class ActiveLoaders:
         """The loader that yielded last, of those still being read."""
         return self._stack[-1] if self._stack else None
 
+    @property
+    def ending(self) -> BatchPlan | None:
+        """The current batch, if an epoch ends with it: of the current loader, or of one read side by side with it."""
+        if not self._stack:
+            return None
+        top: Planned = self._stack[-1]
+        together = (
+            [other for other in self._stack if id(other) in self._alternating]
+            if id(top) in self._alternating
+            else [top]
+        )
+        return next(
+            (one.current for one in together if one.current is not None and one.current.is_last), None
+        )
+
     def push(self, loader: Planned) -> None:
         """Note that a loader yields. Called for each batch."""
         stack = self._stack

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drivetrain import metrics, resume
 from drivetrain.accumulate import MicroBatch
 from drivetrain.compose import compose, read_layers
-from drivetrain.effective import plan_of, show_plan
+from drivetrain.effective import plan_of, show_plan, store_plan
 from drivetrain.plan import EffectivePlan
 from drivetrain.prepare import PreparedModels, prepare_objects
 from drivetrain.ranks import Ranks
@@ -23,7 +23,6 @@ from drivetrain_backends import (
     AccumulationError,
     Backend,
     BackendRegistry,
-    restore_forward,
 )
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, shard_loader, skip_first_batches
@@ -105,7 +104,7 @@ class Accelerator(Ranks):
     @property
     def settings(self) -> RunSettings:
         """The run's settings, resolved."""
-        return self._parts.resolved["run"].value
+        return self._parts.settings
 
     @property
     def mixed_precision(self) -> str:
@@ -153,10 +152,10 @@ class Accelerator(Ranks):
 
         Args:
             model: A prepared model; any other is returned as it is.
-            keep_autocast: Whether its forward goes on computing in the run's precision.
+            keep_autocast: Whether its forward computes in the run's precision. Without, it is a shallow copy of the
+                user's own class on the same parameters; the model in training stays as it is.
         """
-        inner = next((one.unwrap() for one in self._prepared.all if one.model is model), model)
-        return inner if keep_autocast else restore_forward(inner)
+        return self._prepared.unwrap(model, keep_autocast=keep_autocast)
 
     def building(self) -> AbstractContextManager[None]:
         """Inside, a model is constructed as the backend wants it, straight on its device."""
@@ -201,7 +200,12 @@ class Accelerator(Ranks):
             yield
 
     def backward(
-        self, loss: Tensor, *, count: Tensor | float | None = None, model: nn.Module | None = None
+        self,
+        loss: Tensor,
+        *,
+        count: Tensor | float | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        loader: ShardedLoader[Any] | None = None,
     ) -> None:
         """Add the gradients of a loss. Called on all ranks.
 
@@ -210,7 +214,8 @@ class Accelerator(Ranks):
             count: The number of items the loss sums, as a number or a tensor of shape (). The window's gradient is
                 then that of the mean over all items of all ranks and micro-batches, however they are spread. A
                 second loss over the same items passes 0.
-            model: Which model the loss belongs to, where several are trained and one cannot tell.
+            model: Which model the loss belongs to, or which several it trains, where one cannot tell.
+            loader: The loader whose batch it is, where two loaders are read side by side.
 
         Raises:
             AccumulationError: Outside accumulate() while gradients are accumulated; a mean and a sum in one window;
@@ -223,11 +228,14 @@ class Accelerator(Ranks):
                 f"{self.gradient_accumulation_steps}: which window it belongs to is not known; put the step into "
                 "`with accelerator.accumulate(model):`"
             )
-        loader = parts.loaders.current
-        if loader is not None and loader.current is not None and not loader.current.even:
-            loss, count = metrics.weigh(loss, count, loader.current, parts.shard.index)
-        owner = parts.backend if model is None else self._prepared.of(model)
-        owner.backward(loss, count=count)
+        batch = parts.loaders.plan(loader)
+        if batch is not None and not batch.even:
+            loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
+        if model is None:
+            parts.backend.backward(loss, count=count)
+        else:
+            owners = [model] if isinstance(model, nn.Module) else model
+            parts.backend.backward_of([self._prepared.of(one) for one in owners], loss, count=count)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -270,10 +278,6 @@ class Accelerator(Ranks):
         Args:
             *objects: Objects saved under their place in the order of registration.
             **named: Objects saved under a name, which survives reordering.
-
-        Raises:
-            TypeError: An object lacks one of the two methods.
-            ValueError: A name is taken.
         """
         resume.register(self._custom, objects, named)
 
@@ -303,7 +307,12 @@ class Accelerator(Ranks):
         Returns:
             The optimizer step it was saved at.
         """
-        return resume.load(self._run_state(), self._parts.checkpointer(None), input_dir)
+        step, self._parts.facts["random generators"] = resume.load(
+            self._run_state(), self._parts.checkpointer(None), input_dir
+        )
+        if self.is_main_process:
+            store_plan(self.plan, self.settings)
+        return step
 
     def skip_first_batches(self, dataloader: ShardedLoader[Any], num_batches: int = 0) -> Any:
         """The rest of a loader's epoch, without reading what is skipped."""
@@ -325,11 +334,7 @@ class Accelerator(Ranks):
         self._parts.trackers.log(values, step=step)
 
     def get_tracker(self, name: str) -> Tracker:
-        """A tracker by its name in `log_with`.
-
-        Raises:
-            ValueError: It is not in use; the message lists those that are.
-        """
+        """A tracker by its name in `log_with`; of another name, an error that lists those in use."""
         return self._parts.trackers.get(name)
 
     def end_training(self) -> None:
@@ -356,11 +361,7 @@ class Accelerator(Ranks):
         return profile(chosen, rank=self.process_index)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all that was prepared and hand cached memory back.
-
-        Returns:
-            One None for each object, to overwrite the caller's names with.
-        """
+        """Forget all that was prepared, hand cached memory back, and give a None for each of the caller's names."""
         self._parts.backend.close()
         self._prepared.all.clear()
         self._loaders = []

@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain.prepare import PreparedModels
 from drivetrain_backends import AccumulationWindow
-from drivetrain_data import ActiveLoaders
+from drivetrain_data import ActiveLoaders, BatchPlan
 
 
 class MicroBatch:
@@ -26,7 +26,7 @@ class MicroBatch:
         is_open: Whether the loop is inside.
     """
 
-    __slots__ = ("_held", "_loaders", "_prepared", "_window", "is_open", "models")
+    __slots__ = ("_ended", "_held", "_loaders", "_prepared", "_window", "is_open", "models")
 
     def __init__(self, window: AccumulationWindow, loaders: ActiveLoaders, prepared: PreparedModels) -> None:
         self.models: Sequence[nn.Module] = ()
@@ -35,11 +35,14 @@ class MicroBatch:
         self._loaders = loaders
         self._prepared = prepared
         self._held: ExitStack | None = None
+        self._ended: BatchPlan | None = (
+            None  # an iterator left at its last batch ends one window, not every one
+        )
 
     def __enter__(self) -> None:
-        loader = self._loaders.current
-        batch = None if loader is None else loader.current
-        self._window.begin(is_last=batch is not None and batch.is_last)
+        ending = self._loaders.ending
+        self._window.begin(is_last=ending is not None and ending is not self._ended)
+        self._ended = ending
         if not self._window.closing:
             self._hold()
         self.is_open = True

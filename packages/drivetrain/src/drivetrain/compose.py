@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,7 @@ class Parts:
         backend: What trains the models.
         loaders: Which loaders are being read.
         trackers: Where values are logged.
+        facts: What else the plan tells, as it comes to be known.
     """
 
     resolved: Mapping[str, Resolved[Any]]
@@ -50,6 +51,12 @@ class Parts:
     backend: Backend
     loaders: ActiveLoaders
     trackers: TrackerGroup
+    facts: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run section."""
+        return self.resolved["run"].value
 
     def project_dir(self, what: str) -> Path:
         """The folder of the run.
@@ -57,7 +64,7 @@ class Parts:
         Raises:
             ValueError: None is set; the message says for what one is needed.
         """
-        directory = self.resolved["run"].value.project_dir
+        directory = self.settings.project_dir
         if directory is None:
             raise ValueError(f"{what} needs a folder: pass one, or set project_dir= of the Accelerator")
         return directory
@@ -174,4 +181,4 @@ def _as_mapping(section: object) -> Mapping[str, object]:
     if isinstance(section, Mapping):
         return section
     assert is_dataclass(section)
-    return {field.name: getattr(section, field.name) for field in fields(section)}
+    return {each.name: getattr(section, each.name) for each in fields(section)}

@@ -29,14 +29,20 @@ def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePla
         "device": str(parts.context.device),
         "backend": type(parts.backend).__name__,
         **{f"data order {i}": loader.order_source for i, loader in enumerate(loaders)},
+        **parts.facts,
     }
     return make_plan(parts.resolved, sections, reasons=reasons, facts=facts)
 
 
 def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:
-    """Print the plan to standard error and store it as plan.json in the project's folder. Called on rank 0."""
+    """Print the plan to standard error, and store it. Called on rank 0."""
     if settings.show_plan:
         sys.stderr.write(f"{plan}\n")
+    store_plan(plan, settings)
+
+
+def store_plan(plan: EffectivePlan, settings: RunSettings) -> None:
+    """Store the plan as plan.json in the project's folder, if there is one. Called on rank 0."""
     if settings.project_dir is not None:
         settings.project_dir.mkdir(parents=True, exist_ok=True)
         (settings.project_dir / "plan.json").write_text(json.dumps(plan.as_dict(), indent=2) + "\n")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain_data import ActiveLoaders, BatchPlan, ShardedLoader, trim, trim_objects
+from drivetrain_data import ActiveLoaders, BatchPlan, ShardedLoader, TrimError, trim, trim_objects
 from drivetrain_state import Context, LeafError, collectives
 
 
@@ -37,8 +37,13 @@ def weigh(
 
 def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
     """Gather over ranks; in a tail, where every rank knows that sizes may differ, by their sizes."""
-    plan = None if reading.current is None else reading.current.current
-    return collectives.gather(context, data, uneven=plan is not None and not plan.equal_sizes)
+    try:
+        plan = reading.plan()
+    except TrimError:  # of two loaders read side by side, one is in its tail: either may be meant
+        uneven = True
+    else:
+        uneven = plan is not None and not plan.equal_sizes
+    return collectives.gather(context, data, uneven=uneven)
 
 
 def gather_for_metrics(

@@ -1,6 +1,7 @@
 """Sort what a user hands to `prepare`, have each kind prepared by its owner, and give it back in order."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,11 @@ class PreparedModels:
             f"{type(model).__name__} was not prepared by this Accelerator; pass it to prepare() first, and then "
             "what prepare() returned"
         )
+
+    def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
+        """The user's module; without autocast, a shallow copy on the same parameters, of the user's own class."""
+        inner = next((one.unwrap() for one in self.all if one.model is model), model)
+        return inner if keep_autocast else copy(inner)
 
     def holding(self, parameters: Sequence[Tensor]) -> Prepared:
         """Find the model that parameters belong to, by the first of them.

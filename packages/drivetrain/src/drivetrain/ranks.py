@@ -116,9 +116,9 @@ class Ranks:
         """Wait until every rank is here. Called on all ranks."""
         collectives.barrier(self.context)
 
-    def print(self, *values: object, **options: Any) -> None:
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Print on rank 0 alone."""
-        control.on_main_process(self.context)(print)(*values, **options)
+        control.print_on_main(self.context, *values, sep=sep, end=end)
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function so that it runs on rank 0 alone and gives None elsewhere."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from drivetrain_backends import AccumulationError, Backend, Prepared
-from drivetrain_checkpoint import Checkpointer
+from drivetrain_checkpoint import Checkpointer, Loaded
 from drivetrain_data import ShardedLoader
 from drivetrain_state import Context, load_rng_state, reseed, rng_state
 
@@ -105,11 +105,11 @@ def save(run: RunState, checkpointer: Checkpointer, *, plan: Mapping[str, Any]) 
     return path
 
 
-def load(run: RunState, checkpointer: Checkpointer, path: Path | str | None) -> int:
+def load(run: RunState, checkpointer: Checkpointer, path: Path | str | None) -> tuple[int, str]:
     """Take up a saved run. Called on all ranks.
 
     Returns:
-        The optimizer step it was saved at.
+        The optimizer step it was saved at, and what became of the random number generators, for the plan.
 
     Raises:
         ValueError: The checkpoint holds another number of models, loaders or registered objects than are prepared.
@@ -127,25 +127,22 @@ def load(run: RunState, checkpointer: Checkpointer, path: Path | str | None) -> 
         loader.load_state_dict(state)
     for name, obj in run.custom.items():
         obj.load_state_dict(saved["custom"][name])
-    _restore_generators(run, loaded)
-    return loaded.step
+    return loaded.step, _restore_generators(run, loaded)
 
 
-def _restore_generators(run: RunState, loaded: Any) -> None:
+def _restore_generators(run: RunState, loaded: Loaded) -> str:
     topology = run.context.topology
     if loaded.per_rank is not None:
         load_rng_state(loaded.per_rank["rng"])
-        return
+        return f"restored as saved at step {loaded.step}"
     reseed(run.seed, rank=topology.rank, step=loaded.step)
+    became = (
+        f"saved on {loaded.saved_world_size} ranks, resumed on {topology.world_size}: reseeded from seed {run.seed}, "
+        f"each rank and step {loaded.step}"
+    )
     if topology.is_main:
-        logger.warning(
-            "saved on %d ranks, resumed on %d: random number generators are reseeded from seed %d, each rank and "
-            "step %d, so that the same resume gives the same numbers; data order goes on exactly",
-            loaded.saved_world_size,
-            topology.world_size,
-            run.seed,
-            loaded.step,
-        )
+        logger.warning("random number generators: %s; the data's order goes on exactly", became)
+    return became
 
 
 def _named(prepared: Sequence[Prepared]) -> dict[str, Prepared]:

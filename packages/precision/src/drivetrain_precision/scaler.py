@@ -50,7 +50,7 @@ class LossScaler:
             ValueError: A gradient is fp16: its parameters are, and an update of those loses small steps.
         """
         found_inf = torch.zeros_like(self._found_inf)
-        inverse = (self._scale.double().reciprocal() * factor).float()
+        inverse = (self._scale.reciprocal() * factor).float()
         for group in _by_device_and_dtype(gradients):
             if group[0].dtype is torch.float16:
                 raise ValueError(

@@ -1,0 +1,271 @@
+"""How far gradients are on their way from a backward to a step, for models that torch's autograd trains.
+
+Gradients are *open* while losses add to them, *final* once they are unscaled and normalised (at the first clip or
+step of a closed window), *used* after a step, and *empty* after `zero_grad`. Models that share an optimizer or a
+parameter go this way together, as a group: their losses have one normalisation and one overflow.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.accumulation import AccumulationWindow, ReferenceCount, total_count
+from drivetrain_backends.errors import AccumulationError
+from drivetrain_precision import LossScaler
+from drivetrain_state import Context
+
+Stage = Literal["empty", "open", "final", "used"]
+
+
+class GradientGroup:
+    """The gradients of models that share an optimizer or a parameter.
+
+    Args:
+        models: The users' modules, in the order they were prepared.
+        ledger: What all groups of a backend share.
+
+    Attributes:
+        stage: How far the gradients are.
+        opened_in: The window of the last loss that was this group's; -1 before the first.
+        overflowed: Whether the gradients last made final held an infinity or NaN (fp16).
+        grad_norm: Their norm before clipping, where they were clipped by norm.
+        num_optimizers: How many optimizers train the models.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], ledger: "GradientLedger") -> None:
+        self.models = tuple(models)
+        self.stage: Stage = "empty"
+        self.opened_in = -1
+        self.overflowed = False
+        self.grad_norm: Tensor | None = None
+        self.num_optimizers = 0
+        self._cleared: set[int] = set()  # the optimizers that cleared theirs since the last loss
+        self._ledger = ledger
+        self._is_counted = False
+        self._count: Tensor | float = 0.0
+
+    def note(self, count: Tensor | float | None) -> None:
+        """Note a loss of this group.
+
+        Raises:
+            AccumulationError: The gradients are final already, or hold a loss of the other kind.
+        """
+        window = self._ledger.window
+        if self.stage == "final" and self.opened_in == window.number and window.begun:
+            raise AccumulationError(
+                "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
+            )
+        if self.stage in ("empty", "used"):
+            self._is_counted, self._count = count is not None, 0.0
+        elif self._is_counted != (count is not None):
+            raise AccumulationError(
+                "backward(loss) and backward(loss_sum, count=...) came in one accumulation window: a mean and a sum "
+                "cannot be added; pass count= for every loss of the window, or for none (and model= for each loss "
+                "where several models are prepared)"
+            )
+        self.stage, self.opened_in, self.grad_norm = "open", window.number, None
+        self._cleared.clear()
+        if count is not None:
+            self._count = self._count + (count.detach() if isinstance(count, Tensor) else count)
+
+    def finish(self) -> None:
+        """Make the closed window's gradients final: unscaled, and of the mean that was asked for.
+
+        Called on all ranks; does nothing unless they are open.
+        """
+        if self.stage != "open":
+            return
+        self.stage, self.overflowed = "final", False
+        ledger = self._ledger
+        factor = self._correction()
+        if factor is None and ledger.scaler is None:
+            return
+        gradients = [_values(p.grad) for p in self.parameters() if p.grad is not None]
+        if ledger.scaler is not None:
+            self.overflowed = bool(
+                ledger.scaler.unscale(gradients, factor=1.0 if factor is None else factor).item()
+            )
+        elif gradients and factor is not None:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+
+    def use(self) -> None:
+        """Note that an optimizer steps, or would but for an overflow.
+
+        Raises:
+            AccumulationError: Other models' losses were counted in this window, and none as this group's.
+        """
+        counted = self._ledger.counted_in == self._ledger.window.number != self.opened_in
+        if self.stage == "empty" and counted and any(p.grad is not None for p in self.parameters()):
+            raise AccumulationError(
+                f"an optimizer of {' and '.join(type(m).__name__ for m in self.models)} steps, but no counted loss "
+                "of this window was said to be theirs: pass every model a loss trains, backward(..., model=(a, b))"
+            )
+        self.stage = "used"
+        self._ledger.has_stepped = True
+
+    def cleared_by(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer's gradients were cleared; once all are, so are the losses behind them."""
+        if self.stage == "empty":
+            return
+        self._cleared.add(id(optimizer))
+        if self.stage == "used" or len(self._cleared) >= self.num_optimizers:
+            self.stage = "empty"
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, each once."""
+        found = {p: None for model in self.models for p in model.parameters() if p.requires_grad}
+        return list(found)
+
+    def fingerprint(self) -> list[tuple[int, int]]:
+        """Changes whenever a gradient does."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        return [(id(gradient), gradient._version) for gradient in gradients]
+
+    def _correction(self) -> Tensor | float | None:
+        """What reduced gradients must be multiplied by; None where they are right already."""
+        ledger = self._ledger
+        if not self._is_counted:
+            nominal, length = ledger.window.num_micro_batches, ledger.window.length
+            return None if length == nominal else nominal / length
+        total = total_count(ledger.context, self._count)
+        factor = ledger.reference.value(total) * ledger.context.topology.world_size / total
+        ledger.reference.last_total = total
+        return torch.where(total > 0, factor, torch.zeros_like(total))
+
+
+class GradientLedger:
+    """What the groups of one backend share.
+
+    Args:
+        context: Ranks and device.
+        window: The accumulation window.
+        scaler: The loss scale, for fp16.
+
+    Attributes:
+        groups: Every group.
+        reference: What counted losses are divided by before backward.
+        counted_in: The window of the last counted loss.
+        num_backwards: How many have run.
+        last_backward: The micro-batch of the last one.
+        has_stepped: Whether an optimizer stepped since the loss scale last moved.
+        is_joined: Whether ranks may run out of batches at different steps.
+    """
+
+    def __init__(self, context: Context, window: AccumulationWindow, scaler: LossScaler | None) -> None:
+        self.context = context
+        self.window = window
+        self.scaler = scaler
+        self.groups: list[GradientGroup] = []
+        self.reference = ReferenceCount(context, window)
+        self.counted_in = -1
+        self.num_backwards = 0
+        self.last_backward = -1
+        self.has_stepped = False
+        self.is_joined = False
+
+    def backward(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
+        """Add the gradients of a loss of some groups.
+
+        Raises:
+            AccumulationError: See `GradientGroup.note`; or the loss reaches gradients that are final; or it is
+                counted while ranks may run out of batches.
+        """
+        if self.scaler is not None:
+            self.move_scale()
+        if count is not None and all(group.stage in ("empty", "used") for group in self.groups):
+            self.reference.renew()
+        final = [] if len(owners) == 1 else self._final(owners)
+        for group in owners:
+            if group not in final:
+                group.note(count)
+        if count is not None:
+            loss = loss / self._reference_of(count)
+        elif self.window.num_micro_batches > 1:
+            loss = loss / self.window.num_micro_batches
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        before = [group.fingerprint() for group in final]
+        loss.backward()
+        self.num_backwards += 1
+        self.last_backward = self.window.begun
+        if before != [group.fingerprint() for group in final]:
+            raise AccumulationError(
+                "backward() reached gradients of this window that were clipped already; clip after its last loss"
+            )
+
+    def move_scale(self) -> None:
+        """Move the loss scale after a step, unless gradients of the present scale are still to be used."""
+        number, begun = self.window.number, self.window.begun
+        pending = begun and any(g.stage in ("open", "final") and g.opened_in == number for g in self.groups)
+        if self.scaler is not None and self.has_stepped and not pending:
+            self.scaler.update()
+            self.has_stepped = False
+
+    def finish_all_of(self, parameters: Sequence[Tensor]) -> list[GradientGroup]:
+        """Make the gradients of parameters final. Called on all ranks.
+
+        Returns:
+            The groups they belong to.
+        """
+        wanted = set(map(id, parameters))
+        found = [g for g in self.groups if any(id(p) in wanted for p in g.parameters())]
+        for group in found:
+            group.finish()
+        return found
+
+    def _final(self, owners: Sequence[GradientGroup]) -> list[GradientGroup]:
+        number = self.window.number
+        return [group for group in owners if group.stage == "final" and group.opened_in == number]
+
+    def _reference_of(self, count: Tensor | float) -> Tensor:
+        if self.is_joined:
+            raise AccumulationError(
+                "backward(count=...) inside join_uneven_inputs: a rank without batches cannot add its count; prepare "
+                "the loader, which gives every rank equally many batches, or use the mean"
+            )
+        self.counted_in = self.window.number
+        return self.reference.value(count)
+
+
+def group_models(
+    models: Sequence[nn.Module], trained_together: Sequence[Sequence[int]], ledger: GradientLedger
+) -> list[GradientGroup]:
+    """Put models that share a parameter or an optimizer into one group each.
+
+    Args:
+        models: The users' modules.
+        trained_together: For each optimizer the indices of the models it trains.
+        ledger: Whose groups are made again; one whose models stay the same is kept as it is.
+
+    Returns:
+        A group for each model, in their order.
+
+    Raises:
+        AccumulationError: Models whose gradients are on their way would change their group.
+    """
+    label = list(range(len(models)))
+    holders: dict[Any, int] = {}
+    links = [list(indices) for indices in trained_together]
+    links += [[holders.setdefault(p, i), i] for i, model in enumerate(models) for p in model.parameters()]
+    for indices in links:
+        for other in indices[1:]:
+            old, new = label[other], label[indices[0]]
+            label = [new if value == old else value for value in label]
+    kept = {group.models: group for group in ledger.groups}
+    groups: dict[int, GradientGroup] = {}
+    for mark in dict.fromkeys(label):
+        members = tuple(model for model, value in zip(models, label, strict=True) if value == mark)
+        groups[mark] = kept.pop(members, None) or GradientGroup(members, ledger)
+    if any(group.stage in ("open", "final") for group in kept.values()):
+        raise AccumulationError(
+            "prepare() while gradients are on their way to a step; call it between two windows"
+        )
+    ledger.groups = list(groups.values())
+    return [groups[mark] for mark in label]
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

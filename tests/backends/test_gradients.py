@@ -1,0 +1,187 @@
+"""Gradients on their way to a step, with one model and with several, in fp32 and in scaled fp16."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
+
+from drivetrain_backends import AccumulationError, AccumulationWindow, SingleBackend
+from drivetrain_precision import PrecisionSettings, choose_policy
+from drivetrain_state import StateSettings, connect
+
+
+class Weight(nn.Module):
+    """One weight w; maps x to w * x, so that the gradient of a loss is known by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w * x
+
+
+def backend(mode: str = "no", accumulation: int = 1) -> SingleBackend:
+    context = connect(StateSettings(device="cpu"))
+    policy = choose_policy(mode, context.device, PrecisionSettings(initial_scale=1024.0))
+    return SingleBackend(context, policy, window=AccumulationWindow(accumulation))
+
+
+def two(single: SingleBackend, *, together: bool):
+    """Two models, under one optimizer or under one each; the learning rate of 1 makes steps show gradients."""
+    a, b = Weight(), Weight()
+    optimizers = [SGD([a.w, b.w], lr=1.0)] if together else [SGD([a.w], lr=1.0), SGD([b.w], lr=1.0)]
+    prepared = single.prepare([a, b], optimizers, [])
+    return a, b, prepared, [o for one in prepared for o in one.optimizers]
+
+
+MODES = pytest.mark.parametrize("mode", ["no", "fp16"])
+
+
+@given(st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_sums_with_counts_become_the_mean_over_all_items(windows: list[list[int]]) -> None:
+    single = backend(accumulation=4)
+    model = Weight()
+    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    for counts in windows:
+        before = model.w.item()
+        for i, count in enumerate(counts):
+            single.window.begin(is_last=i + 1 == len(counts))
+            prepared.backward(model(torch.tensor(3.0 * count)), count=count)
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+        closed_early = len(counts) < 4 or single.window.closing
+        assert closed_early
+        assert before - model.w.item() == pytest.approx(3.0 if sum(counts) else 0.0, abs=1e-4)
+
+
+@MODES
+def test_a_counted_loss_through_two_models_of_one_optimizer_is_right_for_both(mode: str) -> None:
+    single = backend(mode, accumulation=2)
+    a, b, _, (optimizer,) = two(single, together=True)
+    for count in (2, 8):
+        single.window.begin()
+        single.backward((a(torch.tensor(1.0)) + b(torch.tensor(1.0))).float() * 4 * count, count=count)
+    optimizer.step()
+    assert (1 - a.w.item(), 1 - b.w.item()) == (4.0, 4.0)
+
+
+@MODES
+def test_a_counted_loss_of_two_optimizers_names_both_models(mode: str) -> None:
+    single = backend(mode, accumulation=2)
+    a, b, prepared, optimizers = two(single, together=False)
+    for count in (2, 8):
+        single.window.begin()
+        loss = (a(torch.tensor(1.0)) + b(torch.tensor(1.0))).float() * 4 * count
+        single.backward_of(prepared, loss, count=count)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert (1 - a.w.item(), 1 - b.w.item()) == (4.0, 4.0)
+
+
+def test_a_counted_loss_said_to_be_one_models_does_not_step_another() -> None:
+    single = backend()
+    a, b, prepared, optimizers = two(single, together=False)
+    single.window.begin()
+    prepared[0].backward(a(torch.tensor(1.0)) + b(torch.tensor(1.0)), count=2)
+    optimizers[0].step()
+    with pytest.raises(
+        AccumulationError, match=r"pass every model that a loss trains, backward\(\.\.\., model="
+    ):
+        optimizers[1].step()
+
+
+@MODES
+def test_clipping_one_model_between_two_backwards_leaves_it_as_it_is(mode: str) -> None:
+    single = backend(mode)
+    a, b, prepared, optimizers = two(single, together=False)
+    single.window.begin()
+    prepared[0].backward(a(torch.tensor(1.0)).float())
+    prepared[0].clip(norm=100.0)
+    prepared[1].backward(b(torch.tensor(1.0)).float())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert (1 - a.w.item(), 1 - b.w.item()) == (1.0, 1.0)
+
+
+@MODES
+@pytest.mark.parametrize("together", [True, False])
+def test_clipping_over_two_models_sees_final_gradients_alone(mode: str, together: bool) -> None:
+    single = backend(mode)
+    a, b, prepared, _ = two(single, together=together)
+    single.window.begin()
+    single.backward((a(torch.tensor(3.0)) + b(torch.tensor(4.0))).float())
+    norm = prepared[0].clip([a.w, b.w], norm=100.0)
+    assert norm is not None
+    assert norm.item() == 5.0
+
+
+@MODES
+def test_a_parameter_of_two_models_is_corrected_once(mode: str) -> None:
+    single = backend(mode, accumulation=4)
+    a, b = Weight(), Weight()
+    b.w = a.w
+    (prepared, _) = single.prepare([a, b], [SGD([a.w], lr=1.0)], [])
+    single.window.begin(is_last=True)
+    single.backward((a(torch.tensor(1.0)) + b(torch.tensor(1.0))).float())
+    prepared.optimizers[0].step()
+    assert 1 - a.w.item() == 2.0
+
+
+def test_backward_after_clipping_in_one_window_is_refused() -> None:
+    single = backend()
+    model = Weight()
+    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single.window.begin()
+    prepared.backward(model(torch.tensor(1.0)))
+    prepared.clip(norm=1.0)
+    with pytest.raises(AccumulationError, match="clip after its last loss"):
+        prepared.backward(model(torch.tensor(1.0)))
+
+
+def test_an_overflow_skips_the_model_that_overflowed_whatever_the_order() -> None:
+    for first in (0, 1):
+        single = backend("fp16")
+        a, b, prepared, optimizers = two(single, together=False)
+        single.window.begin()
+        prepared[0].backward(a(torch.tensor(1.0)).float() * float("inf"))
+        prepared[1].backward(b(torch.tensor(1.0)).float())
+        for i in (first, 1 - first):
+            optimizers[i].step()
+        assert [o.was_skipped for o in optimizers] == [True, False]
+        assert 1 - b.w.item() == 1.0
+
+
+def test_a_save_right_after_an_overflow_keeps_it() -> None:
+    single = backend("fp16")
+    model = Weight()
+    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single.window.begin()
+    prepared.backward(model(torch.tensor(1.0)).float() * float("inf"))
+    prepared.optimizers[0].step()
+    assert single.state_dict()["scaler"]["scale"] == 512.0
+
+
+def test_a_mean_and_a_sum_in_one_window_are_refused() -> None:
+    single = backend(accumulation=2)
+    model = Weight()
+    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single.window.begin()
+    prepared.backward(model(torch.tensor(1.0)))
+    single.window.begin()
+    with pytest.raises(AccumulationError, match="a mean and a sum cannot be added"):
+        prepared.backward(model(torch.tensor(1.0)), count=3)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_sparse_gradients_are_unscaled_too() -> None:
+    single = backend("fp16")
+    model = nn.Embedding(4, 2, sparse=True)
+    nn.init.ones_(model.weight)
+    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+    single.window.begin()
+    prepared.backward(model(torch.tensor([1, 1])).float().sum())
+    prepared.optimizers[0].step()
+    assert model.weight[1].tolist() == [-1.0, -1.0]
