@@ -87,9 +87,7 @@ def test_a_counted_loss_said_to_be_one_models_does_not_step_another() -> None:
     single.window.begin()
     prepared[0].backward(a(torch.tensor(1.0)) + b(torch.tensor(1.0)), count=2)
     optimizers[0].step()
-    with pytest.raises(
-        AccumulationError, match=r"pass every model that a loss trains, backward\(\.\.\., model="
-    ):
+    with pytest.raises(AccumulationError, match=r"pass every model a loss trains, backward\(\.\.\., model="):
         optimizers[1].step()
 
 
