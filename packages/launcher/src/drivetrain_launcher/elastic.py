@@ -116,7 +116,7 @@ class Agent(LocalElasticAgent):
         monitor = cast("Callable[[WorkerGroup], RunResult]", super()._monitor_workers)
         result = monitor(worker_group)
         if result.is_failed():
-            self._show_all(result)
+            self._show_all(result, worker_group)
         return result
 
     def _shutdown(
@@ -167,7 +167,7 @@ class Agent(LocalElasticAgent):
             self._root = find_root(causes)
             sys.stderr.write(describe_root(self._root))
 
-    def _show_all(self, result: RunResult) -> None:
+    def _show_all(self, result: RunResult, worker_group: WorkerGroup) -> None:
         failures = [
             read_failure(
                 failure.error_file_data,
@@ -179,6 +179,8 @@ class Agent(LocalElasticAgent):
             )
             for rank, failure in result.failures.items()
         ]
+        # torch 2.9 leaves out the ranks that failed while they were being stopped.
+        failures += [each for each in self._recorded(worker_group) if each.rank not in result.failures]
         root = find_root(
             [f for f in failures if self._root is not None and f.rank == self._root.rank] or failures
         )
