@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
 from processes import Completed, RankPool, run_script
 
 # Machines differ and are shared: no example has a deadline, the whole test has pytest's.

@@ -74,13 +74,7 @@ def shard_loader(
         ValueError: The settings do not fit the loader; the message says which and why.
     """
     _check_loader(loader)
-    shared = group is not None and dist.get_world_size(group) > 1
-    by_index = _is_stock(loader) and not isinstance(loader.dataset, IterableDataset)
-    if dispatch and group is None and shard.count > 1:
-        raise ValueError(
-            "dispatch=True: the ranks that share the data are needed; pass their process group, group="
-        )
-    dispatched = shared and (not by_index if dispatch is None else dispatch)
+    dispatched = _is_dispatched(loader, shard, dispatch, group)
     plan = _Reading(
         shard=shard,
         even="drop" if getattr(loader, "drop_last", False) else even,
@@ -116,6 +110,17 @@ class _Reading:
     split: bool
     seed: int
     for_all: bool
+
+
+def _is_dispatched(loader: Any, shard: Shard, dispatch: bool | None, group: dist.ProcessGroup | None) -> bool:
+    """Whether one rank reads for all: as asked, else where the loader cannot be sharded by index."""
+    if dispatch and group is None and shard.count > 1:
+        raise ValueError(
+            "dispatch=True: the ranks that share the data are needed; pass their process group, group="
+        )
+    by_index = _is_stock(loader) and not isinstance(loader.dataset, IterableDataset)
+    shared = group is not None and dist.get_world_size(group) > 1
+    return shared and (not by_index if dispatch is None else dispatch)
 
 
 def _check_loader(loader: Any) -> None:

@@ -133,9 +133,7 @@ def compose(
         settings=None if chosen.settings_section is None else resolved[chosen.settings_section].value,
     )
     if context.topology.is_main:
-        for one in resolved.values():
-            for disagreement in one.disagreements:
-                logger.warning("%s", disagreement)
+        _tell_disagreements(resolved)
     return Parts(
         resolved=resolved,
         context=context,
@@ -154,6 +152,13 @@ def compose(
 def _state(state: StateSettings, settings: RunSettings) -> StateSettings:
     """Stacks of a hang go into the project's folder, unless another is set."""
     return replace(state, hang_report_directory=state.hang_report_directory or settings.project_dir)
+
+
+def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
+    """Say once where code and the command line differ."""
+    for section in resolved.values():
+        for disagreement in section.disagreements:
+            logger.warning("%s", disagreement)
 
 
 def _backend_name(name: str, context: Context) -> str:
