@@ -1,6 +1,6 @@
-"""Dispatch: one rank reads, and every rank receives its batches.
+"""Dispatch: one rank reads, and every rank receives its own batches.
 
-A message is one broadcast, as large as the one before was; a message that has outgrown it takes a second one for the
+A message is one scatter, as large as the one before was; a message that has outgrown it takes a second one for the
 rest. Small steps that are read fast share a message. Structure, shapes and what is known of a step travel along only
 when they change. A reader that fails sends its traceback in place of a batch, so that no rank waits for one.
 """
@@ -15,23 +15,23 @@ import torch
 import torch.distributed as dist
 
 from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.channel import Channel, transport_device
 from drivetrain_data.errors import DispatchError
-from drivetrain_data.packing import HEADER_BYTES, Bytes, Layout, Step, Unpacked, pack, take_apart, used_bytes
+from drivetrain_data.packing import Incoming, Layout, Outgoing, Step, take_apart
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Reading, Source
 
-_FIRST_BYTES = 4096
 _NO_WORKER = -1
-_GROUP_BYTES = 2**16  # beyond, a message is no cheaper for holding more
-_GROUP_NANOSECONDS = 1_000_000  # that a read step may wait for others
+_GROUP_BYTES = 2**18  # for a rank; beyond, a message is no cheaper for holding more
+_GROUP_NANOSECONDS = 3_000_000  # that a read step may wait for others
 
 
 class _Read(NamedTuple):
     """A step as the reader has it, and as it is sent."""
 
     reading: Reading
-    step: Step
+    steps: list[Step]  # one for each batch
 
 
 class DispatchSource:
@@ -43,7 +43,7 @@ class DispatchSource:
         shard: Which batch of a step is this rank's.
         even: What becomes of the tail.
         device: What the group communicates on, if it cannot on the CPU.
-        read_ahead: Start sending the next step before the current one is given to the loop.
+        read_ahead: Start sending the next message before the batches of the current one are given to the loop.
     """
 
     reads_for_all = False
@@ -62,9 +62,10 @@ class DispatchSource:
         self._shard = shard
         self._padded = even == "pad"
         self._is_reader = dist.get_rank(group) == 0
-        self._channel = Channel(group, _transport_device(group, device))
+        self._channel = Channel(group, transport_device(group, device))
+        self._shards = _shards_of(group, shard)
         self._read_ahead = read_ahead
-        self._sent: Layout | None = None
+        self._sent: list[Layout] = []
         self._received: Layout | None = None
 
     @property
@@ -126,55 +127,61 @@ class DispatchSource:
             if not self._read_ahead:
                 group = self._post(next(groups, []))
 
-    def _groups(self, steps: Iterator[Reading]) -> Iterator[list[_Read]]:
+    def _groups(self, readings: Iterator[Reading]) -> Iterator[list[_Read]]:
         """Steps of one layout, as many as are read in a moment; an error comes after the steps before it."""
         group: list[_Read] = []
         begun = num_bytes = 0
         while True:
             try:
-                step = next(steps, None)
+                reading = next(readings, None)
             except Exception:  # it is told to every rank, and raised here
                 if group:
                     yield group
                 self._tell(traceback.format_exc())
                 raise
-            if step is None:
+            if reading is None:
                 break
-            plan, batches, worker = step
-            read = _Read(step, take_apart(plan, batches, tag=_NO_WORKER if worker is None else worker))
+            steps = [take_apart(reading[0], batch) for batch in reading[1]]
+            layouts = [step.layout for step in steps]
             if group and (
                 num_bytes >= _GROUP_BYTES
                 or perf_counter_ns() - begun > _GROUP_NANOSECONDS
-                or read.step.layout != group[0].step.layout
+                or layouts != [step.layout for step in group[0].steps]
             ):
                 yield group
                 group = []
             if not group:
                 begun, num_bytes = perf_counter_ns(), 0
-            group.append(read)
-            num_bytes += read.step.num_bytes
+            group.append(_Read(reading, steps))
+            num_bytes += steps[0].num_bytes
         if group:
             yield group
 
     def _post(self, group: list[_Read]) -> list[_Read]:
-        if group:
-            self._send_steps([read.step for read in group])
-        else:
+        if not group:
             self._tell(None)
+            return group
+        tags = [_NO_WORKER if worker is None else worker for (_, _, worker), _ in group]
+        layouts = [step.layout for step in group[0].steps]
+        known = layouts == self._sent
+        self._sent = layouts
+        by_slot = [
+            Outgoing([read.steps[slot] for read in group], tags, with_layout=not known)
+            for slot in range(len(layouts))
+        ]
+        # A shard without a batch of its own repeats the last one.
+        messages = [by_slot[min(shard, len(by_slot) - 1)] for shard in self._shards]
+        self._channel.send(messages, complete=not self._read_ahead)
         return group
 
     def _tell(self, note: str | None) -> None:
-        self._send_steps([take_apart(note, ())])
-
-    def _send_steps(self, steps: list[Step]) -> None:
-        layout = steps[0].layout
-        packed, used = pack(steps, with_layout=layout != self._sent, capacity=self._channel.capacity)
-        self._sent = layout
-        self._channel.send(packed, used, complete=not self._read_ahead)
+        self._sent = []
+        message = Outgoing([take_apart(note, ())], [_NO_WORKER], with_layout=True)
+        self._channel.send([message] * len(self._shards), complete=not self._read_ahead)
 
     def _receive(self) -> Generator[Reading]:
         while True:
-            message = Unpacked(self._channel.receive())
+            message = Incoming(self._channel.receive())
             if message.layout is not None:
                 self._received = self._for_this_shard(message.layout)
             layout = self._received
@@ -185,10 +192,8 @@ class DispatchSource:
                 return
             if self._read_ahead:
                 self._channel.expect()
-            own = min(self._shard.index, len(layout.batches) - 1)
-            for step in range(message.num_steps):
-                worker = None if message.tags[step] == _NO_WORKER else message.tags[step]
-                yield layout.note, message.batch(layout, step, own), worker
+            for step, tag in enumerate(message.tags):
+                yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else tag
 
     def _for_this_shard(self, layout: Layout) -> Layout:
         plan = layout.note
@@ -199,93 +204,8 @@ class DispatchSource:
         return replace(layout, note=replace(plan, replayed=replayed))
 
 
-class Channel:
-    """Messages from a group's first rank to the others, in the same order on every rank.
-
-    Args:
-        group: The ranks.
-        device: What they communicate on.
-
-    Attributes:
-        capacity: The bytes of the first broadcast of the next message, which all ranks know.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self._source = dist.get_global_rank(group, 0)
-        self._under_way: list[tuple[Any, torch.Tensor]] = []
-        self._rest: tuple[torch.Tensor, int] | None = None
-        self._expected: tuple[Any, torch.Tensor] | None = None
-        self.capacity = _FIRST_BYTES
-
-    def send(self, packed: Bytes, used: int, *, complete: bool) -> None:
-        """Start sending. Called on the first rank.
-
-        Args:
-            packed: The message, at least `capacity` bytes.
-            used: Its length.
-            complete: Send what goes beyond `capacity` at once, and not only at the next call.
-        """
-        self.settle()
-        tensor = torch.from_numpy(packed).to(self._device)
-        self._under_way.append((self._broadcast(tensor[: self.capacity]), tensor))
-        self._rest = (tensor, used)
-        if complete:
-            self._send_rest()
-
-    def settle(self) -> None:
-        """Finish what was started: the reader waits for its last message, others take one they expected."""
-        if self._expected is not None:
-            self.receive()
-        self._send_rest()
-        started, self._under_way = self._under_way, []
-        for work, _ in started:
-            work.wait()
-
-    def expect(self) -> None:
-        """Start receiving. Called on the other ranks."""
-        tensor = torch.empty(self.capacity, dtype=torch.uint8, device=self._device)
-        self._expected = (self._broadcast(tensor), tensor)
-
-    def receive(self) -> Bytes:
-        """The next message. Called on the other ranks."""
-        if self._expected is None:
-            self.expect()
-        assert self._expected is not None
-        work, tensor = self._expected
-        self._expected = None
-        work.wait()
-        used = used_bytes(tensor[:HEADER_BYTES].cpu().numpy())
-        if used > self.capacity:
-            whole = torch.empty(used, dtype=torch.uint8, device=self._device)
-            whole[: self.capacity] = tensor
-            self._broadcast(whole[self.capacity :]).wait()
-            tensor = whole
-        self.capacity = _next_capacity(used)
-        return tensor.cpu().numpy()
-
-    def _send_rest(self) -> None:
-        if self._rest is None:
-            return
-        tensor, used = self._rest
-        self._rest = None
-        if used > self.capacity:
-            self._under_way.append((self._broadcast(tensor[self.capacity : used]), tensor))
-        self.capacity = _next_capacity(used)
-
-    def _broadcast(self, tensor: torch.Tensor) -> Any:
-        return dist.broadcast(tensor, self._source, group=self._group, async_op=True)
-
-
-def _next_capacity(used: int) -> int:
-    """A little more than the last message took, so that strings of another length still fit."""
-    return max(_FIRST_BYTES, -(-(used + used // 16) // 1024) * 1024)
-
-
-def _transport_device(group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
-    """The CPU where the group can, since what is read lies there; else the ranks' accelerator."""
-    backends = dist.get_backend_config(group)
-    if "cpu" in backends or device is None:
-        return torch.device("cpu")
-    return device
+def _shards_of(group: dist.ProcessGroup, shard: Shard) -> list[int]:
+    """The shard of each rank of a group. Called on all of them."""
+    indices: list[int | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(indices, shard.index, group=group)
+    return [index for index in indices if index is not None]

@@ -1,5 +1,6 @@
-"""A message of nested batches as one run of bytes: header, tensors, other objects, and the layout if it is new."""
+"""A message for one rank as one run of bytes: header, tensors, other objects, and the layout if it is new."""
 
+import ctypes
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ import torch
 from drivetrain_data._nested import Nested, map_leaves
 
 HEADER_BYTES = 64
+_NUM_FIELDS = (
+    5  # of 8 bytes: steps, bytes of a step's tensors, of objects, of the layout, of the longest message
+)
 _ALIGNMENT = 16
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,118 +58,120 @@ class Layout:
 
     Attributes:
         note: What the sender tells along with each step.
-        batches: The step's batches, with a place for each tensor and object.
+        places: The batch, with a place for each tensor and object.
     """
 
     note: Any
-    batches: tuple[Nested, ...]
+    places: Nested
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's batches taken apart.
+    """A batch taken apart.
 
     Attributes:
-        layout: Their structure.
-        tensors: Their tensors, in walking order.
-        objects: Their other leaves, in walking order, batch by batch.
+        layout: Its structure.
+        tensors: Its tensors, in walking order.
+        objects: Its other leaves, in walking order.
         num_bytes: The bytes that the tensors take in a message.
-        tag: A number that goes with it.
     """
 
     layout: Layout
     tensors: list[torch.Tensor]
-    objects: list[list[Any]]
+    objects: list[Any]
     num_bytes: int
-    tag: int
 
 
-def take_apart(note: Any, batches: Sequence[Nested], *, tag: int = 0) -> Step:
+def take_apart(note: Any, batch: Nested) -> Step:
     """Separate tensors and objects from structure."""
     tensors: list[torch.Tensor] = []
-    objects: list[list[Any]] = []
-    places: list[Nested] = []
-    for batch in batches:
-        others: list[Any] = []
+    objects: list[Any] = []
 
-        def place(leaf: Any, others: list[Any] = others) -> TensorPlace | ObjectPlace:
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
-                tensors.append(leaf)
-                return TensorPlace(leaf.dtype, tuple(leaf.shape))
-            others.append(leaf)
-            return _OBJECT
+    def place(leaf: Any) -> TensorPlace | ObjectPlace:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
+            tensors.append(leaf)
+            return TensorPlace(leaf.dtype, tuple(leaf.shape))
+        objects.append(leaf)
+        return _OBJECT
 
-        places.append(map_leaves(batch, place))
-        objects.append(others)
-    num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
-    return Step(Layout(note, tuple(places)), tensors, objects, num_bytes, tag)
+    places = map_leaves(batch, place)
+    return Step(Layout(note, places), tensors, objects, sum(_aligned(tensor.nbytes) for tensor in tensors))
 
 
-def pack(steps: Sequence[Step], *, with_layout: bool, capacity: int) -> tuple[Bytes, int]:
-    """Lay steps of one layout out in at least `capacity` bytes.
+class Outgoing:
+    """Steps of one layout, ready to be written.
 
-    Returns:
-        The bytes, and how many of them are used.
+    Args:
+        steps: The steps.
+        tags: A number that goes with each.
+        with_layout: The receiver does not have the layout yet.
+
+    Attributes:
+        used: The bytes that it takes.
     """
-    layout = pickle.dumps(steps[0].layout) if with_layout else b""
-    has_objects = any(steps[0].objects)
-    objects = pickle.dumps([step.objects for step in steps]) if has_objects else b""
-    step_bytes = steps[0].num_bytes
-    tag_bytes = _aligned(8 * len(steps))
-    used = HEADER_BYTES + tag_bytes + len(steps) * step_bytes + len(objects) + len(layout)
-    packed = np.empty(max(used, capacity), dtype=np.uint8)
-    packed[:HEADER_BYTES].view(np.int64)[:4] = (len(steps), step_bytes, len(objects), len(layout))
-    packed[HEADER_BYTES : HEADER_BYTES + 8 * len(steps)].view(np.int64)[:] = [step.tag for step in steps]
-    offset = HEADER_BYTES + tag_bytes
-    for step in steps:
-        for tensor in step.tensors:
-            size = tensor.nbytes
-            if size:
-                flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                packed[offset : offset + size] = flat.numpy()
-            offset += _aligned(size)
-    for text in (objects, layout):
-        packed[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
-        offset += len(text)
-    return packed, used
+
+    def __init__(self, steps: Sequence[Step], tags: Sequence[int], *, with_layout: bool) -> None:
+        self._steps = steps
+        self._tags = tags
+        self._layout = pickle.dumps(steps[0].layout) if with_layout else b""
+        self._objects = pickle.dumps([step.objects for step in steps]) if steps[0].objects else b""
+        self._begin = HEADER_BYTES + _aligned(8 * len(steps))
+        self.used = self._begin + len(steps) * steps[0].num_bytes + len(self._objects) + len(self._layout)
+
+    def write(self, into: Bytes, *, longest: int) -> None:
+        """Write the message.
+
+        Args:
+            into: At least `used` bytes.
+            longest: The bytes of the longest message that other ranks get at the same time.
+        """
+        steps, objects, layout = self._steps, self._objects, self._layout
+        header = (len(steps), steps[0].num_bytes, len(objects), len(layout), longest)
+        into[: 8 * _NUM_FIELDS].view(np.int64)[:] = header
+        into[HEADER_BYTES : HEADER_BYTES + 8 * len(steps)].view(np.int64)[:] = self._tags
+        address, offset = into.ctypes.data, self._begin
+        for step in steps:
+            for tensor in step.tensors:
+                on_cpu = (tensor if _is_plain(tensor) else _plain(tensor)).cpu()
+                ctypes.memmove(address + offset, on_cpu.data_ptr(), on_cpu.nbytes)
+                offset += _aligned(on_cpu.nbytes)
+        for text in (objects, layout):
+            into[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
+            offset += len(text)
 
 
-def used_bytes(header: Bytes) -> int:
-    """The length of a message, read from its first bytes."""
-    num_steps, step_bytes, num_objects, num_layout = _header(header)
-    return HEADER_BYTES + _aligned(8 * num_steps) + num_steps * step_bytes + num_objects + num_layout
+def longest_bytes(header: Bytes) -> int:
+    """The bytes of the longest message that a rank gets at the same time, read from a header."""
+    return _header(header)[4]
 
 
-class Unpacked:
+class Incoming:
     """A message as it arrived; tensors taken from it share its memory.
 
     Args:
         packed: The bytes.
 
     Attributes:
-        num_steps: The steps in it.
-        tags: Their tags.
+        tags: The numbers that go with the steps, one each.
         layout: The layout that it brings; None if it is that of the message before.
     """
 
     def __init__(self, packed: Bytes) -> None:
+        num_steps, self._step_bytes, num_objects, num_layout, _ = _header(packed)
         self._packed = packed
-        self.num_steps, self._step_bytes, num_objects, num_layout = _header(packed)
-        self.tags: list[int] = (
-            packed[HEADER_BYTES : HEADER_BYTES + 8 * self.num_steps].view(np.int64).tolist()
-        )
-        self._begin = HEADER_BYTES + _aligned(8 * self.num_steps)
-        start = self._begin + self.num_steps * self._step_bytes
+        self._begin = HEADER_BYTES + _aligned(8 * num_steps)
+        self.tags: list[int] = packed[HEADER_BYTES : HEADER_BYTES + 8 * num_steps].view(np.int64).tolist()
+        start = self._begin + num_steps * self._step_bytes
         objects = packed[start : start + num_objects].data
         layout = packed[start + num_objects : start + num_objects + num_layout].data
-        self._objects: list[list[list[Any]]] | None = pickle.loads(objects) if num_objects else None
+        self._objects: list[list[Any]] | None = pickle.loads(objects) if num_objects else None
         self.layout: Layout | None = pickle.loads(layout) if num_layout else None
 
-    def batch(self, layout: Layout, step: int, index: int) -> Nested:
-        """One batch of one step."""
+    def batch(self, layout: Layout, step: int) -> Nested:
+        """The batch of one step."""
         packed = self._packed
-        objects: Iterator[Any] = iter(self._objects[step][index] if self._objects else ())
-        offset = self._begin + step * self._step_bytes + sum(map(_tensor_bytes, layout.batches[:index]))
+        objects: Iterator[Any] = iter(self._objects[step] if self._objects else ())
+        offset = self._begin + step * self._step_bytes
 
         def fill(leaf: TensorPlace | ObjectPlace) -> Any:
             nonlocal offset
@@ -178,28 +184,24 @@ class Unpacked:
             offset += _aligned(flat.nbytes)
             return flat.view(leaf.shape)
 
-        return map_leaves(layout.batches[index], fill)
+        return map_leaves(layout.places, fill)
 
 
 _OBJECT = ObjectPlace()
 
 
 def _header(packed: Bytes) -> list[int]:
-    return packed[:HEADER_BYTES].view(np.int64)[:4].tolist()
+    return packed[: 8 * _NUM_FIELDS].view(np.int64).tolist()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one after the other in memory."""
+    return tensor.detach().resolve_neg().resolve_conj().contiguous()
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _tensor_bytes(places: Nested) -> int:
-    """The bytes that the tensors of a batch take in a message."""
-    total = 0
-
-    def add(leaf: TensorPlace | ObjectPlace) -> None:
-        nonlocal total
-        if isinstance(leaf, TensorPlace):
-            total += _aligned(prod(leaf.shape) * leaf.dtype.itemsize)
-
-    map_leaves(places, add)
-    return total
