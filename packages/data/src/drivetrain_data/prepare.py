@@ -60,8 +60,7 @@ def shard_loader(
         even: What becomes of the tail of an epoch: "uneven" spreads it over the shards and repeats nothing that
             counts, "pad" repeats samples until all shards are full, "drop" leaves it out.
         split_batches: The loader's batch size is the sum over shards; by default it is that of each.
-        dispatch: The group's first rank reads and sends the others their batches. None: where the loader cannot be
-            sharded by index, and there is a group.
+        dispatch: The group's first rank reads for all; None: where the loader cannot be sharded by index.
         group: The ranks that share the data; needed to dispatch.
         seed: What shuffled orders depend on, with the epoch.
         non_blocking: Copy pinned memory to the device without waiting.
@@ -70,8 +69,7 @@ def shard_loader(
         on_batch: Called for every batch.
 
     Raises:
-        TypeError: It is no loader.
-        ValueError: The settings do not fit the loader; the message says which and why.
+        TypeError, ValueError: It is no loader, or the settings do not fit it; the message says which and why.
     """
     _check_loader(loader)
     dispatched = _is_dispatched(loader, shard, dispatch, group)
@@ -82,19 +80,18 @@ def shard_loader(
         seed=seed,
         for_all=dispatched,
     )
-    place = None if device is None else torch.device(device)
     source, batch_size = _read(loader, plan)
     if dispatched:
         assert group is not None
         source = DispatchSource(
-            source, group=group, shard=shard, even=plan.even, device=place, read_ahead=read_ahead
+            source, group=group, shard=shard, even=plan.even, device=device, read_ahead=read_ahead
         )
     return ShardedLoader(
         source,
         dataset=loader.dataset,
         shard=shard,
         batch_size=batch_size,
-        device=place,
+        device=device,
         non_blocking=non_blocking,
         activity=activity,
         on_batch=on_batch,
