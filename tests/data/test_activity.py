@@ -77,3 +77,20 @@ def test_after_zipped_loaders_all_is_clear_again() -> None:
     assert activity.current is None
     for _ in one:
         assert activity.plan() is one.current
+
+
+def test_an_epoch_ends_with_the_shorter_of_zipped_loaders() -> None:
+    activity = ActiveLoaders()
+    one, other = loader(activity, 24), loader(activity, 32)
+    ends = [activity.ending for _ in zip(one, other, strict=False)]
+    assert [end is not None and end.is_last for end in ends] == [False, False, True]
+    assert activity.ending is None
+
+
+def test_an_inner_loops_end_is_not_the_outer_ones() -> None:
+    activity = ActiveLoaders()
+    train, evaluate = loader(activity, 24), loader(activity, 8)
+    for step, _ in enumerate(train):
+        for _ in evaluate:
+            assert activity.ending is evaluate.current
+        assert (activity.ending is train.current) == (step == 2)

@@ -26,28 +26,19 @@ class ActiveLoaders:
     """
 
     def __init__(self) -> None:
-        self._stack: list[Any] = []
+        self._stack: list[Planned] = []
         self._alternating: set[int] = set()
 
     @property
-    def current(self) -> Any | None:
+    def current(self) -> Planned | None:
         """The loader that yielded last, of those still being read."""
         return self._stack[-1] if self._stack else None
 
     @property
     def ending(self) -> BatchPlan | None:
         """The current batch, if an epoch ends with it: of the current loader, or of one read side by side with it."""
-        if not self._stack:
-            return None
-        top: Planned = self._stack[-1]
-        together = (
-            [other for other in self._stack if id(other) in self._alternating]
-            if id(top) in self._alternating
-            else [top]
-        )
-        return next(
-            (one.current for one in together if one.current is not None and one.current.is_last), None
-        )
+        plans = (loader.current for loader in self._side_by_side())
+        return next((plan for plan in plans if plan is not None and plan.is_last), None)
 
     def push(self, loader: Planned) -> None:
         """Note that a loader yields. Called for each batch."""
@@ -81,19 +72,21 @@ class ActiveLoaders:
         """
         if loader is not None:
             return loader.current
-        if not self._stack:
-            return None
-        top: Planned = self._stack[-1]
-        if id(top) in self._alternating:
-            others = [other for other in self._stack[:-1] if id(other) in self._alternating]
-            for other in others:
-                if not _same_trim(top.current, other.current):
-                    raise AmbiguousLoaderError(
-                        "two loaders are read side by side, and their current batches hold different numbers of "
-                        f"real samples ({_shown(top.current)} and {_shown(other.current)}); "
-                        "say whose batch this is: loader="
-                    )
-        return top.current
+        together = self._side_by_side()
+        for other in together[:-1]:
+            if not _same_trim(together[-1].current, other.current):
+                raise AmbiguousLoaderError(
+                    "two loaders are read side by side, and their current batches hold different numbers of real "
+                    f"samples ({_shown(together[-1].current)} and {_shown(other.current)}); say whose batch this is: "
+                    "loader="
+                )
+        return together[-1].current if together else None
+
+    def _side_by_side(self) -> list[Planned]:
+        """The current loader, last, after those that are read in turns with it."""
+        if self._stack and id(self._stack[-1]) in self._alternating:
+            return [loader for loader in self._stack if id(loader) in self._alternating]
+        return self._stack[-1:]
 
     def trim(
         self, gathered: Nested, *, loader: Planned | None = None, rows: Sequence[int] | None = None

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -28,8 +26,11 @@ class Channel:
         self._source = dist.get_global_rank(group, 0)
         self._capacity = _FIRST_BYTES  # the bytes of the first scatter of the next message
         # Two, written in turn: one is on its way while the other is filled.
-        self._rows = [np.empty((0, 0), dtype=np.uint8)] * 2
+        self._rows = [torch.empty((0, 0), dtype=torch.uint8)] * 2
         self._under_way: list[Any] = []
+        # gloo's thread lets go of a tensor after wait() has returned. If its was the last hold, it would need the
+        # interpreter, and abort the process where that is ending: so what was sent or received last is held here.
+        self._held: list[list[torch.Tensor]] = []
         self._rest: tuple[torch.Tensor, int] | None = None
         self._expected: tuple[Any, torch.Tensor] | None = None
 
@@ -43,7 +44,7 @@ class Channel:
         self._send_rest()
         before, self._under_way = self._under_way, []
         longest = max(message.used for message in messages)
-        rows = torch.from_numpy(self._write(messages, longest)).to(self._device)
+        rows = self._write(messages, longest).to(self._device)
         self._start(rows[:, : self._capacity])
         self._rest = (rows, longest)
         if complete:
@@ -91,14 +92,14 @@ class Channel:
             self._start(rows[:, self._capacity : longest])
         self._capacity = _next_capacity(longest, self._capacity)
 
-    def _write(self, messages: Sequence[Outgoing], longest: int) -> npt.NDArray[np.uint8]:
+    def _write(self, messages: Sequence[Outgoing], longest: int) -> torch.Tensor:
         """Messages as rows, in memory that nothing on its way uses."""
         length = max(longest, self._capacity)
         rows = self._rows.pop(0)
         if rows.shape != (len(messages), length):
-            rows = np.empty((len(messages), length), dtype=np.uint8)
+            rows = torch.empty((len(messages), length), dtype=torch.uint8)
         self._rows.append(rows)
-        for row, message in zip(rows[1:], messages[1:], strict=True):
+        for row, message in zip(rows[1:].numpy(), messages[1:], strict=True):
             message.write(row, longest=longest)
         return rows
 
@@ -108,6 +109,7 @@ class Channel:
         self._under_way.append(self._scatter(pieces[0], pieces))
 
     def _scatter(self, tensor: torch.Tensor, pieces: list[torch.Tensor] | None) -> Any:
+        self._held = [*self._held[-3:], pieces or [tensor]]
         return dist.scatter(tensor, pieces, self._source, group=self._group, async_op=True)
 
 

@@ -6,15 +6,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from drivetrain_data.activity import ActiveLoaders
 from drivetrain_data.broadcast import DispatchSource
@@ -22,18 +14,11 @@ from drivetrain_data.foreign import ForeignSource
 from drivetrain_data.indexed import IndexedSource
 from drivetrain_data.iterable import DealingCollate, StreamSource
 from drivetrain_data.loader import ShardedLoader
-from drivetrain_data.orders import (
-    DrawnOrder,
-    Order,
-    ReplacementOrder,
-    SequentialOrder,
-    ShuffledOrder,
-    SubsetOrder,
-)
-from drivetrain_data.samplers import ItemSampler, OrderSampler, PermutationSampler, WholeBatchSampler
+from drivetrain_data.samplers import ItemSampler, OrderSampler, WholeBatchSampler
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
+from drivetrain_data.torch_samplers import order_of
 
 
 def shard_loader(
@@ -230,33 +215,6 @@ def _read_indexed(loader: DataLoader[Any], plan: _Reading) -> tuple[Source, int 
     generator = torch.Generator()
     rebuilt = _rebuild(loader, dataset, generator, collate_fn=loader.collate_fn, **layout)
     return IndexedSource(rebuilt, laid_out, generator), size
-
-
-def order_of(sampler: Any, *, seed: int, num_samples: int | None) -> Order:
-    """The order that stands for a sampler: one of ours for torch's own, else what the sampler draws.
-
-    Args:
-        sampler: The user's, with a length.
-        seed: What the order depends on, with the epoch.
-        num_samples: The dataset's length; None if that is not known.
-    """
-    kind = type(sampler)
-    if kind is SequentialSampler:
-        return SequentialOrder(len(sampler), seed=seed)
-    if kind is RandomSampler:
-        size = len(sampler.data_source)
-        if sampler.replacement:
-            return ReplacementOrder(size, seed=seed, num_positions=sampler.num_samples)
-        return ShuffledOrder(size, seed=seed, num_positions=sampler.num_samples)
-    if kind is SubsetRandomSampler:
-        return SubsetOrder(sampler.indices, seed=seed)
-    if kind is DistributedSampler:
-        # It takes a part for one rank; what is sharded here is the whole that it was made for.
-        size = len(sampler.dataset)
-        return ShuffledOrder(size, seed=seed) if sampler.shuffle else SequentialOrder(size, seed=seed)
-    if kind is PermutationSampler:
-        return ShuffledOrder(sampler.num_samples, seed=sampler.seed)
-    return DrawnOrder(sampler, seed=seed, size=num_samples)
 
 
 def _size_on_each(batch_size: int, plan: _Reading) -> int:
