@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain_config import Command, Layers
+from drivetrain.settings import RunSettings
+from drivetrain_config import Command, Layers, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +30,16 @@ def run(arguments: CheckArguments) -> int:
     Returns:
         0 if every check passed.
     """
-    from drivetrain_launcher import LaunchSettings, Target, plan_launch, run_plan
-    from drivetrain_launcher.host import look_at_host
+    from drivetrain_launcher import LaunchSettings, Target, look_at_host, plan_launch, run_plan
 
-    command_line = {
-        "launch": {"num_processes": arguments.num_processes},
-        "run": {"cpu": arguments.cpu or None},
-    }
-    layers = Layers.read(command_line=command_line)
-    settings = LaunchSettings(num_processes=arguments.num_processes)
-    host = look_at_host("cpu" if arguments.cpu else "auto")
-    target = Target(name="drivetrain.self_check", kind="module")
-    return run_plan(plan_launch(settings, target, host, handed_down=layers.to_json()))
+    wants_cpu = resolve(RunSettings, section="run", layers=arguments.layers).value.cpu
+    plan = plan_launch(
+        LaunchSettings(num_processes=arguments.num_processes),
+        Target(name="drivetrain.self_check", kind="module"),
+        look_at_host("cpu" if wants_cpu else "auto"),
+        handed_down=arguments.layers.to_json(),
+    )
+    return run_plan(plan)
 
 
 command = Command(arguments=CheckArguments, run=run, help="Check this installation on N processes.")
