@@ -62,9 +62,12 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attended = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        for layer in (self.query_key_value, self.mlp_in):
+            nn.init.normal_(layer.weight, std=width**-0.5)
+        for layer in (self.attended, self.mlp_out):
+            nn.init.zeros_(layer.weight)  # a new block changes nothing, which speeds up the first steps
 
     def forward(self, x: Tensor) -> Tensor:
         """Add what attention and then the perceptron make of x."""
@@ -72,7 +75,7 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attended(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
@@ -85,9 +88,8 @@ class GPT(nn.Module):
         self.position = nn.Embedding(block_size, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(self.byte.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Give the logits; a byte's embedding is also what it is recognised by."""
