@@ -12,6 +12,8 @@ from pathlib import Path
 
 from rounds import Table, installed, parse_arguments, report, take_turns
 
+from drivetrain_config.environ import exported
+
 BIN = Path(sys.executable).parent
 # What an import adds to a process that has torch: measured inside, so that torch's own time does not drown it.
 TIMED_IMPORT = "import torch, time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
@@ -73,7 +75,11 @@ def cases(script: str) -> dict[str, tuple[str, dict[str, Callable[[], float]]]]:
 def main() -> None:
     """Time every case."""
     arguments = parse_arguments(__doc__, rounds=9)
-    with tempfile.TemporaryDirectory() as folder:
+    # The compiled files are kept, as where packages are installed, whatever this machine's habit is.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        exported(PYTHONPYCACHEPREFIX=folder, PYTHONDONTWRITEBYTECODE=""),
+    ):
         script = Path(folder) / "empty.py"
         script.write_text("")
         tables = [

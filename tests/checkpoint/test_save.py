@@ -197,9 +197,9 @@ for number in range(rounds):
     assert loaded.replicated == {"step": loaded.step}
     assert torch.equal(loaded.models["model"]["weight"], torch.full((500_000,), float(loaded.step)))
     assert loaded.models["model"]["tied"] is loaded.models["model"]["weight"]
-    assert len([one for one in find_checkpoints(directory) if one.is_valid]) <= 3
-save(10_000)
+save(10_000)  # the first that ends whole deletes what those killed between commit and deletion have left
 assert checkpointer.load().step == 10_000
+assert [one.is_valid for one in find_checkpoints(directory)] == [True, True]
 print("killed", killed)
 """
 
@@ -220,7 +220,7 @@ def test_killed_at_any_moment_the_newest_valid_one_loads(run_ranks_script, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_killed_many_times_the_newest_valid_one_loads(run_ranks_script, tmp_path: Path) -> None:
-    kill_rounds(run_ranks_script, tmp_path, rounds=40)
+    kill_rounds(run_ranks_script, tmp_path, rounds=200)
 
 
 KILLED_RANK = """

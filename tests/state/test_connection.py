@@ -120,6 +120,19 @@ print(first.topology.rank, first.device)
     assert [(each.returncode, each.stdout) for each in done] == [(0, "0 cpu\n"), (0, "1 cpu\n")], done
 
 
+def test_a_group_that_nobody_closed_ends_with_the_process(run_ranks_script) -> None:
+    source = (
+        SCRIPT
+        + """
+import atexit
+atexit.register(lambda: print("group after the end:", dist.is_initialized()))  # the first registered runs last
+connect(settings)
+"""
+    )
+    done = run_ranks_script(source)
+    assert [(each.returncode, each.stdout) for each in done] == [(0, "group after the end: False\n")] * 2, done
+
+
 def test_a_group_made_without_a_launcher_tells_its_ranks(run_ranks_script) -> None:
     source = """
 import os, sys, torch.distributed as dist

@@ -1,14 +1,18 @@
-"""The checkpoints of one directory: save, load, and which is the newest."""
+"""The checkpoints of one directory: save, load, and which is the newest.
+
+What reads and writes is imported at its first use: a run that saves nothing starts without it.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drivetrain_checkpoint.load import Loaded, load_from, load_newest, newest
-from drivetrain_checkpoint.save import Content, save
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_checkpoint.tree import State
 from drivetrain_state import Context
+
+if TYPE_CHECKING:
+    from drivetrain_checkpoint.load import Loaded
+    from drivetrain_checkpoint.tree import State
 
 
 class Checkpointer:
@@ -45,9 +49,9 @@ class Checkpointer:
         self,
         step: int,
         *,
-        models: Mapping[str, Mapping[str, State]],
-        replicated: Mapping[str, State],
-        per_rank: Mapping[str, State],
+        models: Mapping[str, Mapping[str, "State"]],
+        replicated: Mapping[str, "State"],
+        per_rank: Mapping[str, "State"],
         plan: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save a checkpoint. When this returns it is committed and on the disk. Called on all ranks.
@@ -72,10 +76,12 @@ class Checkpointer:
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             OSError: The disk is full, or the folder cannot be written; nothing was saved.
         """
+        from drivetrain_checkpoint.save import Content, save
+
         content = Content(models=models, replicated=replicated, per_rank=per_rank, plan=plan)
         return save(self._context, self.directory, step, content, keep_last=self.settings.keep_last)
 
-    def load(self, path: Path | str | None = None) -> Loaded:
+    def load(self, path: Path | str | None = None) -> "Loaded":
         """Read a checkpoint, every byte checked, and apply nothing. Called on all ranks.
 
         Args:
@@ -87,6 +93,8 @@ class Checkpointer:
             CorruptCheckpointError: The one that was named is damaged; the message names the file.
             FolderNotSharedError: The ranks see different checkpoints under the same path.
         """
+        from drivetrain_checkpoint.load import load_from, load_newest
+
         if path is None:
             return load_newest(self._context, self.directory)
         return load_from(self._context, Path(path).absolute())
@@ -96,4 +104,6 @@ class Checkpointer:
 
         Called on all ranks; it is what rank 0 sees.
         """
+        from drivetrain_checkpoint.load import newest
+
         return newest(self._context, self.directory)

@@ -4,12 +4,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from drivetrain_backends import AccumulationError, Backend, Prepared
-from drivetrain_checkpoint import Checkpointer, Loaded
+from drivetrain_checkpoint import Checkpointer
 from drivetrain_data import ShardedLoader
 from drivetrain_state import Context, load_rng_state, reseed, rng_state
+
+if TYPE_CHECKING:
+    from drivetrain_checkpoint import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +133,7 @@ def load(run: RunState, checkpointer: Checkpointer, path: Path | str | None) -> 
     return loaded.step, _restore_generators(run, loaded)
 
 
-def _restore_generators(run: RunState, loaded: Loaded) -> str:
+def _restore_generators(run: RunState, loaded: "Loaded") -> str:
     topology = run.context.topology
     if loaded.per_rank is not None:
         load_rng_state(loaded.per_rank["rng"])

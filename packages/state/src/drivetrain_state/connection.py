@@ -1,5 +1,7 @@
 """Find this process's place and device, and meet the others: adopt a process group that fits, or make one."""
 
+import atexit
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +21,6 @@ from drivetrain_state.seed import deterministic_algorithms
 from drivetrain_state.settings import DeviceChoice, StateSettings
 from drivetrain_state.topology import Topology, topology_from_hosts
 from drivetrain_state.watch import Watch
-from drivetrain_state.watchdog import start_watchdog
 
 # Which library moves the tensors of each kind of device; the CPU's always travel by gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
@@ -34,8 +35,8 @@ def connect(
     """This process's place among the others: ranks, device, mesh. Called on all ranks.
 
     A torch process group that exists already is adopted if it fits. Otherwise one is made from the launcher's
-    variables, and the context owns it. One process without a launcher needs no group and gets none, unless
-    `parallelism` asks for a mesh.
+    variables, and the context owns it: the group ends with `close`, or with the process. One process without a
+    launcher needs no group and gets none, unless `parallelism` asks for a mesh.
 
     Args:
         settings: The `state` section; None reads it from the command line, environment and file.
@@ -65,6 +66,8 @@ def connect(
         owns_group = _join(place, topology, launched, settings, needs_group=plan is not None, undo=undo)
         watch = Watch()
         if settings.watchdog and topology.world_size > 1:
+            from drivetrain_state.watchdog import start_watchdog  # its rooms serve several processes alone
+
             reports = settings.hang_report_directory
             watchdog = start_watchdog(
                 topology=topology, settings=settings, watch=watch, report_directory=reports
@@ -172,6 +175,7 @@ def _join(
         )
     else:
         _meet(backend, launched, timeout, device_id)
+    atexit.register(_leave_at_exit)
     undo.callback(_leave)
     return True
 
@@ -232,5 +236,16 @@ def _meet(backend: str, launched: LaunchedRanks, timeout: timedelta, device_id: 
 
 
 def _leave() -> None:
+    """End the group that was made here."""
+    atexit.unregister(_leave_at_exit)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave_at_exit() -> None:
+    """End a group that nobody closed: its threads would outlive the interpreter, and abort the process.
+
+    A process that fails leaves it as it is: ending it may wait for ranks that wait for this one.
+    """
+    if getattr(sys, "last_value", None) is None:
+        _leave()
