@@ -177,7 +177,7 @@ class GradientLedger:
             self.move_scale()
         if count is not None and all(group.stage in ("empty", "used") for group in self.groups):
             self.reference.renew()
-        final = [] if len(owners) == 1 else self._final(owners)
+        final = self._final(owners) if len(owners) > 1 else ()
         for group in owners:
             if group not in final:
                 group.note(count)
@@ -187,11 +187,11 @@ class GradientLedger:
             loss = loss / self.window.num_micro_batches
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        before = [group.fingerprint() for group in final]
+        before = [group.fingerprint() for group in final] if final else None
         loss.backward()
         self.num_backwards += 1
         self.last_backward = self.window.begun
-        if before != [group.fingerprint() for group in final]:
+        if final and before != [group.fingerprint() for group in final]:
             raise AccumulationError(
                 "backward() reached gradients of this window that were clipped already; clip after its last loss"
             )

@@ -37,8 +37,11 @@ class ActiveLoaders:
     @property
     def ending(self) -> BatchPlan | None:
         """The current batch, if an epoch ends with it: of the current loader, or of one read side by side with it."""
-        plans = (loader.current for loader in self._side_by_side())
-        return next((plan for plan in plans if plan is not None and plan.is_last), None)
+        for loader in self._side_by_side():
+            plan = loader.current
+            if plan is not None and plan.is_last:
+                return plan
+        return None
 
     def push(self, loader: Planned) -> None:
         """Note that a loader yields. Called for each batch."""
@@ -72,21 +75,23 @@ class ActiveLoaders:
         """
         if loader is not None:
             return loader.current
-        together = self._side_by_side()
-        for other in together[:-1]:
-            if not _same_trim(together[-1].current, other.current):
+        if not self._stack:
+            return None
+        top = self._stack[-1].current
+        for loader in self._side_by_side()[:-1]:
+            if not _same_trim(top, loader.current):
                 raise AmbiguousLoaderError(
                     "two loaders are read side by side, and their current batches hold different numbers of real "
-                    f"samples ({_shown(together[-1].current)} and {_shown(other.current)}); say whose batch this is: "
-                    "loader="
+                    f"samples ({_shown(top)} and {_shown(loader.current)}); say whose batch this is: loader="
                 )
-        return together[-1].current if together else None
+        return top
 
-    def _side_by_side(self) -> list[Planned]:
+    def _side_by_side(self) -> Sequence[Planned]:
         """The current loader, last, after those that are read in turns with it."""
-        if self._stack and id(self._stack[-1]) in self._alternating:
-            return [loader for loader in self._stack if id(loader) in self._alternating]
-        return self._stack[-1:]
+        stack = self._stack
+        if stack and id(stack[-1]) in self._alternating:
+            return [loader for loader in stack if id(loader) in self._alternating]
+        return stack[-1:]
 
     def trim(
         self, gathered: Nested, *, loader: Planned | None = None, rows: Sequence[int] | None = None
