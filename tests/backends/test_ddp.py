@@ -28,6 +28,11 @@ def trained_with(hook: str) -> torch.Tensor:
     backend, model, optimizer = ddp(communication_hook=hook, power_sgd_start_step=2)
     (prepared,) = backend.prepare([model], [optimizer], [])
     generator = torch.Generator().manual_seed(dist.get_rank())
+    applied = backend.applied()
+    assert applied["communication_hook"] == hook
+    assert (applied.get("power_sgd_start_step"), applied.get("power_sgd_rank")) == (
+        (2, 1) if hook == "power_sgd" else (None, None)
+    )
     for _ in range(6):
         prepared.backward(prepared.model(torch.randn(16, 8, generator=generator)).square().mean())
         prepared.optimizers[0].step()

@@ -1,7 +1,9 @@
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -22,6 +24,16 @@ class Stream(IterableDataset[int]):
         if info is None or not self.shared:
             return iter(range(self.start, self.length))
         return iter(range(self.start + info.id, self.length, info.num_workers))
+
+
+class Shuffled(Stream):
+    """The same numbers, drawn one by one with the global generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(super().__iter__())
+        while left:
+            chances = torch.rand(()).item(), np.random.rand(), random.random()
+            yield left.pop(int(len(left) * (sum(chances) % 1)))
 
 
 class Sized(Stream):
@@ -89,6 +101,29 @@ def test_several_workers_go_on_where_each_stood(make_shards, read_together, befo
     for shard in shards:
         shard.load_state_dict(part.states[-1])
     assert sorted(part.samples + read_together(shards).samples) == list(range(31))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_stream_that_draws_yields_the_same_on_every_shard_and_after_a_resume(
+    make_shards, read_together, workers: int
+) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(Shuffled(31, shared=True), batch_size=2, num_workers=workers)
+
+    def drawn(count: int, num_steps: int | None = None) -> Any:
+        torch.manual_seed(count)  # what the program itself has drawn differs
+        return read_together(make_shards(build, count, seed=3), num_steps)
+
+    whole = drawn(1).samples
+    assert sorted(whole) == list(range(31)) != whole
+    assert sorted(drawn(2).samples) == list(range(31))
+    if workers < 2:  # several take turns by batches, whose size in all differs
+        assert drawn(2).samples == whole
+    part = drawn(2, 4)
+    torch.rand(7)
+    resumed = make_shards(build, 1, seed=3)[0]
+    resumed.load_state_dict(part.states[-1])
+    assert sorted(part.samples + read_together([resumed]).samples) == list(range(31))
 
 
 def test_another_number_of_workers_is_refused() -> None:

@@ -35,6 +35,12 @@ def test_a_choice_left_open_is_shown_with_its_reason() -> None:
     assert "run.mode: the hardware has it" in str(plan)
 
 
+def test_what_could_not_be_read_back_is_shown_as_asked() -> None:
+    plan = make_plan(resolved(mode="bf16", steps=8), {"run": {"steps": 8}}, reasons={}, facts={})
+    assert "run.mode   bf16   as asked  run.yaml:3" in str(plan)
+    assert "run.steps  8      8         run.yaml:3" in str(plan)
+
+
 def test_secrets_are_in_no_plan() -> None:
     plan = make_plan(resolved(token="abc"), {}, reasons={}, facts={})
     assert "abc" not in str(plan)
@@ -49,6 +55,7 @@ def test_what_stands_at_its_default_is_not_listed_but_stored() -> None:
         "asked": "auto",
         "applied": "auto",
         "source": "default",
+        "read_back": False,
         "reason": "",
     }
     assert plan.as_dict()["facts"] == {"processes": 2}

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 from torch import nn
@@ -20,6 +21,14 @@ _BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
+)
+
+_HOOKS = MappingProxyType(
+    {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "power_sgd": powerSGD_hook.powerSGD_hook,
+    }
 )
 
 
@@ -81,6 +90,7 @@ class DDPBackend(TorchBackend):
                 "gradient_as_bucket_view": replica.gradient_as_bucket_view,
                 "broadcast_buffers": getattr(replica, _BUFFERS),
                 "bucket_size_mb": replica.bucket_bytes_cap / 2**20,
+                **_applied_hook(replica),
             }
         return found
 
@@ -94,16 +104,26 @@ def _group(context: Context) -> ProcessGroup:
     return context.group
 
 
+def _applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
+    """How gradients are compressed, read back from what DDP will call."""
+    names = {hook: name for name, hook in _HOOKS.items()}
+    found: dict[str, object] = {"communication_hook": "none"}
+    for hook, state in replica._comm_hooks:  # pyright: ignore[reportPrivateUsage] DDP tells it nowhere else
+        found["communication_hook"] = names.get(hook, getattr(hook, "__qualname__", "unknown"))
+        if isinstance(state, powerSGD_hook.PowerSGDState):
+            found["power_sgd_rank"] = state.matrix_approximation_rank
+            found["power_sgd_start_step"] = state.start_powerSGD_iter
+    return found
+
+
 def _register_hook(replica: DistributedDataParallel, settings: DDPSettings) -> None:
-    group = replica.process_group
-    if settings.communication_hook == "fp16":
-        replica.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    elif settings.communication_hook == "bf16":
-        replica.register_comm_hook(group, default_hooks.bf16_compress_hook)
-    elif settings.communication_hook == "power_sgd":
+    if settings.communication_hook == "none":
+        return
+    state: object = replica.process_group
+    if settings.communication_hook == "power_sgd":
         state = powerSGD_hook.PowerSGDState(
-            process_group=group,
+            process_group=replica.process_group,
             matrix_approximation_rank=settings.power_sgd_rank,
             start_powerSGD_iter=settings.power_sgd_start_step,
         )
-        replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    replica.register_comm_hook(state, _HOOKS[settings.communication_hook])

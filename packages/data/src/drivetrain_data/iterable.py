@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.partition import step_plan, tail_counts
 from drivetrain_data.permutation import hash_key
+from drivetrain_data.rng import KeyedDraws
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Reading
@@ -83,6 +85,9 @@ class DealingCollate:
 class StreamSource:
     """Reads an iterable dataset step by step; the order is that of the dataset, worker by worker in turn.
 
+    What the dataset draws from the global generators depends on the seed and the epoch alone, in workers and without:
+    ranks that each read all of it read the same.
+
     Args:
         build: Makes the DataLoader for a dataset: that of the user, or the same one started further on.
         dataset: The user's.
@@ -108,6 +113,7 @@ class StreamSource:
         self._generator = generator
         self._loader = build(dataset)
         self._num_workers = max(1, num_workers)
+        self._reads_here = num_workers == 0
         self._received = [0] * self._num_workers  # from each worker; kept if there are several
         self.seed = seed
         self.reads_for_all = collate.reads_for_all
@@ -125,14 +131,17 @@ class StreamSource:
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch, one step ahead, since only the dataset knows when it ends."""
-        self._generator.manual_seed(hash_key(self.seed, epoch, self._collate.shard.index) >> 1)
-        loader = self._loader_from(position)
-        steps = iter(loader)
+        self._generator.manual_seed(hash_key(self.seed, epoch) >> 1)
+        drawing = KeyedDraws(self.seed, epoch).active if self._reads_here else nullcontext
+        steps = iter(self._loader_from(position))
         shard, size, even = self._collate.shard, self._collate.batch_size or 1, self._collate.even
         full = step_plan(size * shard.count, shard.count, size, even, shard=shard.index, is_last=False)
-        following = next(steps, None)
+        with drawing():
+            following = next(steps, None)
         while following is not None:
-            dealt, following = following, next(steps, None)
+            dealt = following
+            with drawing():
+                following = next(steps, None)
             plan = full
             if following is None or dealt.num_samples != full.advance:
                 last = following is None

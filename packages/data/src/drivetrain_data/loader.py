@@ -72,6 +72,11 @@ class ShardedLoader(Generic[Batch]):
         return self._epoch
 
     @property
+    def seed(self) -> int:
+        """What the order is drawn from, with the epoch; a loaded state brings its own."""
+        return self._source.seed
+
+    @property
     def order_source(self) -> str:
         """Where the order comes from, as one phrase for people."""
         return self._source.order_source

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.compose import Parts
@@ -17,12 +17,14 @@ def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePla
     Raises:
         PlanMismatchError: Something applied differs from what was asked.
     """
-    settings: RunSettings = parts.resolved["run"].value
-    applied = parts.backend.applied()
-    sections = {"run": applied}
-    if parts.backend.settings_section is not None:
-        sections[parts.backend.settings_section] = applied
-    reasons = {"run.mixed_precision": parts.policy.reason} if settings.mixed_precision == "auto" else {}
+    reasons = {
+        "state.deterministic": "switched on in torch by the program",
+        "data.seed": "that of the loader state that was loaded",
+    }
+    if parts.settings.mixed_precision == "auto":
+        reasons["run.mixed_precision"] = parts.policy.reason
+    if parts.resolved["state"].value.device == "auto":
+        reasons["state.device"] = "the best that this machine has"
     topology = parts.context.topology
     facts = {
         "processes": f"{topology.world_size} on {topology.num_nodes} node(s)",
@@ -31,7 +33,19 @@ def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePla
         **{f"data order {i}": loader.order_source for i, loader in enumerate(loaders)},
         **parts.facts,
     }
-    return make_plan(parts.resolved, sections, reasons=reasons, facts=facts)
+    return make_plan(parts.resolved, _read_back(parts, loaders), reasons=reasons, facts=facts)
+
+
+def _read_back(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, Mapping[str, object]]:
+    """What is in force, by section and field, as far as live objects tell."""
+    by_backend = parts.backend.applied()
+    sections = {"run": by_backend, "state": parts.context.applied()}
+    if parts.backend.settings_section is not None:
+        sections[parts.backend.settings_section] = by_backend
+    if loaders:
+        asked = parts.resolved["data"].value.seed
+        sections["data"] = {"seed": next((x.seed for x in loaders if x.seed != asked), asked)}
+    return sections
 
 
 def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:

@@ -24,6 +24,7 @@ class PlanRow:
         asked: The resolved value.
         applied: What is in force; the asked value where nothing can be read back.
         source: Where the asked value came from.
+        read_back: Whether `applied` was read back from what runs.
         reason: Why another value is applied, where asking left the choice open ("auto").
     """
 
@@ -31,6 +32,7 @@ class PlanRow:
     asked: Any
     applied: Any
     source: str
+    read_back: bool = False
     reason: str = ""
 
 
@@ -56,7 +58,10 @@ class EffectivePlan:
     def __str__(self) -> str:
         shown = [row for row in self.rows if row.source != "default" or row.asked != row.applied]
         table = [("setting", "asked", "applied", "from")]
-        table += [(r.setting, _short(r.asked), _short(r.applied), r.source) for r in shown]
+        table += [
+            (r.setting, _short(r.asked), _short(r.applied) if r.read_back else "as asked", r.source)
+            for r in shown
+        ]
         widths = [max(len(row[i]) for row in table) for i in range(4)]
         lines = ["effective plan (what is not listed stands at its default)"]
         lines += [f"  {name}: {_short(value)}" for name, value in self.facts.items()]
@@ -79,8 +84,7 @@ def make_plan(
     Args:
         resolved: The resolved sections by name.
         applied: For each section the values read back from live objects, by field; others are taken as asked.
-        reasons: Settings ("section.field") whose asked value left the choice open, with why the applied one was
-            chosen.
+        reasons: Settings ("section.field") whose applied value may be another, with why.
         facts: What else the plan shows.
 
     Returns:
@@ -114,12 +118,14 @@ def _rows(
         setting = f"{section}.{field.name}"
         asked = getattr(value.value, field.name)
         source = value.sources[field.name]
+        in_force = applied.get(field.name, asked)
         yield PlanRow(
             setting=setting,
             asked=asked,
-            applied=applied.get(field.name, asked),
+            applied=in_force,
             source=str(source),
-            reason=reasons.get(setting, ""),
+            read_back=field.name in applied,
+            reason="" if in_force == asked else reasons.get(setting, ""),
         )
 
 

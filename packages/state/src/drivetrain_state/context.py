@@ -48,6 +48,10 @@ class Context:
         """
         return dist.group.WORLD if self._has_group else None
 
+    def applied(self) -> dict[str, object]:
+        """What is in force of the settings, read back from torch, for an effective plan."""
+        return {"device": self.device.type, "deterministic": torch.are_deterministic_algorithms_enabled()}
+
     def close(self) -> None:
         """Stop the watchdog, and end the process group if this context made it. A second call does nothing."""
         self._on_close.close()
