@@ -68,18 +68,6 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale_for_the_next() -> None:
     torch.testing.assert_close(model.weight, before - 0.1)
 
 
-def test_skipped_steps_do_not_advance_the_scheduler() -> None:
-    model, single = linear(), backend("fp16")
-    optimizer = SGD(model.parameters(), lr=1.0)
-    (prepared,) = single.prepare([model], [optimizer], [StepLR(optimizer, 1, gamma=0.5)])
-    for factor in (float("inf"), 1.0, float("nan"), 1.0):
-        prepared.backward(model(torch.ones(1, 2)).float().sum() * factor)
-        prepared.optimizers[0].step()
-        prepared.schedulers[0].step()
-        prepared.optimizers[0].zero_grad()
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
 def test_fp16_accumulation_with_counts_equals_fp32_of_the_same_forward() -> None:
     weights = []
     for mode in ("no", "fp16"):
@@ -120,31 +108,6 @@ def test_two_trained_models_need_to_know_whose_items_are_counted() -> None:
 def test_backward_without_a_model_is_refused() -> None:
     with pytest.raises(AccumulationError, match=r"before prepare\(model\)"):
         backend().backward(torch.ones((), requires_grad=True))
-
-
-def test_clipping_wants_a_norm_or_a_value() -> None:
-    single = backend()
-    (prepared,) = single.prepare([linear()], [], [])
-    with pytest.raises(ValueError, match="give one of the two"):
-        prepared.clip(norm=1.0, value=1.0)
-
-
-def test_an_optimizer_step_with_a_closure_is_refused() -> None:
-    model, single = linear(), backend()
-    (prepared,) = single.prepare([model], [SGD(model.parameters())], [])
-    with pytest.raises(ValueError, match="a closure computes gradients outside"):
-        prepared.optimizers[0].step(lambda: 0.0)
-
-
-def test_a_scheduler_built_on_the_prepared_optimizer_works() -> None:
-    model, single = linear(), backend()
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
-    scheduler = StepLR(prepared.optimizers[0], 1, gamma=0.5)
-    (prepared,) = single.prepare([], [], [scheduler])
-    prepared.backward(model(torch.ones(1, 2)).sum())
-    prepared.optimizers[0].step()
-    prepared.schedulers[0].step()
-    assert prepared.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
 def test_loading_a_checkpoint_of_another_precision_is_refused() -> None:

@@ -1,0 +1,105 @@
+"""The stand-in for the user's optimizer, and its state under the parameters' names."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from drivetrain_backends import AccumulationWindow, SingleBackend
+from drivetrain_backends.optimizer import PreparedOptimizer, load_named_state, named_state
+from drivetrain_precision import choose_policy
+from drivetrain_state import StateSettings, connect
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(2, 1)
+
+
+def prepared_optimizer(optimizer: Optimizer, model: nn.Module, accumulation: int = 1) -> PreparedOptimizer:
+    context = connect(StateSettings(device="cpu"))
+    single = SingleBackend(
+        context, choose_policy("no", context.device), window=AccumulationWindow(accumulation)
+    )
+    (prepared,) = single.prepare([model], [optimizer], [])
+    return prepared.optimizers[0]
+
+
+def trained(optimizer: Optimizer, model: nn.Module) -> None:
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_step_with_a_closure_is_refused() -> None:
+    model = linear()
+    optimizer = prepared_optimizer(SGD(model.parameters()), model)
+    with pytest.raises(ValueError, match="a closure computes gradients outside"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_groups_state_and_defaults_are_those_of_the_users_optimizer() -> None:
+    model = linear()
+    own = AdamW(model.parameters(), lr=0.5)
+    optimizer = prepared_optimizer(own, model)
+    assert isinstance(optimizer, Optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25
+    trained(optimizer, model)
+    assert own.param_groups[0]["lr"] == 0.25
+    assert optimizer.state is own.state
+    assert optimizer.defaults is own.defaults
+    assert optimizer.num_steps == 1
+    with pytest.raises(AttributeError, match="'AdamW' object has no attribute 'sideways'"):
+        _ = optimizer.sideways
+
+
+def test_a_group_added_later_is_trained() -> None:
+    model = linear()
+    optimizer = prepared_optimizer(SGD([model.weight], lr=0.1), model)
+    optimizer.add_param_group({"params": [model.bias], "lr": 1.0})
+    before = model.bias.detach().clone()
+    trained(optimizer, model)
+    torch.testing.assert_close(before - model.bias, torch.tensor([3.0]))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copy_of_its_state_is_complete(duplicate) -> None:
+    model = linear()
+    optimizer = prepared_optimizer(AdamW(model.parameters()), model)
+    trained(optimizer, model)
+    state = duplicate(optimizer.state_dict())
+    other = AdamW(linear().parameters())
+    other.load_state_dict(state)
+    assert other.state_dict()["state"].keys() == state["state"].keys() == {0, 1}
+
+
+def names(model: nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def test_a_state_by_name_survives_another_order_of_the_parameters() -> None:
+    model, other = linear(), linear()
+    saved_from = AdamW([model.weight, model.bias])
+    trained(saved_from, model)
+    state = named_state(saved_from, names(model))
+    loaded_into = AdamW([other.bias, other.weight])
+    state["param_groups"][0]["params"].reverse()
+    load_named_state(loaded_into, names(other), state)
+    for name in ("weight", "bias"):
+        one, same = saved_from.state[getattr(model, name)], loaded_into.state[getattr(other, name)]
+        assert all(torch.equal(one[key], same[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+
+
+def test_a_state_of_other_parameters_or_groups_is_refused() -> None:
+    model = linear()
+    whole = named_state(SGD(model.parameters()), names(model))
+    with pytest.raises(
+        ValueError, match=r"differs from the checkpoint's by \['bias'\]; build it over the same"
+    ):
+        load_named_state(SGD([model.weight]), names(model), whole)
+    two_groups = SGD([{"params": [model.weight]}, {"params": [model.bias]}])
+    with pytest.raises(ValueError, match="has 2 parameter groups, the checkpoint 1"):
+        load_named_state(two_groups, names(model), whole)
