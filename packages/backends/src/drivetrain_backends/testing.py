@@ -19,11 +19,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from drivetrain_backends.accumulation import AccumulationWindow
 from drivetrain_backends.optimizer import PreparedOptimizer
 from drivetrain_backends.protocol import Backend, Prepared
-from drivetrain_precision import choose_policy
+from drivetrain_precision import PrecisionSettings, choose_policy, supported_modes
 from drivetrain_state import Context
 
 _FEATURES = 6
 _RATE = 0.1
+_SCALING = PrecisionSettings(initial_scale=256.0)  # no step overflows, so that none is skipped
 _Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> (x, y)
 
 
@@ -39,6 +40,7 @@ class Case:
         tied: The model's last layer shares its first layer's weight.
         frozen: The model's first layer is not trained.
         zero_first: `zero_grad` comes before backward, as many loops have it.
+        mode: The precision; in fp16 and bf16 the model is float32, and its weights come near the plain loop's.
     """
 
     windows: Sequence[int]
@@ -48,6 +50,7 @@ class Case:
     tied: bool = False
     frozen: bool = False
     zero_first: bool = False
+    mode: str = "no"
 
 
 class TinyModel(nn.Module):
@@ -75,12 +78,14 @@ class BackendContract:
         settings: What it is constructed with.
         dtype: The dtype of the model; float64 unless the backend has none.
         tolerance: Largest absolute difference of weights from the plain loop's.
+        mixed_tolerance: The same where the backend computes in fp16 or bf16, and the plain loop in float32.
     """
 
     backend: ClassVar[type[Backend]]
     settings: ClassVar[Any] = None
     dtype: ClassVar[torch.dtype] = torch.float64
     tolerance: ClassVar[float] = 1e-10
+    mixed_tolerance: ClassVar[float] = 5e-3
     cases: ClassVar[dict[str, Case]] = {
         "mean": Case(windows=[1] * 6),
         "mean, accumulated": Case(windows=[4] * 3, accumulation=4),
@@ -94,6 +99,14 @@ class BackendContract:
         ),
         "tied weights": Case(windows=[2] * 3, accumulation=2, tied=True),
         "frozen layer": Case(windows=[2] * 3, accumulation=2, frozen=True),
+        "fp16": Case(windows=[1] * 4, mode="fp16"),
+        "fp16, count, accumulated, clipped": Case(
+            windows=[2, 2, 1], accumulation=2, counted=True, clip=0.5, mode="fp16"
+        ),
+        "bf16": Case(windows=[1] * 4, mode="bf16"),
+        "bf16, count, accumulated, clipped": Case(
+            windows=[2, 2, 1], accumulation=2, counted=True, clip=0.5, mode="bf16"
+        ),
     }
 
     def check_all(self, context: Context) -> list[str]:
@@ -105,7 +118,9 @@ class BackendContract:
         Raises:
             AssertionError: A check failed; the message names it.
         """
-        for name, case in self.cases.items():
+        modes = [mode for mode, has in supported_modes(context.device).items() if has.level != "none"]
+        cases = {name: case for name, case in self.cases.items() if case.mode in modes}
+        for name, case in cases.items():
             self.check_case(context, name, case)
         others: list[Callable[[Context], None]] = [
             self.check_scheduler_counts_steps,
@@ -115,14 +130,19 @@ class BackendContract:
         ]
         for check in others:
             check(context)
-        return [*self.cases, *(check.__name__ for check in others)]
+        return [*cases, *(check.__name__ for check in others)]
 
     def check_case(self, context: Context, name: str, case: Case) -> None:
-        """Weights equal the plain loop's after every step."""
-        expected = _train_plainly(case, context.topology.world_size, self.dtype)
+        """Weights equal the plain loop's after every step; in mixed precision they are near, and not the same."""
+        expected = _train_plainly(case, context.topology.world_size, self._dtype_of(case))
+        tolerance = self.tolerance if case.mode == "no" else self.mixed_tolerance
         run = self._start(context, case)
         for step, _ in enumerate(run.steps()):
-            self._assert_close(expected[step], run.weights(), f"{name}: weights after step {step + 1}")
+            what = f"{name}: weights after step {step + 1}"
+            self._assert_close(expected[step], run.weights(), what, tolerance)
+        if case.mode != "no":
+            same = all(torch.equal(value, expected[-1][key]) for key, value in run.weights().items())
+            assert not same, f"{name}: the weights are those of float32, so nothing ran in {case.mode}"
         run.backend.close()
 
     def check_scheduler_counts_steps(self, context: Context) -> None:
@@ -182,26 +202,30 @@ class BackendContract:
     def _backend(self, context: Context, case: Case) -> Backend:
         window = AccumulationWindow(case.accumulation)
         return self.backend(
-            context, choose_policy("no", context.device), window=window, settings=self.settings
+            context, choose_policy(case.mode, context.device, _SCALING), window=window, settings=self.settings
         )
 
     def _start(self, context: Context, case: Case, *, scheduled: bool = False, seed: int = 0) -> "_Run":
         backend = self._backend(context, case)
-        model = _model(case, self.dtype, seed=seed)
+        model = _model(case, self._dtype_of(case), seed=seed)
         optimizer = _optimizer(model)
         schedulers = [LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))] if scheduled else []
         (prepared,) = backend.prepare([model], [optimizer], schedulers)
-        windows = _windows(case, context.topology.world_size, self.dtype)
+        windows = _windows(case, context.topology.world_size, self._dtype_of(case))
         return _Run(
             context=context, case=case, backend=backend, prepared=prepared, model=model, windows=windows
         )
 
-    def _assert_close(self, expected: dict[str, Tensor], found: dict[str, Tensor], what: str) -> None:
+    def _dtype_of(self, case: Case) -> torch.dtype:
+        return self.dtype if case.mode == "no" else torch.float32
+
+    def _assert_close(
+        self, expected: dict[str, Tensor], found: dict[str, Tensor], what: str, tolerance: float | None = None
+    ) -> None:
+        allowed = self.tolerance if tolerance is None else tolerance
         for name, value in expected.items():
             difference = (value - found[name]).abs().max().item()
-            assert difference <= self.tolerance, (
-                f"{what}: {name} differs by {difference}, allowed {self.tolerance}"
-            )
+            assert difference <= allowed, f"{what}: {name} differs by {difference}, allowed {allowed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
