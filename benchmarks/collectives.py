@@ -6,29 +6,15 @@ The flat collective gets its 20 x 32 x 4 numbers ready-made in one tensor, and i
 """
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from rounds import Table, installed, parse_arguments, report, run_on_two_ranks, take_turns
+from rounds import Table, installed, on_two_ranks, repeated, report, take_turns
 
 CALLS = 20  # in one turn
 TENSORS = {f"metric {i}": torch.randn(32, 4) for i in range(20)}
 FLAT = torch.cat([tensor.flatten() for tensor in TENSORS.values()])
-
-
-def timed(call: Callable[[], object]) -> Callable[[], float]:
-    """A turn: the seconds of one call, over many. Called on all ranks."""
-
-    def turn() -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        return (time.perf_counter() - start) / CALLS
-
-    return turn
 
 
 def gathering() -> dict[str, Callable[[], object]]:
@@ -82,7 +68,7 @@ def measure(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     tables: list[Table] = []
     for title, contestants in (("gather", gathering()), ("reduce", reducing())):
-        turns = {name: timed(call) for name, call in contestants.items()}
+        turns = {name: repeated(call, times=CALLS, before=dist.barrier) for name, call in contestants.items()}
         seconds = take_turns(turns, rounds=arguments.rounds)
         tables.append(Table(title=f"{title} of 20 tensors of 32 x 4", unit="us", seconds=seconds))
     if dist.get_rank() == 0:
@@ -90,14 +76,5 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Start two ranks, or be one of them."""
-    arguments = parse_arguments(__doc__, rounds=31)
-    if arguments.worker:
-        measure(arguments)
-    else:
-        run_on_two_ranks(arguments)
-
-
 if __name__ == "__main__":
-    main()
+    on_two_ranks(__doc__, measure, rounds=31)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rounds import Table, installed, parse_arguments, report, run_on_two_ranks, take_turns
+from rounds import Table, installed, on_two_ranks, report, take_turns
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 BATCH_SIZE = 32  # samples a rank
@@ -90,14 +90,5 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Start two ranks, or be one of them."""
-    arguments = parse_arguments(__doc__, rounds=15)
-    if arguments.worker:
-        measure(arguments)
-    else:
-        run_on_two_ranks(arguments)
-
-
 if __name__ == "__main__":
-    main()
+    on_two_ranks(__doc__, measure, rounds=15)

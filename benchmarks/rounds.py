@@ -7,6 +7,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -75,6 +76,28 @@ def take_turns(
     return seconds
 
 
+def repeated(
+    call: Callable[[], object], *, times: int, before: Callable[[], object] | None = None
+) -> Callable[[], float]:
+    """A turn: the seconds of one call, over many.
+
+    Args:
+        call: What is timed.
+        times: Calls in one turn.
+        before: Called first and not timed, such as a barrier where ranks take the turn together.
+    """
+
+    def turn() -> float:
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - start) / times
+
+    return turn
+
+
 def report(name: str, tables: Sequence[Table], arguments: argparse.Namespace, *, note: str = "") -> None:
     """Print the tables, and write them to `arguments.results` with what they were measured on."""
     heading = f"# {name}\n\n{_conditions(arguments)}\n" + (f"\n{note}\n" if note else "")
@@ -95,8 +118,18 @@ def parse_arguments(description: str, *, rounds: int) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_on_two_ranks(arguments: argparse.Namespace) -> None:
-    """Run this script again as two ranks under torch's own launcher, which favours no contestant."""
+def on_two_ranks(description: str, measure: Callable[[argparse.Namespace], None], *, rounds: int) -> None:
+    """Run this script again as two ranks under torch's own launcher, which favours no contestant.
+
+    Args:
+        description: The script's docstring.
+        measure: What each rank does.
+        rounds: Rounds that count, unless the command line says otherwise.
+    """
+    arguments = parse_arguments(description, rounds=rounds)
+    if arguments.worker:
+        measure(arguments)
+        return
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [sys.argv[0], "--worker", "--rounds", str(arguments.rounds), "--results", str(arguments.results)]
     subprocess.run(

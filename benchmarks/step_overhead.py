@@ -6,11 +6,10 @@ Every loop does what its library documents for gradient accumulation, backward, 
 Lightning Fabric has neither accumulation nor a scheduler of its own; its loop steps torch's.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
-from rounds import Table, installed, parse_arguments, report, take_turns
+from rounds import Table, installed, parse_arguments, repeated, report, take_turns
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -101,18 +100,6 @@ def fabric_step(*, scheduled: bool) -> Step:
     return step
 
 
-def timed(step: Step) -> Callable[[], float]:
-    """A turn: the seconds of one step, over many."""
-
-    def turn() -> float:
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        return (time.perf_counter() - start) / STEPS
-
-    return turn
-
-
 def main() -> None:
     """Time the loops without and with a scheduler."""
     arguments = parse_arguments(__doc__, rounds=51)
@@ -122,7 +109,7 @@ def main() -> None:
     makers |= {"Lightning Fabric": fabric_step} if installed("lightning-fabric") else {}
     tables: list[Table] = []
     for scheduled in (False, True):
-        turns = {name: timed(make(scheduled=scheduled)) for name, make in makers.items()}
+        turns = {name: repeated(make(scheduled=scheduled), times=STEPS) for name, make in makers.items()}
         title = f"One training step{' with a scheduler' if scheduled else ''}"
         tables.append(Table(title=title, unit="us", seconds=take_turns(turns, rounds=arguments.rounds)))
     report("step_overhead", tables, arguments)
