@@ -7,6 +7,7 @@ Lightning Fabric has neither accumulation nor a scheduler of its own; its loop s
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rounds import Table, installed, parse_arguments, repeated, report, take_turns
@@ -50,25 +51,18 @@ def drivetrain_step(*, scheduled: bool) -> Step:
     """The documented loop of drivetrain."""
     from drivetrain import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, scheduler = accelerator.prepare(*parts())
-
-    def step() -> None:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model))
-            optimizer.step()
-            if scheduled:
-                scheduler.step()
-            optimizer.zero_grad()
-
-    return step
+    return accelerated_step(Accelerator(cpu=True), scheduled=scheduled)
 
 
 def accelerate_step(*, scheduled: bool) -> Step:
     """The documented loop of Accelerate."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    return accelerated_step(Accelerator(cpu=True), scheduled=scheduled)
+
+
+def accelerated_step(accelerator: Any, *, scheduled: bool) -> Step:
+    """The loop that both document."""
     model, optimizer, scheduler = accelerator.prepare(*parts())
 
     def step() -> None:
