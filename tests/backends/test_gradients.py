@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationError, AccumulationWindow, SingleBackend
-from drivetrain_precision import PrecisionSettings, choose_policy
-from drivetrain_state import StateSettings, connect
+from drivetrain_backends import AccumulationError, SingleBackend
+from drivetrain_precision import PrecisionSettings
+from single_process import backend
 
 
 class Weight(nn.Module):
@@ -23,12 +23,6 @@ class Weight(nn.Module):
         return self.w * x
 
 
-def backend(mode: str = "no", accumulation: int = 1) -> SingleBackend:
-    context = connect(StateSettings(device="cpu"))
-    policy = choose_policy(mode, context.device, PrecisionSettings(initial_scale=1024.0))
-    return SingleBackend(context, policy, window=AccumulationWindow(accumulation))
-
-
 def two(single: SingleBackend, *, together: bool):
     """Two models, under one optimizer or under one each; the learning rate of 1 makes steps show gradients."""
     a, b = Weight(), Weight()
@@ -37,6 +31,7 @@ def two(single: SingleBackend, *, together: bool):
     return a, b, prepared, [o for one in prepared for o in one.optimizers]
 
 
+SCALING = PrecisionSettings(initial_scale=1024.0)
 MODES = pytest.mark.parametrize("mode", ["no", "fp16"])
 
 
@@ -59,7 +54,7 @@ def test_sums_with_counts_become_the_mean_over_all_items(windows: list[list[int]
 
 @MODES
 def test_a_counted_loss_through_two_models_of_one_optimizer_is_right_for_both(mode: str) -> None:
-    single = backend(mode, accumulation=2)
+    single = backend(mode, accumulation=2, settings=SCALING)
     a, b, _, (optimizer,) = two(single, together=True)
     for count in (2, 8):
         single.window.begin()
@@ -70,7 +65,7 @@ def test_a_counted_loss_through_two_models_of_one_optimizer_is_right_for_both(mo
 
 @MODES
 def test_a_counted_loss_of_two_optimizers_names_both_models(mode: str) -> None:
-    single = backend(mode, accumulation=2)
+    single = backend(mode, accumulation=2, settings=SCALING)
     a, b, prepared, optimizers = two(single, together=False)
     for count in (2, 8):
         single.window.begin()
@@ -93,7 +88,7 @@ def test_a_counted_loss_said_to_be_one_models_does_not_step_another() -> None:
 
 @MODES
 def test_clipping_one_model_between_two_backwards_leaves_it_as_it_is(mode: str) -> None:
-    single = backend(mode)
+    single = backend(mode, settings=SCALING)
     a, b, prepared, optimizers = two(single, together=False)
     single.window.begin()
     prepared[0].backward(a(torch.tensor(1.0)).float())
@@ -107,7 +102,7 @@ def test_clipping_one_model_between_two_backwards_leaves_it_as_it_is(mode: str) 
 @MODES
 @pytest.mark.parametrize("together", [True, False])
 def test_clipping_over_two_models_sees_final_gradients_alone(mode: str, together: bool) -> None:
-    single = backend(mode)
+    single = backend(mode, settings=SCALING)
     a, b, prepared, _ = two(single, together=together)
     single.window.begin()
     single.backward((a(torch.tensor(3.0)) + b(torch.tensor(4.0))).float())
@@ -118,7 +113,7 @@ def test_clipping_over_two_models_sees_final_gradients_alone(mode: str, together
 
 @MODES
 def test_a_parameter_of_two_models_is_corrected_once(mode: str) -> None:
-    single = backend(mode, accumulation=4)
+    single = backend(mode, accumulation=4, settings=SCALING)
     a, b = Weight(), Weight()
     b.w = a.w
     (prepared, _) = single.prepare([a, b], [SGD([a.w], lr=1.0)], [])
@@ -141,7 +136,7 @@ def test_backward_after_clipping_in_one_window_is_refused() -> None:
 
 def test_an_overflow_skips_the_model_that_overflowed_whatever_the_order() -> None:
     for first in (0, 1):
-        single = backend("fp16")
+        single = backend("fp16", settings=SCALING)
         a, b, prepared, optimizers = two(single, together=False)
         single.window.begin()
         prepared[0].backward(a(torch.tensor(1.0)).float() * float("inf"))
@@ -153,7 +148,7 @@ def test_an_overflow_skips_the_model_that_overflowed_whatever_the_order() -> Non
 
 
 def test_a_save_right_after_an_overflow_keeps_it() -> None:
-    single = backend("fp16")
+    single = backend("fp16", settings=SCALING)
     model = Weight()
     (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
     single.window.begin()
@@ -175,7 +170,7 @@ def test_a_mean_and_a_sum_in_one_window_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_sparse_gradients_are_unscaled_too() -> None:
-    single = backend("fp16")
+    single = backend("fp16", settings=SCALING)
     model = nn.Embedding(4, 2, sparse=True)
     nn.init.ones_(model.weight)
     (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=1.0)], [])

@@ -8,23 +8,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from drivetrain_backends import AccumulationWindow, SingleBackend
 from drivetrain_backends.optimizer import PreparedOptimizer, load_named_state, named_state
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(2, 1)
+from single_process import backend, linear
 
 
 def prepared_optimizer(optimizer: Optimizer, model: nn.Module, accumulation: int = 1) -> PreparedOptimizer:
-    context = connect(StateSettings(device="cpu"))
-    single = SingleBackend(
-        context, choose_policy("no", context.device), window=AccumulationWindow(accumulation)
-    )
-    (prepared,) = single.prepare([model], [optimizer], [])
+    (prepared,) = backend(accumulation=accumulation).prepare([model], [optimizer], [])
     return prepared.optimizers[0]
 
 

@@ -5,24 +5,15 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from drivetrain_backends import AccumulationWindow, SingleBackend
+from drivetrain_backends import AccumulationWindow
 from drivetrain_backends.prepared import TorchPrepared
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(2, 1)
+from single_process import backend, linear
 
 
 def start(model: nn.Module, *optimizers, accumulation: int = 1) -> tuple[AccumulationWindow, TorchPrepared]:
-    context = connect(StateSettings(device="cpu"))
-    window = AccumulationWindow(accumulation)
-    (prepared,) = SingleBackend(context, choose_policy("no", context.device), window=window).prepare(
-        [model], optimizers, []
-    )
-    return window, prepared
+    single = backend(accumulation=accumulation)
+    (prepared,) = single.prepare([model], optimizers, [])
+    return single.window, prepared
 
 
 def test_clipping_by_norm_gives_the_norm_before_and_the_step_result_keeps_it() -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -15,23 +14,9 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from drivetrain_backends import AccumulationWindow, SingleBackend
+from drivetrain_backends import SingleBackend
 from drivetrain_backends.prepared import TorchPrepared
-from drivetrain_precision import PrecisionSettings, choose_policy
-from drivetrain_state import StateSettings, connect
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(2, 1)
-
-
-def backend(
-    mode: str = "no", accumulation: int = 1, settings: PrecisionSettings | None = None
-) -> SingleBackend:
-    context = connect(StateSettings(device="cpu"))
-    policy = choose_policy(mode, context.device, settings)
-    return SingleBackend(context, policy, window=AccumulationWindow(accumulation))
+from single_process import backend, linear
 
 
 def sequence(optimizer: SGD) -> SequentialLR:

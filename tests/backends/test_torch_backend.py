@@ -4,22 +4,9 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from drivetrain_backends import AccumulationError, AccumulationWindow, PairingError, SingleBackend
-from drivetrain_precision import PrecisionSettings, choose_policy
-from drivetrain_state import StateSettings, connect
-
-
-def backend(
-    mode: str = "no", accumulation: int = 1, settings: PrecisionSettings | None = None
-) -> SingleBackend:
-    context = connect(StateSettings(device="cpu"))
-    policy = choose_policy(mode, context.device, settings)
-    return SingleBackend(context, policy, window=AccumulationWindow(accumulation))
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(2, 1)
+from drivetrain_backends import AccumulationError, PairingError
+from drivetrain_precision import PrecisionSettings
+from single_process import backend, linear
 
 
 def test_an_optimizer_prepared_after_its_model_is_paired() -> None:

@@ -31,9 +31,7 @@ def test_auto_takes_the_best_native_mode_and_says_why() -> None:
 
 
 def test_an_unknown_mode_lists_the_known_ones() -> None:
-    with pytest.raises(
-        PrecisionError, match=r"mixed_precision='fp12': must be one of 'no', 'fp16'"
-    ):
+    with pytest.raises(PrecisionError, match=r"mixed_precision='fp12': must be one of 'no', 'fp16'"):
         choose_policy("fp12", CPU)
 
 

@@ -130,7 +130,9 @@ connect(settings)
 """
     )
     done = run_ranks_script(source)
-    assert [(each.returncode, each.stdout) for each in done] == [(0, "group after the end: False\n")] * 2, done
+    assert [(each.returncode, each.stdout) for each in done] == [(0, "group after the end: False\n")] * 2, (
+        done
+    )
 
 
 def test_a_group_made_without_a_launcher_tells_its_ranks(run_ranks_script) -> None:

@@ -173,7 +173,10 @@ class BackendContract:
 
     def check_two_models(self, context: Context) -> None:
         """Two models under one optimizer, prepared in two calls, train as the model made of both."""
-        case = Case(windows=[2] * 3, accumulation=2)
+        for counted in (False, True):
+            self._check_two_models(context, Case(windows=[2, 2, 1], accumulation=2, counted=counted))
+
+    def _check_two_models(self, context: Context, case: Case) -> None:
         expected = _train_plainly(case, context.topology.world_size, self.dtype)
         backend = self._backend(context, case)
         model = _model(case, self.dtype, seed=0)
@@ -185,7 +188,11 @@ class BackendContract:
                 backend.window.begin(is_last=i + 1 == len(window))
                 x, y = (t.to(context.device) for t in by_rank[context.topology.rank])
                 with _held(backend, first), _held(backend, last):
-                    backend.backward(_loss(last.model(torch.tanh(first.model(x))), y))
+                    output = last.model(torch.tanh(first.model(x)))
+                    if case.counted:
+                        backend.backward(_loss(output, y, reduction="sum"), count=len(x))
+                    else:
+                        backend.backward(_loss(output, y))
                 pair.optimizers[0].step()
                 pair.optimizers[0].zero_grad()
             self._assert_close(expected[step], _weights(model), f"two models: weights after step {step + 1}")

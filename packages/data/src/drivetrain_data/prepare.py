@@ -58,7 +58,7 @@ def shard_loader(
     """
     _check_loader(loader)
     dispatched = _is_dispatched(loader, shard, dispatch, group)
-    plan = _Reading(
+    plan = _ReadPlan(
         shard=shard,
         even="drop" if getattr(loader, "drop_last", False) else even,
         split=split_batches,
@@ -84,7 +84,7 @@ def shard_loader(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
+class _ReadPlan:
     """How a loader is to be read."""
 
     shard: Shard
@@ -132,7 +132,7 @@ def _is_stock(loader: Any) -> bool:
     return not any({"__iter__", "_get_iterator"} & set(vars(one)) for one in own)
 
 
-def _read(loader: Any, plan: _Reading) -> tuple[Source, int | None]:
+def _read(loader: Any, plan: _ReadPlan) -> tuple[Source, int | None]:
     """The source of a loader's batches, and the samples of a batch on each shard."""
     if not _is_stock(loader):
         if plan.split:
@@ -145,7 +145,7 @@ def _read(loader: Any, plan: _Reading) -> tuple[Source, int | None]:
     return _read_indexed(loader, plan)
 
 
-def _read_stream(loader: DataLoader[Any], plan: _Reading) -> tuple[Source, int | None]:
+def _read_stream(loader: DataLoader[Any], plan: _ReadPlan) -> tuple[Source, int | None]:
     size = None if loader.batch_size is None else _size_on_each(loader.batch_size, plan)
     if size is None and plan.split:
         raise ValueError(
@@ -169,7 +169,7 @@ def _read_stream(loader: DataLoader[Any], plan: _Reading) -> tuple[Source, int |
     return source, size
 
 
-def _read_indexed(loader: DataLoader[Any], plan: _Reading) -> tuple[Source, int | None]:
+def _read_indexed(loader: DataLoader[Any], plan: _ReadPlan) -> tuple[Source, int | None]:
     dataset: Any = loader.dataset
     num_samples = len(dataset) if hasattr(dataset, "__len__") else None
     sampler, size = cast("Any", loader.sampler), loader.batch_size
@@ -217,7 +217,7 @@ def _read_indexed(loader: DataLoader[Any], plan: _Reading) -> tuple[Source, int 
     return IndexedSource(rebuilt, laid_out, generator), size
 
 
-def _size_on_each(batch_size: int, plan: _Reading) -> int:
+def _size_on_each(batch_size: int, plan: _ReadPlan) -> int:
     if not plan.split:
         return batch_size
     if batch_size % plan.shard.count:
