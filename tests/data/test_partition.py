@@ -12,19 +12,21 @@ evens = st.sampled_from(get_args(Even))
 
 
 @st.composite
-def partitions(draw: st.DrawFn, max_samples: int = 300) -> Partition:
-    stop = draw(st.integers(0, max_samples))
+def partitions(draw: st.DrawFn, max_samples: int = 300, in_blocks: bool = False) -> Partition:
+    num_blocks = draw(st.integers(1, 5)) if in_blocks else 1
+    stop = draw(st.integers(num_blocks if in_blocks else 0, max_samples))
     return Partition(
         start=draw(st.integers(0, stop)),
         stop=stop,
-        num_shards=draw(st.integers(1, 9)),
+        num_shards=num_blocks * draw(st.integers(1, 4 if in_blocks else 9)),
         batch_size=draw(st.integers(1, 7)),
         even=draw(evens),
+        num_blocks=num_blocks,
     )
 
 
-def layout(partition: Partition, step: int) -> list[range]:
-    return [range(*partition.bounds(step, shard)) for shard in range(partition.num_shards)]
+def layout(partition: Partition, step: int) -> list[list[int]]:
+    return [partition.positions(step, shard).tolist() for shard in range(partition.num_shards)]
 
 
 @given(partitions())
@@ -70,6 +72,33 @@ def test_a_tail_is_balanced_and_a_shard_without_samples_holds_one(partition: Par
         assert min(partition.plan(step, 0).sizes) >= 1
 
 
+@given(partitions(in_blocks=True))
+def test_shards_keep_to_their_block_and_what_all_have_read_is_a_prefix(partition: Partition) -> None:
+    read: set[int] = set()
+    for step in range(partition.num_steps):
+        plan = partition.plan(step, 0)
+        held = layout(partition, step)
+        assert tuple(map(len, held)) == plan.sizes
+        for shard, (positions, count) in enumerate(zip(held, plan.real_counts, strict=True)):
+            block = shard * partition.num_blocks // partition.num_shards
+            assert {position % partition.num_blocks for position in positions} == {block}
+            assert max(positions) < partition.stop
+            assert positions[:count] == sorted(positions[:count])
+            assert read.isdisjoint(positions[:count])
+            read.update(positions[:count])
+        assert read == set(range(partition.start, partition.position_after(step + 1)))
+        assert max(plan.real_counts) <= partition.batch_size
+    if partition.even != "drop":
+        assert read == set(range(partition.start, partition.stop))
+
+
+@given(partitions(in_blocks=True))
+def test_full_steps_are_laid_out_at_once_as_one_by_one(partition: Partition) -> None:
+    for shard in range(partition.num_shards):
+        together = partition.full_steps(0, partition.num_full_steps, shard).tolist()
+        assert together == [layout(partition, step)[shard] for step in range(partition.num_full_steps)]
+
+
 @given(partitions(), st.integers(0, 50))
 def test_the_position_after_some_steps_is_what_they_read(partition: Partition, num_steps: int) -> None:
     steps = min(num_steps, partition.num_steps)
@@ -101,13 +130,13 @@ def test_ten_thousand_ranks_and_a_million_million_samples() -> None:
     position = saved.position_after(2_812_501)
     for new_ranks, new_size in [(10_000, 32), (7_777, 48), (1, 1), (12_288, 5)]:
         rest = Partition(start=position, stop=stop, num_shards=new_ranks, batch_size=new_size, even="uneven")
-        assert rest.bounds(0, 0)[0] == position
+        assert rest.positions(0, 0)[0] == position
         for step in (0, rest.num_steps // 2, rest.num_full_steps - 1):
             for shard in (0, new_ranks // 3, new_ranks - 2):
                 if shard >= 0 and shard + 1 < new_ranks:
-                    assert rest.bounds(step, shard)[1] == rest.bounds(step, shard + 1)[0]
+                    assert rest.positions(step, shard)[-1] + 1 == rest.positions(step, shard + 1)[0]
             if step + 1 < rest.num_full_steps:
-                assert rest.bounds(step, new_ranks - 1)[1] == rest.bounds(step + 1, 0)[0]
+                assert rest.positions(step, new_ranks - 1)[-1] + 1 == rest.positions(step + 1, 0)[0]
         assert rest.position_after(rest.num_steps) == stop
         assert sum(rest.plan(rest.num_steps - 1, 0).real_counts) == stop - rest.position_after(
             rest.num_steps - 1
@@ -126,4 +155,4 @@ def test_balanced_slices_join(total: int, parts: int) -> None:
 def test_a_step_or_shard_that_is_not_there_is_refused(step: int, shard: int) -> None:
     partition = Partition(start=0, stop=8, num_shards=2, batch_size=2, even="uneven")
     with pytest.raises(IndexError, match=r"of 2 steps, 2 shards"):
-        partition.bounds(step, shard)
+        partition.positions(step, shard)

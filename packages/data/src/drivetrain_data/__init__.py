@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_data.activity import ActiveLoaders as ActiveLoaders
     from drivetrain_data.batch_plan import BatchPlan as BatchPlan
+    from drivetrain_data.blocks import IndexFunction as IndexFunction
+    from drivetrain_data.blocks import InvertibleFunction as InvertibleFunction
     from drivetrain_data.errors import AmbiguousLoaderError as AmbiguousLoaderError
     from drivetrain_data.errors import DataStateError as DataStateError
     from drivetrain_data.errors import DispatchError as DispatchError
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from drivetrain_data.samplers import PermutationSampler as PermutationSampler
     from drivetrain_data.settings import DataSettings as DataSettings
     from drivetrain_data.settings import Even as Even
+    from drivetrain_data.settings import Strategy as Strategy
     from drivetrain_data.shard import Shard as Shard
     from drivetrain_data.trimming import trim as trim
     from drivetrain_data.trimming import trim_objects as trim_objects
@@ -33,7 +36,9 @@ _ROOMS = {
     "DataStateError": "errors",
     "DispatchError": "errors",
     "Even": "settings",
+    "IndexFunction": "blocks",
     "IndexRangeError": "errors",
+    "InvertibleFunction": "blocks",
     "ORDER_VERSION": "permutation",
     "Partition": "partition",
     "Permutation": "permutation",
@@ -41,6 +46,7 @@ _ROOMS = {
     "RestOfEpoch": "loader",
     "Shard": "shard",
     "ShardedLoader": "loader",
+    "Strategy": "settings",
     "TrimError": "errors",
     "shard_loader": "prepare",
     "skip_first_batches": "loader",
@@ -56,13 +62,16 @@ __all__ = [
     "DataStateError",
     "DispatchError",
     "Even",
+    "IndexFunction",
     "IndexRangeError",
+    "InvertibleFunction",
     "Partition",
     "Permutation",
     "PermutationSampler",
     "RestOfEpoch",
     "Shard",
     "ShardedLoader",
+    "Strategy",
     "TrimError",
     "shard_loader",
     "skip_first_batches",

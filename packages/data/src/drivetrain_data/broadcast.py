@@ -111,9 +111,9 @@ class DispatchSource:
         """What a state must hold besides the position; the same on every rank."""
         return self._inner.extra_state()
 
-    def take_up(self, state: Mapping[str, Any]) -> None:
+    def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self._inner.take_up(state)
+        self._inner.take_up(epoch, state)
 
     def _send(self, epoch: int, position: int) -> Generator[Reading]:
         groups = self._groups(self._inner.open(epoch, position))

@@ -82,7 +82,7 @@ class ForeignSource:
         """Nothing: a position says all, given that the loader yields the same again."""
         return {}
 
-    def take_up(self, _state: Mapping[str, Any]) -> None:
+    def take_up(self, _epoch: int, _state: Mapping[str, Any]) -> None:
         """Nothing to do."""
 
     def _plan(self, group: list[Any], real: list[int | None], *, is_last: bool, advance: int) -> BatchPlan:

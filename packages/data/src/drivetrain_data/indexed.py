@@ -8,6 +8,7 @@ from torch import Generator
 from torch.utils.data import DataLoader
 
 from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.blocks import BlockOrder
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
 from drivetrain_data.source import Reading
@@ -87,11 +88,15 @@ class IndexedSource:
         return {"order": sampler.name, "batch_size": getattr(sampler.batches, "batch_size", None)}
 
     def extra_state(self) -> Mapping[str, Any]:
-        """Nothing: a position says all."""
-        return {}
+        """The blocks of the epoch, where shards keep to blocks; else a position says all."""
+        order = self._laid_out_by
+        return {"num_blocks": order.num_blocks(self._sampler.epoch)} if isinstance(order, BlockOrder) else {}
 
-    def take_up(self, _state: Mapping[str, Any]) -> None:
-        """Nothing to do: a position says all."""
+    def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Go on with the blocks that the epoch was begun with."""
+        order = self._laid_out_by
+        if isinstance(order, BlockOrder) and "num_blocks" in state:
+            order.resume(epoch, state["num_blocks"])
 
     @property
     def _laid_out_by(self) -> Any:

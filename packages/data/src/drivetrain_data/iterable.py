@@ -175,7 +175,7 @@ class StreamSource:
         """The samples received from each of several workers."""
         return {"received": list(self._received)} if self._num_workers > 1 else {}
 
-    def take_up(self, state: Mapping[str, Any]) -> None:
+    def take_up(self, _epoch: int, state: Mapping[str, Any]) -> None:
         """Go on where each worker stood."""
         self._received = list(state["received"])
 

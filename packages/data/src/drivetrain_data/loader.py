@@ -135,9 +135,9 @@ class ShardedLoader(Generic[Batch]):
             DataStateError: The state is of other data, of another order, or of a newer format.
         """
         check_state(state, identity=self._source.identity(), fingerprint=_fingerprint(self.dataset))
-        self._source.seed = state["seed"]
         if state["extra"]:
-            self._source.take_up(state["extra"])
+            self._source.take_up(state["epoch"], state["extra"])
+        self._source.seed = state["seed"]
         self._start(state["epoch"], position=state["position"])
 
     def _start(self, epoch: int, *, position: int) -> None:

@@ -5,6 +5,7 @@ part, so any of them may change in the middle of an epoch.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,13 +16,15 @@ from drivetrain_data.rng import KeyedDraws, seed_own_generators
 
 
 class Order(Protocol):
-    """An order of samples for every epoch.
+    """An order of samples for every epoch."""
 
-    Attributes:
-        seed: What the order of every epoch depends on; a resume sets the one it was saved with.
-    """
+    @property
+    def seed(self) -> int:
+        """What the order of every epoch depends on; a resume sets the one it was saved with."""
+        ...
 
-    seed: int
+    @seed.setter
+    def seed(self, seed: int) -> None: ...
 
     @property
     def name(self) -> str:
@@ -74,6 +77,7 @@ class ShuffledOrder:
         self.size = size
         self.seed = seed
         self.num_positions = size if num_positions is None else num_positions
+        self._permutation = lru_cache(maxsize=2)(Permutation)
 
     @property
     def name(self) -> str:
@@ -92,13 +96,13 @@ class ShuffledOrder:
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """The samples at positions."""
         if self.num_positions <= self.size:
-            return Permutation(self.size, self.seed, epoch).at(positions).tolist()
+            return self._permutation(self.size, self.seed, epoch).at(positions).tolist()
         rounds, inside = np.divmod(positions, self.size)
         taken = np.empty_like(positions)
         for number in np.unique(rounds):
             chosen = rounds == number
             key = (self.seed, epoch, int(number)) if number else (self.seed, epoch)
-            taken[chosen] = Permutation(self.size, *key).at(inside[chosen])
+            taken[chosen] = self._permutation(self.size, *key).at(inside[chosen])
         return taken.tolist()
 
 
@@ -146,7 +150,16 @@ class SubsetOrder:
 
     def __init__(self, indices: Sequence[int], *, seed: int) -> None:
         self._indices = np.asarray(indices, dtype=np.int64)
-        self.seed = seed
+        self._inner = ShuffledOrder(len(indices), seed=seed)
+
+    @property
+    def seed(self) -> int:
+        """What the order of every epoch depends on."""
+        return self._inner.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._inner.seed = seed
 
     @property
     def name(self) -> str:
@@ -157,10 +170,6 @@ class SubsetOrder:
     def source(self) -> str:
         """Where the order comes from."""
         return f"a subset of {len(self._indices)} samples, {self._inner.source}"
-
-    @property
-    def _inner(self) -> ShuffledOrder:
-        return ShuffledOrder(len(self._indices), seed=self.seed)
 
     def length(self, _epoch: int) -> int:
         """The positions in an epoch."""

@@ -7,8 +7,6 @@ network (Luby and Rackoff, 1988) over the next power of two, with cycle walking 
 An order, once published, never changes: `ORDER_VERSION` counts the published ones, and tests hold golden vectors.
 """
 
-from functools import lru_cache
-
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +27,8 @@ _MIX_2 = 0x94D049BB133111EB
 class Permutation:
     """A pseudo-random order of `size` samples, a pure function of `size` and `key`.
 
+    Up to 2**20 samples it is computed whole at its first use and held, in 8 bytes a sample.
+
     Args:
         size: The number of samples, 0 to 2**62.
         key: Any non-negative integers, such as (seed, epoch).
@@ -43,6 +43,7 @@ class Permutation:
         self.size = size
         self.key = key
         self._keys = _round_keys(key)
+        self._table: Positions | None = None
 
     def __len__(self) -> int:
         return self.size
@@ -59,7 +60,9 @@ class Permutation:
         Cheapest in blocks of some thousands: one alone costs nearly as much as 1,000.
         """
         if self.size <= _TABLE_LIMIT:
-            return _table(self.size, self._keys)[positions]
+            if self._table is None:
+                self._table = _table(self.size, self._keys)
+            return self._table[positions]
         return self._walk(positions.astype(np.uint64).ravel()).astype(np.int64).reshape(positions.shape)
 
     def _walk(self, values: _Words) -> _Words:
@@ -95,7 +98,6 @@ def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(_mix_one(base + i * _GOLDEN) for i in range(1, _NUM_ROUNDS + 1))
 
 
-@lru_cache(maxsize=4)
 def _table(size: int, keys: tuple[int, ...]) -> Positions:
     """The whole order: the stable argsort of the hashes, by digits of 16 bits, for which NumPy has a radix sort."""
     hashes = hash_words(np.arange(size, dtype=np.uint64), keys[0])
@@ -103,7 +105,6 @@ def _table(size: int, keys: tuple[int, ...]) -> Positions:
     for shift in range(0, 64, 16):
         digits = (hashes >> np.uint64(shift)).astype(np.uint16)
         table = table[np.argsort(digits[table], kind="stable")]
-    table.setflags(write=False)
     return table
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from drivetrain_data.batch_plan import BatchPlan
-from drivetrain_data.orders import Order, check_indices, prepare_sampler
+from drivetrain_data.blocks import BlockOrder, BlockShuffledOrder
+from drivetrain_data.orders import Order, ShuffledOrder, check_indices, prepare_sampler
 from drivetrain_data.partition import Partition, balanced
-from drivetrain_data.permutation import Permutation
 from drivetrain_data.rng import KeyedDraws
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
@@ -28,12 +28,21 @@ class PermutationSampler(Sampler[int]):
         num_samples: The dataset's length.
         seed: The seed of all epochs.
         epoch: The first epoch; `set_epoch` chooses another.
+        block_size: Keep runs of so many neighbouring samples together, each shuffled within, for storage that is read
+            best in sequence; None shuffles all.
+
+    Raises:
+        ValueError: `block_size` is less than 1.
     """
 
-    def __init__(self, num_samples: int, *, seed: int = 0, epoch: int = 0) -> None:
+    def __init__(
+        self, num_samples: int, *, seed: int = 0, epoch: int = 0, block_size: int | None = None
+    ) -> None:
         self.num_samples = num_samples
         self.seed = seed
         self.epoch = epoch
+        self.block_size = block_size
+        self.order(seed)  # checks them
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch."""
@@ -43,9 +52,15 @@ class PermutationSampler(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        order = Permutation(self.num_samples, self.seed, self.epoch)
+        order = self.order(self.seed)
         for start in range(0, self.num_samples, _BLOCK):
-            yield from order.at(np.arange(start, min(start + _BLOCK, self.num_samples))).tolist()
+            yield from order.take(self.epoch, np.arange(start, min(start + _BLOCK, self.num_samples)))
+
+    def order(self, seed: int) -> ShuffledOrder | BlockShuffledOrder:
+        """The order that it gives, with a seed."""
+        if self.block_size is None:
+            return ShuffledOrder(self.num_samples, seed=seed)
+        return BlockShuffledOrder(self.num_samples, self.block_size, seed=seed)
 
 
 class StepSampler:
@@ -99,13 +114,15 @@ class OrderSampler(StepSampler):
         self.batch_size = batch_size
 
     def partition(self, position: int) -> Partition:
-        """The rest of the current epoch."""
+        """The rest of the current epoch; shards keep to the order's blocks where these are as many or a divisor."""
+        num_blocks = self.order.num_blocks(self.epoch) if isinstance(self.order, BlockOrder) else 1
         return Partition(
             start=position,
             stop=self.order.length(self.epoch),
             num_shards=self.shard.count,
             batch_size=self.batch_size,
             even=self.even,
+            num_blocks=num_blocks if self.shard.count % num_blocks == 0 else 1,
         )
 
     def __len__(self) -> int:
@@ -114,19 +131,17 @@ class OrderSampler(StepSampler):
     def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
         """Give batches of indices: whole steps in blocks, then the tail."""
         partition, epoch = self.partition(self.position), self.epoch
-        readers = (
-            range(self.shard.count) if self.reads_for_all else range(self.shard.index, self.shard.index + 1)
-        )
+        readers = range(self.shard.count) if self.reads_for_all else [self.shard.index]
         num_full, size = partition.num_full_steps, self.batch_size
         full = partition.plan(0, self.shard.index) if partition.num_steps > 1 else None
         last = partition.num_steps - 1
         width = len(readers) * size
         block = max(1, _BLOCK // width)
-        within = np.arange(readers.start * size, readers.start * size + width)
         for first in range(0, num_full, block):
-            starts = partition.start + np.arange(first, min(first + block, num_full)) * partition.stride
-            taken = self.order.take(epoch, (starts[:, None] + within).ravel())
-            for number in range(len(starts)):
+            end = min(first + block, num_full)
+            positions = np.stack([partition.full_steps(first, end, reader) for reader in readers], axis=1)
+            taken = self.order.take(epoch, positions.ravel())
+            for number in range(end - first):
                 is_last = first + number == last
                 plans.append(partition.plan(last, self.shard.index) if is_last or full is None else full)
                 for begin in range(number * width, (number + 1) * width, size):
@@ -134,8 +149,7 @@ class OrderSampler(StepSampler):
         if partition.tail:
             plans.append(partition.plan(last, self.shard.index))
             for reader in range(partition.holders(last)) if self.reads_for_all else readers:
-                positions = np.arange(*partition.bounds(last, reader)) % partition.stop
-                yield self.order.take(epoch, positions)
+                yield self.order.take(epoch, partition.positions(last, reader))
 
 
 class ItemSampler(OrderSampler):

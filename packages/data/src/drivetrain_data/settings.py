@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Even = Literal["uneven", "pad", "drop"]
+Strategy = Literal["interleaved", "block", "node"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +15,12 @@ class DataSettings:
         default="uneven",
         metadata={
             "help": "An epoch's tail: spread it unevenly without repeating a sample, pad it with repeats, or drop it."
+        },
+    )
+    strategy: Strategy = field(
+        default="interleaved",
+        metadata={
+            "help": "Ranks take turns over the whole order, or keep to a block of the data for each rank or node."
         },
     )
     split_batches: bool = field(
@@ -43,5 +50,10 @@ class DataSettings:
         """
         if self.even not in get_args(Even):
             raise ValueError(f"even={self.even!r}: must be one of {', '.join(get_args(Even))}")
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(
+                f"strategy={self.strategy!r}: must be one of {', '.join(get_args(Strategy))}; a function of your own "
+                "goes to shard_loader(strategy=...)"
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: must lie between 0 and 2**63 - 1")

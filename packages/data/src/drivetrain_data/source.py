@@ -64,6 +64,10 @@ class Source(Protocol):
         """What a state must hold besides the position."""
         ...
 
-    def take_up(self, state: Mapping[str, Any], /) -> None:
-        """Go on from a saved state."""
+    def take_up(self, epoch: int, state: Mapping[str, Any], /) -> None:
+        """Go on from a state that was saved in an epoch.
+
+        Raises:
+            DataStateError: It cannot be taken up here; nothing has changed.
+        """
         ...

@@ -15,6 +15,7 @@ from drivetrain import metrics, resume
 from drivetrain.accumulate import MicroBatch
 from drivetrain.compose import compose, read_layers
 from drivetrain.effective import plan_of, show_plan, store_plan
+from drivetrain.loaders import shard
 from drivetrain.plan import EffectivePlan
 from drivetrain.prepare import PreparedModels, prepare_objects
 from drivetrain.ranks import Ranks
@@ -25,7 +26,7 @@ from drivetrain_backends import (
     BackendRegistry,
 )
 from drivetrain_config import Layers
-from drivetrain_data import DataSettings, ShardedLoader, shard_loader, skip_first_batches
+from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_memory import free_memory, profile
 from drivetrain_precision import autocast
 from drivetrain_state import ParallelDims, set_seed
@@ -371,20 +372,7 @@ class Accelerator(Ranks):
     # Between the parts
 
     def _shard(self, loader: Any) -> ShardedLoader[Any]:
-        data: DataSettings = self._parts.resolved["data"].value
-        return shard_loader(
-            loader,
-            self._parts.shard,
-            device=self.device,
-            even=data.even,
-            split_batches=data.split_batches,
-            dispatch=data.dispatch,
-            group=self.context.group,
-            seed=data.seed,
-            non_blocking=data.non_blocking,
-            activity=self._parts.loaders,
-            on_batch=self._mark_batch,
-        )
+        return shard(loader, self._parts, on_batch=self._mark_batch)
 
     def _mark_batch(self) -> None:
         self.context.watch.mark("batch")

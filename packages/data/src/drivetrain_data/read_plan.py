@@ -1,0 +1,211 @@
+"""How a loader is to be read for a shard, and the source that reads it so."""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from drivetrain_data.blocks import IndexFunction
+from drivetrain_data.foreign import ForeignSource
+from drivetrain_data.indexed import IndexedSource
+from drivetrain_data.iterable import DealingCollate, StreamSource
+from drivetrain_data.orders import Order
+from drivetrain_data.samplers import ItemSampler, OrderSampler, WholeBatchSampler
+from drivetrain_data.settings import Even, Strategy
+from drivetrain_data.shard import Shard
+from drivetrain_data.source import Source
+from drivetrain_data.torch_samplers import block_order_of, order_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """How a loader is to be read.
+
+    Attributes:
+        shard: For whom.
+        even: What becomes of the tail.
+        split: The loader's batch size is the sum over shards.
+        strategy: Which samples are whose.
+        num_blocks: The blocks of the data that shards keep to; 1 if they take turns over all of it.
+        seed: What shuffled orders depend on.
+        for_all: One rank reads for all shards.
+    """
+
+    shard: Shard
+    even: Even
+    split: bool
+    strategy: Strategy | IndexFunction
+    num_blocks: int
+    seed: int
+    for_all: bool
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether shards keep to blocks of the data."""
+        return self.strategy != "interleaved"
+
+    def check_interleaved(self, what: str) -> None:
+        """Refuse blocks where what is read cannot be laid out by index."""
+        if self.in_blocks:
+            raise ValueError(
+                f"strategy={_said(self.strategy)}: {what}; leave it out for this loader, or say 'interleaved'"
+            )
+
+
+def source_of(loader: Any, plan: ReadPlan) -> tuple[Source, int | None]:
+    """The source of a loader's batches, and the samples of a batch on each shard."""
+    if not is_stock(loader):
+        if plan.split:
+            raise ValueError(
+                f"split_batches=True: batches of {type(loader).__name__} are dealt out whole; leave it out"
+            )
+        plan.check_interleaved(f"the batches of {type(loader).__name__} are dealt out in turn")
+        return ForeignSource(loader, plan.shard, plan.even, seed=plan.seed, reads_for_all=plan.for_all), None
+    if isinstance(loader.dataset, IterableDataset):
+        return _read_stream(loader, plan)
+    return _read_indexed(loader, plan)
+
+
+def is_stock(loader: Any) -> bool:
+    """Whether a loader reads as torch's does, so that its batches can be laid out anew."""
+    if not isinstance(loader, DataLoader):
+        return False
+    kind = type(cast("Any", loader))
+    if kind.__module__.startswith("torchdata.stateful_dataloader"):
+        return not isinstance(cast("Any", loader).dataset, IterableDataset)
+    own = set(kind.__mro__[: kind.__mro__.index(DataLoader)])
+    return not any({"__iter__", "_get_iterator"} & set(vars(one)) for one in own)
+
+
+def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int | None]:
+    plan.check_interleaved("an iterable dataset is dealt out in turn")
+    size = None if loader.batch_size is None else _size_on_each(loader.batch_size, plan)
+    if size is None and plan.split:
+        raise ValueError(
+            "split_batches=True: with batch_size=None there are no batches to split; leave it out"
+        )
+    collate = DealingCollate(loader.collate_fn, size, plan.shard, plan.even, reads_for_all=plan.for_all)
+    generator = torch.Generator()
+
+    def build(dataset: IterableDataset[Any]) -> DataLoader[Any]:
+        return _rebuild(
+            loader,
+            dataset,
+            generator,
+            batch_size=(size or 1) * plan.shard.count,
+            collate_fn=collate,
+            drop_last=plan.even == "drop",
+        )
+
+    dataset = cast("IterableDataset[Any]", loader.dataset)
+    source = StreamSource(build, dataset, collate, generator, num_workers=loader.num_workers, seed=plan.seed)
+    return source, size
+
+
+def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int | None]:
+    dataset: Any = loader.dataset
+    num_samples = len(dataset) if hasattr(dataset, "__len__") else None
+    sampler, size = cast("Any", loader.sampler), loader.batch_size
+    batches: Any = None
+    if size is None and loader.batch_sampler is not None:
+        batches = loader.batch_sampler
+        if type(batches) is BatchSampler:
+            sampler, size = batches.sampler, batches.batch_size
+            if batches.drop_last:
+                plan = replace(plan, even="drop")
+            batches = None
+    if batches is None and not hasattr(sampler, "__len__"):
+        if size is None:
+            raise ValueError(
+                f"batch_size=None with {type(sampler).__name__}, which has no length; give it __len__"
+            )
+        batches = BatchSampler(sampler, size, drop_last=plan.even == "drop")
+    if batches is not None:
+        plan.check_interleaved(f"the batches of {type(batches).__name__} are dealt out whole")
+        laid_out: Any = WholeBatchSampler(
+            batches,
+            seed=plan.seed,
+            size=num_samples,
+            shard=plan.shard,
+            even=plan.even,
+            split=plan.split,
+            reads_for_all=plan.for_all,
+        )
+        layout, size = {"batch_sampler": laid_out}, None
+    elif size is None:
+        if plan.split:
+            raise ValueError(
+                "split_batches=True: with batch_size=None there are no batches to split; leave it out"
+            )
+        order = _order(sampler, plan, num_samples)
+        laid_out = ItemSampler(order, 1, plan.shard, plan.even, reads_for_all=plan.for_all)
+        layout = {"sampler": laid_out, "batch_size": None}
+    else:
+        order = _order(sampler, plan, num_samples)
+        size = _size_on_each(size, plan)
+        laid_out = OrderSampler(order, size, plan.shard, plan.even, reads_for_all=plan.for_all)
+        layout = {"batch_sampler": laid_out}
+        _check_drop(laid_out)
+    generator = torch.Generator()
+    rebuilt = _rebuild(loader, dataset, generator, collate_fn=loader.collate_fn, **layout)
+    return IndexedSource(rebuilt, laid_out, generator), size
+
+
+def _order(sampler: Any, plan: ReadPlan, num_samples: int | None) -> Order:
+    if not plan.in_blocks:
+        return order_of(sampler, seed=plan.seed, num_samples=num_samples)
+    if plan.for_all:
+        plan.check_interleaved("one rank reads for all, and none has data of its own")
+    function = plan.strategy if callable(plan.strategy) else None
+    return block_order_of(
+        sampler, plan.num_blocks, seed=plan.seed, strategy=_said(plan.strategy), function=function
+    )
+
+
+def _size_on_each(batch_size: int, plan: ReadPlan) -> int:
+    if not plan.split:
+        return batch_size
+    if batch_size % plan.shard.count:
+        raise ValueError(
+            f"split_batches=True: batch_size={batch_size} must be a multiple of the {plan.shard.count} shards"
+        )
+    return batch_size // plan.shard.count
+
+
+def _check_drop(sampler: OrderSampler) -> None:
+    partition = sampler.partition(0)
+    if partition.stop > 0 and partition.num_steps == 0:
+        raise ValueError(
+            f"{partition.stop} samples are fewer than one batch of {partition.batch_size} on each of "
+            f"{partition.num_shards} shards, and the tail is dropped: nothing would be left; use a smaller batch, "
+            'or even="uneven" without drop_last'
+        )
+
+
+def _rebuild(
+    loader: DataLoader[Any], dataset: Any, generator: torch.Generator, **layout: Any
+) -> DataLoader[Any]:
+    """A DataLoader that fetches, pins and works as the user's does, with another layout."""
+    if loader.pin_memory_device:
+        layout["pin_memory_device"] = loader.pin_memory_device
+    return DataLoader(
+        dataset,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        **layout,
+    )
+
+
+def _said(strategy: Strategy | IndexFunction) -> str:
+    return (
+        repr(strategy)
+        if isinstance(strategy, str)
+        else getattr(strategy, "__name__", type(strategy).__name__)
+    )
