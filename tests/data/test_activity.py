@@ -94,3 +94,20 @@ def test_an_inner_loops_end_is_not_the_outer_ones() -> None:
         for _ in evaluate:
             assert activity.ending is evaluate.current
         assert (activity.ending is train.current) == (step == 2)
+
+
+def test_a_step_is_marked_on_every_loader_being_read() -> None:
+    activity = ActiveLoaders()
+    outer, inner, idle = (
+        shard_loader(DataLoader(torch.arange(4), batch_size=2), Shard(0, 1), activity=activity)
+        for _ in range(3)
+    )
+    list(idle)
+    idle.set_epoch(0)
+    for _ in outer:
+        for _ in inner:
+            activity.mark_stepped()
+            break
+        break
+    read = [loader.state_dict(stepped=True)["position"] for loader in (outer, inner, idle)]
+    assert read == [2, 2, 0]

@@ -215,3 +215,14 @@ class Stream(IterableDataset[int]):
 def test_what_cannot_be_read_in_blocks_is_refused(loader, options, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         shard_loader(loader, Shard(0, 2), **options)
+
+
+def test_a_state_taken_up_is_the_state_given_before_a_batch_is_read(make_shards, read_together) -> None:
+    def build() -> DataLoader[Any]:
+        return DataLoader(torch.arange(24), batch_size=2)
+
+    (state,) = read_together(make_shards(build, 4, strategy="block"), 1).states
+    assert state["extra"] == {"num_blocks": 4}
+    for shard in make_shards(build, 3, strategy="block"):
+        shard.load_state_dict(state)
+        assert shard.state_dict() == state

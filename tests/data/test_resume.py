@@ -193,3 +193,29 @@ def test_a_batch_sampler_of_another_batch_size_is_refused() -> None:
         DataStateError, match=r"batch_size=3 and this loader has 4: a batch sampler goes on in whole"
     ):
         loader(4).load_state_dict(loader(3).state_dict())
+
+
+def test_a_batch_in_hand_that_was_not_stepped_on_comes_again() -> None:
+    def build() -> Any:
+        return shard_loader(DataLoader(torch.arange(10), batch_size=2, shuffle=True), Shard(0, 1))
+
+    loader, order = build(), [batch.tolist() for batch in build()]
+    for number, batch in enumerate(loader):
+        if number == 3:
+            break
+        assert loader.state_dict(stepped=True)["position"] == 2 * number
+        loader.mark_stepped()
+        assert loader.state_dict(stepped=True) == loader.state_dict()
+        assert batch.tolist() == order[number]
+    for state, expected in ((loader.state_dict(), order[4:]), (loader.state_dict(stepped=True), order[3:])):
+        again = build()
+        again.load_state_dict(state)
+        assert again.state_dict(stepped=True) == again.state_dict() == state
+        assert [batch.tolist() for batch in again] == expected
+
+
+def test_an_epoch_that_is_over_is_over_for_both_counters() -> None:
+    loader = shard_loader(DataLoader(torch.arange(4)), Shard(0, 1))
+    list(loader)
+    assert loader.state_dict(stepped=True) == loader.state_dict()
+    assert loader.state_dict()["epoch"] == 1

@@ -26,6 +26,6 @@ def test_an_object_that_comes_twice_is_refused() -> None:
 
 def test_a_model_that_was_not_prepared_is_named() -> None:
     with pytest.raises(ValueError, match="Linear was not prepared by this Accelerator"):
-        PreparedModels().of(nn.Linear(1, 1))
+        PreparedModels(list).of(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="the 0 parameters to clip belong to no prepared model"):
-        PreparedModels().holding([])
+        PreparedModels(list).holding([])

@@ -74,3 +74,55 @@ def test_generators_go_on_where_they_were(tmp_path) -> None:
     loaded.prepare(nn.Linear(1, 1))
     loaded.load_state()
     assert torch.equal(torch.rand(3), expected)
+
+
+def started(tmp_path, **options):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, seed=0, **options)
+    model = nn.Linear(1, 1)
+    data = TensorDataset(torch.arange(12.0).unsqueeze(1))
+    model, optimizer, loader = accelerator.prepare(
+        model, SGD(model.parameters(), lr=0.01), DataLoader(data, batch_size=2, shuffle=True)
+    )
+    return accelerator, model, optimizer, loader
+
+
+def train_on(accelerator, model, optimizer, batch) -> list[float]:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return batch.flatten().tolist()
+
+
+@pytest.mark.parametrize("save_first", [True, False])
+def test_the_batch_in_hand_comes_again_unless_its_gradients_are_in_the_weights(tmp_path, save_first) -> None:
+    accelerator, *training, loader = started(tmp_path / "whole")
+    whole = [train_on(accelerator, *training, batch) for (batch,) in loader]
+    expected = training[0].weight.item()
+    accelerator, *training, loader = started(tmp_path)
+    trained = []
+    for number, (batch,) in enumerate(loader):
+        if save_first and number == 3:
+            accelerator.save_state()
+            break
+        trained.append(train_on(accelerator, *training, batch))
+        if number == 2 and not save_first:
+            accelerator.save_state()
+            break
+    accelerator, *training, loader = started(tmp_path)
+    accelerator.load_state()
+    trained += [train_on(accelerator, *training, batch) for (batch,) in loader]
+    assert trained == whole
+    assert training[0].weight.item() == expected
+
+
+def test_without_an_optimizer_a_batch_received_is_done(tmp_path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    data = DataLoader(torch.arange(8), batch_size=2)
+    _, loader = accelerator.prepare(nn.Linear(1, 1), data)
+    next(iter(loader))
+    accelerator.save_state()
+    again = Accelerator(cpu=True, project_dir=tmp_path)
+    _, loader = again.prepare(nn.Linear(1, 1), data)
+    again.load_state()
+    assert next(iter(loader)).tolist() == [2, 3]

@@ -46,6 +46,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: The user's optimizer.
         num_steps: How often it moved the parameters; skipped steps and open windows do not count.
         last_result: What became of the last call to `step`; None before the first.
+        on_step: Called when a window ends with it, be it that the parameters moved or that the step was skipped.
     """
 
     def __init__(self, optimizer: Optimizer, prepared: Stepper) -> None:
@@ -54,6 +55,7 @@ class PreparedOptimizer(Optimizer):
         self.prepared = prepared
         self.num_steps = 0
         self.last_result: StepResult | None = None
+        self.on_step: Callable[[], None] | None = None
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step if the accumulation window is closed. Called on all ranks.
@@ -69,6 +71,8 @@ class PreparedOptimizer(Optimizer):
         result = self.prepared.step(self.optimizer)
         self.last_result = result
         self.num_steps += result.stepped
+        if self.on_step is not None and (result.stepped or result.skipped):
+            self.on_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; those that an open window has gathered stay."""

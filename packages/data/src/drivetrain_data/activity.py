@@ -10,11 +10,15 @@ from drivetrain_data.trimming import trim, trim_objects
 
 
 class Planned(Protocol):
-    """What is tracked here: a loader that knows its current batch."""
+    """What is tracked here: a loader that knows its current batch, and what of it an optimizer has stepped on."""
 
     @property
     def current(self) -> BatchPlan | None:
         """What is known of the batch last yielded; None outside a loop."""
+        ...
+
+    def mark_stepped(self) -> None:
+        """Note that an optimizer has stepped on all that was received."""
         ...
 
 
@@ -60,6 +64,11 @@ class ActiveLoaders:
         """Note that a loader's loop is over, or was broken out of."""
         self._stack = [other for other in self._stack if other is not loader]
         self._alternating.discard(id(loader))
+
+    def mark_stepped(self) -> None:
+        """Note that an optimizer has stepped on all that was received of the loaders being read."""
+        for loader in self._stack:
+            loader.mark_stepped()
 
     def plan(self, loader: Planned | None = None) -> BatchPlan | None:
         """What is known of the current batch.

@@ -78,7 +78,7 @@ class ForeignSource:
         """What a saved state must agree on."""
         return {"order": f"loader:{type(self._loader).__name__}"}
 
-    def extra_state(self) -> Mapping[str, Any]:
+    def extra_state(self, _epoch: int) -> Mapping[str, Any]:
         """Nothing: a position says all, given that the loader yields the same again."""
         return {}
 

@@ -87,10 +87,10 @@ class IndexedSource:
             return {"order": sampler.order.name, "num_positions": sampler.order.length(sampler.epoch)}
         return {"order": sampler.name, "batch_size": getattr(sampler.batches, "batch_size", None)}
 
-    def extra_state(self) -> Mapping[str, Any]:
+    def extra_state(self, epoch: int) -> Mapping[str, Any]:
         """The blocks of the epoch, where shards keep to blocks; else a position says all."""
         order = self._laid_out_by
-        return {"num_blocks": order.num_blocks(self._sampler.epoch)} if isinstance(order, BlockOrder) else {}
+        return {"num_blocks": order.num_blocks(epoch)} if isinstance(order, BlockOrder) else {}
 
     def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Go on with the blocks that the epoch was begun with."""

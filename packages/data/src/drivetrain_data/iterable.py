@@ -171,7 +171,7 @@ class StreamSource:
         """What a saved state must agree on."""
         return {"order": f"stream:{type(self._dataset).__name__}", "num_workers": self._num_workers}
 
-    def extra_state(self) -> Mapping[str, Any]:
+    def extra_state(self, _epoch: int) -> Mapping[str, Any]:
         """The samples received from each of several workers."""
         return {"received": list(self._received)} if self._num_workers > 1 else {}
 

@@ -62,6 +62,8 @@ class ShardedLoader(Generic[Batch]):
         self._on_batch = on_batch
         self._epoch = 0
         self._position = 0
+        self._stepped = 0  # the position whose gradients are in the weights, as far as the caller has said
+        self._stepped_extra: Mapping[str, Any] = {}
         self._begun = False  # the current epoch was entered: the next loop is another one
         self._finished = False
         self._newest = object()  # marks the newest loop, which alone moves the position
@@ -112,20 +114,32 @@ class ShardedLoader(Generic[Batch]):
         if epoch != self._epoch or self._begun:
             self._start(epoch, position=0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def mark_stepped(self) -> None:
+        """Note that an optimizer has stepped on all that was received: its gradients are in the weights."""
+        self._stepped = self._position
+        self._stepped_extra = self._source.extra_state(self._epoch)
+
+    def state_dict(self, *, stepped: bool = False) -> dict[str, Any]:
         """The position after the last batch that was received, as plain values; the same on every rank.
 
         It is taken up with any number of ranks and any batch size, except where `order_source` says that batches
         are the user's.
+
+        Args:
+            stepped: The position of the last `mark_stepped` instead: a batch in hand, whose gradients are in no
+                weights yet, comes again after a resume.
         """
         finished = self._finished
+        position, extra = self._stepped, self._stepped_extra
+        if not stepped:
+            position, extra = self._position, self._source.extra_state(self._epoch)
         return make_state(
             epoch=self._epoch + finished,
-            position=0 if finished else self._position,
+            position=0 if finished else position,
             seed=self._source.seed,
             identity=self._source.identity(),
             fingerprint=_fingerprint(self.dataset),
-            extra={} if finished or not self._position else self._source.extra_state(),
+            extra={} if finished or not position else extra,
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +156,8 @@ class ShardedLoader(Generic[Batch]):
 
     def _start(self, epoch: int, *, position: int) -> None:
         self._epoch = epoch
-        self._position = position
+        self._position = self._stepped = position
+        self._stepped_extra = self._source.extra_state(self._epoch)
         self._begun = self._finished = False
 
     def _loop(self, num_skipped: int) -> Iterator[Batch]:

@@ -60,8 +60,8 @@ class Source(Protocol):
         """What a saved state and this source must agree on."""
         ...
 
-    def extra_state(self) -> Mapping[str, Any]:
-        """What a state must hold besides the position."""
+    def extra_state(self, epoch: int, /) -> Mapping[str, Any]:
+        """What a state of an epoch must hold besides the position."""
         ...
 
     def take_up(self, epoch: int, state: Mapping[str, Any], /) -> None:

@@ -92,7 +92,7 @@ class Accelerator(Ranks):
             layers=read_layers(config),
         )
         super().__init__(self._parts.context, self._parts.loaders)
-        self._prepared = PreparedModels()
+        self._prepared = PreparedModels(self._parts.loaders.mark_stepped)
         self._loaders: list[ShardedLoader[Any]] = []
         self._custom: dict[str, resume.Stateful] = {}
         self._micro_batch = MicroBatch(self._parts.backend.window, self._parts.loaders, self._prepared)

@@ -87,16 +87,23 @@ def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:
 class PreparedModels:
     """The models an Accelerator has prepared, found again by what a user holds in hand.
 
+    Args:
+        on_step: Called whenever one of their optimizers ends a window.
+
     Attributes:
         all: Every one, in the order they were prepared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_step: Callable[[], None]) -> None:
         self.all: list[Prepared] = []
+        self._on_step = on_step
 
     def add(self, prepared: Sequence[Prepared]) -> None:
-        """Add those that are new."""
+        """Add those that are new; others may have gained an optimizer."""
         self.all.extend(one for one in prepared if one not in self.all)
+        for one in prepared:
+            for optimizer in one.optimizers:
+                optimizer.on_step = self._on_step
 
     def of(self, model: nn.Module) -> Prepared:
         """Find a model by what `prepare` returned, or by the user's own module.

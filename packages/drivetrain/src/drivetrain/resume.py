@@ -94,10 +94,11 @@ def save(run: RunState, checkpointer: Checkpointer, *, plan: Mapping[str, Any]) 
         state = dict(one.state_dict())
         models[name] = state.pop("model")
         training[name] = state
+    trains = any(one.optimizers for one in run.prepared)  # else nothing steps, and what was received is done
     replicated = {
         "training": training,
         "backend": run.backend.state_dict(),
-        "loaders": [loader.state_dict() for loader in run.loaders],
+        "loaders": [loader.state_dict(stepped=trains) for loader in run.loaders],
         "custom": {name: obj.state_dict() for name, obj in run.custom.items()},
     }
     run.context.watch.mark("save")
