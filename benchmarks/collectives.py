@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> None:
     for title, contestants in (("gather", gathering()), ("reduce", reducing())):
         turns = {name: repeated(call, times=CALLS, before=dist.barrier) for name, call in contestants.items()}
         seconds = take_turns(turns, rounds=arguments.rounds)
-        tables.append(Table(title=f"{title} of 20 tensors of 32 x 4", unit="us", seconds=seconds))
+        tables.append(Table(title=f"{title} of 20 tensors of 32 x 4", unit="us", measured=seconds))
     if dist.get_rank() == 0:
         report("collectives", tables, arguments)
     dist.destroy_process_group()

@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> None:
     tables: list[Table] = []
     for title, (loaders, num_batches) in cases.items():
         turns = {name: timed(loader, num_batches) for name, loader in loaders.items()}
-        tables.append(Table(title=title, unit="us", seconds=take_turns(turns, rounds=arguments.rounds)))
+        tables.append(Table(title=title, unit="us", measured=take_turns(turns, rounds=arguments.rounds)))
     if dist.get_rank() == 0:
         report("loader", tables, arguments)
     dist.destroy_process_group()

@@ -23,25 +23,25 @@ class Table:
 
     Attributes:
         title: What is measured.
-        unit: "us", "ms" or "s": what times are shown in.
-        seconds: The times of each contestant, one a round; the first contestant is what the others are held against.
+        unit: "us", "ms" or "s", what seconds are shown in; or "MB", what bytes are shown in.
+        measured: Seconds or bytes of each contestant, one a round; the others are held against the first contestant.
     """
 
     title: str
     unit: str
-    seconds: Mapping[str, Sequence[float]]
+    measured: Mapping[str, Sequence[float]]
 
     def __str__(self) -> str:
-        scale = {"us": 1e6, "ms": 1e3, "s": 1.0}[self.unit]
-        base, *_ = self.seconds.values()
-        base_name, *_ = self.seconds
+        scale = {"us": 1e6, "ms": 1e3, "s": 1.0, "MB": 1e-6}[self.unit]
+        base, *_ = self.measured.values()
+        base_name, *_ = self.measured
         lines = [
             f"**{self.title}**",
             "",
             f"| | median, {self.unit} | added, {self.unit} | ratio |",
             "|---|---:|---:|---:|",
         ]
-        for name, times in self.seconds.items():
+        for name, times in self.measured.items():
             median = statistics.median(times) * scale
             # Differences and ratios within a round: what slows the machine for a while slows both.
             pairs = list(zip(times, base, strict=True))

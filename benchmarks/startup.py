@@ -83,7 +83,7 @@ def main() -> None:
         script = Path(folder) / "empty.py"
         script.write_text("")
         tables = [
-            Table(title=title, unit=unit, seconds=take_turns(contestants, rounds=arguments.rounds))
+            Table(title=title, unit=unit, measured=take_turns(contestants, rounds=arguments.rounds))
             for title, (unit, contestants) in cases(str(script)).items()
         ]
     report("startup", tables, arguments)

@@ -105,7 +105,7 @@ def main() -> None:
     for scheduled in (False, True):
         turns = {name: repeated(make(scheduled=scheduled), times=STEPS) for name, make in makers.items()}
         title = f"One training step{' with a scheduler' if scheduled else ''}"
-        tables.append(Table(title=title, unit="us", seconds=take_turns(turns, rounds=arguments.rounds)))
+        tables.append(Table(title=title, unit="us", measured=take_turns(turns, rounds=arguments.rounds)))
     report("step_overhead", tables, arguments)
 
 

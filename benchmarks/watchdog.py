@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> None:
     table = Table(
         title="One DDP training step, two processes",
         unit="us",
-        seconds=take_turns(turns, rounds=arguments.rounds),
+        measured=take_turns(turns, rounds=arguments.rounds),
     )
     if dist.get_rank() == 0:
         report("watchdog", [table], arguments)

@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("loader", "raw DataLoader"),
         ("startup", "torchrun"),
         ("watchdog", "without the watchdog"),
+        ("resume", "drivetrain, fresh"),
     ],
 )
 def test_benchmark_writes_its_table(name: str, baseline: str, tmp_path: Path) -> None:

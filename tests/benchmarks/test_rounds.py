@@ -37,7 +37,7 @@ def test_each_round_begins_with_another_contestant_and_the_first_round_does_not_
 
 def test_table_compares_within_rounds(rounds: ModuleType) -> None:
     seconds = {"raw": [1e-6, 2e-6, 3e-6], "ours": [2e-6, 3e-6, 9e-6]}
-    shown = str(rounds.Table(title="A step", unit="us", seconds=seconds))
+    shown = str(rounds.Table(title="A step", unit="us", measured=seconds))
     assert shown.splitlines() == [
         "**A step**",
         "",

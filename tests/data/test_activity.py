@@ -111,3 +111,23 @@ def test_a_step_is_marked_on_every_loader_being_read() -> None:
         break
     read = [loader.state_dict(stepped=True)["position"] for loader in (outer, inner, idle)]
     assert read == [2, 2, 0]
+
+
+def test_loaders_that_were_zipped_before_nest_as_any_others() -> None:
+    activity = ActiveLoaders()
+    one, other = loader(activity, 8), loader(activity, 3)
+    for _ in zip(one, other, strict=False):
+        pass
+    for _ in one:
+        for _ in other:
+            assert activity.plan() is other.current
+        assert activity.plan() is one.current
+
+
+def test_zipped_loaders_of_other_batch_sizes_need_no_name_while_nothing_is_to_be_trimmed() -> None:
+    activity = ActiveLoaders()
+    one = loader(activity, 16)
+    other = shard_loader(DataLoader(torch.arange(32), batch_size=4), Shard(0, 4), activity=activity)
+    plans = [(activity.plan(), other.current) for _ in zip(one, other, strict=True)]
+    assert plans == [(other_plan, other_plan) for _, other_plan in plans]
+    assert len(plans) == 2

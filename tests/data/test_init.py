@@ -27,6 +27,8 @@ def test_the_public_names_are_these() -> None:
         "ShardedLoader",
         "Strategy",
         "TrimError",
+        "check_after_loop",
+        "row_counts",
         "shard_loader",
         "skip_first_batches",
         "trim",

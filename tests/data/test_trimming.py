@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_data import BatchPlan, TrimError, trim, trim_objects
+from drivetrain_data import BatchPlan, TrimError, check_after_loop, row_counts, trim, trim_objects
 from drivetrain_data.partition import step_plan
 
 # two shards have samples of their own, the other two repeat one
@@ -116,12 +116,47 @@ def test_rows_that_belong_to_nobody_are_refused() -> None:
 
 
 def test_rows_that_the_caller_knows_are_believed() -> None:
-    assert trim(BATCHES, torch.arange(18), rows=(9, 6, 3)).tolist() == list(range(15))
+    assert trim(BATCHES, torch.arange(18), rows=torch.tensor([9, 6, 3])).tolist() == list(range(15))
 
 
 def test_batches_of_unknown_size_are_cut_by_rank_with_rows_alone() -> None:
     unknown = replace(REPLAY, sizes=None)
     with pytest.raises(TrimError, match="held an unknown number of samples"):
         trim(unknown, torch.arange(8))
-    assert trim(unknown, torch.arange(8), rows=(3, 1, 2, 2)).tolist() == [0, 1, 2, 3]
+    assert trim(unknown, torch.arange(8), rows=torch.tensor([3, 1, 2, 2])).tolist() == [0, 1, 2, 3]
     assert trim_objects(unknown, ["a", "b", "c", "d"]) == ["a", "b"]
+
+
+def test_rows_are_told_for_each_tensor_of_a_structure() -> None:
+    unknown = replace(step_plan(2, 2, 1, "uneven", shard=0, is_last=True), sizes=None, real_counts=(1, 0))
+    gathered = {"rows": torch.arange(5), "one": torch.tensor([7, 8])}
+    rows = {"rows": torch.tensor([3, 2]), "one": torch.tensor([1, 1])}
+    assert str(trim(unknown, gathered, rows=rows)) == str({"rows": torch.arange(3), "one": torch.tensor([7])})
+    counts = row_counts({"rows": torch.zeros(3, 2), "one": torch.tensor(1.0)})
+    assert str(counts) == str({"rows": torch.tensor([3]), "one": torch.tensor([1])})
+
+
+def test_padding_is_cut_from_objects_of_any_structure() -> None:
+    plan = step_plan(5, 2, 4, "pad", shard=0, is_last=True)
+    by_rank = [
+        {"text": [f"{rank}{i}" for i in range(4)], "more": (torch.arange(4), 0.5 + rank)} for rank in (0, 1)
+    ]
+    first, second = trim_objects(plan, by_rank)
+    assert first is by_rank[0]
+    assert second["text"] == ["10"]
+    assert second["more"][0].tolist() == [0]
+    assert second["more"][1] == 1.5
+    with pytest.raises(TrimError, match="rank 1 gave a str for a batch of 4 samples, of which 1 count"):
+        trim_objects(plan, ["abcd", "efgh"])
+
+
+def test_after_a_loop_with_a_tail_only_numbers_can_be_gathered() -> None:
+    left = step_plan(1, 2, 4, "uneven", shard=0, is_last=True)
+    check_after_loop(left, {"loss": torch.tensor(0.5), "count": 3})
+    check_after_loop(None, torch.arange(3))
+    check_after_loop(step_plan(8, 2, 4, "uneven", shard=0, is_last=True), torch.arange(3))
+    for data in (torch.arange(3), {"loss": torch.tensor(0.5), "texts": ["a", "b"]}):
+        with pytest.raises(
+            TrimError, match=r"only 1\+0 samples of the ranks counted.*Gather inside the loop"
+        ):
+            check_after_loop(left, data)

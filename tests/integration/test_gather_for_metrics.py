@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain_data import TrimError
 
 
 @dataclass
@@ -124,3 +125,69 @@ def plain_gather_in_a_tail() -> list[list[int]]:
 
 def test_a_plain_gather_of_an_uneven_tail_is_whole(run_ranks) -> None:
     assert run_ranks(plain_gather_in_a_tail) == [[[0, 1, 2, 3], [4, 5, 6]]] * 2
+
+
+def gathered_after_the_loop(length: int) -> str:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(length), batch_size=2))
+    collected = torch.cat(list(loader))
+    total = accelerator.gather_for_metrics(collected.sum())
+    assert total.shape == (accelerator.num_processes,)
+    assert sorted(set(accelerator.gather(collected).tolist())) == list(range(length))
+    try:
+        return str(accelerator.gather_for_metrics(collected).tolist())
+    except TrimError as error:
+        return str(error)
+
+
+def test_what_was_collected_in_a_loop_with_a_tail_is_not_gathered_after_it(run_ranks) -> None:
+    assert run_ranks(gathered_after_the_loop, 8) == ["[0, 1, 4, 5, 2, 3, 6, 7]"] * 2
+    assert run_ranks(gathered_after_the_loop, 7) == ["[0, 1, 4, 5, 2, 3, 6]"] * 2
+    for said in run_ranks(gathered_after_the_loop, 9):
+        assert "only 1+0 samples of the ranks counted" in said
+
+
+def gathered_padded_objects() -> list[Any]:
+    accelerator = Accelerator(cpu=True, data={"even": "pad"})
+    loader = accelerator.prepare(DataLoader(torch.arange(5), batch_size=4))
+    (batch,) = loader
+    texts = [str(int(sample)) for sample in batch]
+    for _ in loader:
+        return accelerator.gather_for_metrics({"text": texts, "both": (batch, texts)})
+    return []
+
+
+def test_padding_is_left_out_of_objects_of_any_structure(run_ranks) -> None:
+    for first, second in run_ranks(gathered_padded_objects):
+        assert first["text"] == ["0", "1", "2", "3"]
+        assert second["text"] == ["4"]
+        assert (second["both"][0].tolist(), second["both"][1]) == ([4], ["4"])
+
+
+class Groups(Dataset[Tensor]):
+    """Item i is a batch of i + 1 rows of its own."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((index + 1,), index)
+
+
+def gathered_items(even: str) -> tuple[list[int], list[float]]:
+    accelerator = Accelerator(cpu=True, data={"even": even})
+    loader = accelerator.prepare(DataLoader(Groups(), batch_size=None))
+    rows: list[int] = []
+    numbers: list[float] = []
+    for item in loader:
+        found = accelerator.gather_for_metrics({"rows": item, "mean": item.float().mean()})
+        rows += found["rows"].tolist()
+        numbers += found["mean"].tolist()
+    return rows, numbers
+
+
+@pytest.mark.parametrize("even", ["uneven", "pad"])
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_items_that_are_batches_already_come_once(run_ranks, num_processes: int, even: str) -> None:
+    expected = ([i for i in range(5) for _ in range(i + 1)], [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert run_ranks(gathered_items, even, num_processes=num_processes) == [expected] * num_processes

@@ -119,8 +119,57 @@ def test_a_second_interrupt_kills(started: Callable, script: Callable) -> None:
     process.send_signal(signal.SIGINT)
     while "once more kills them" not in seen[-1]:
         seen.append(process.stdout.readline())
+    time.sleep(1.1)  # within a second it would be the same press of Ctrl-C
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
+    assert "killing the ranks: what they were saving is left uncommitted" in process.stdout.read()
+
+
+def test_an_interrupt_that_arrives_twice_at_once_lets_every_rank_save(
+    started: Callable, script: Callable
+) -> None:
+    script(SAVES_WHEN_INTERRUPTED)
+    process = started("launch", "--num-processes", "2", "script.py", "raise")
+    seen: list[str] = []
+    while seen.count("ready\n") < 2:
+        seen.append(process.stdout.readline())
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output = process.stdout.read()
+    assert process.wait(60) == 130
+    assert {"saved 0", "saved 1"} <= set(output.splitlines())
+    assert "killing" not in output
+
+
+def test_what_a_failed_rank_has_started_ends_with_it(drivetrain: Callable, script: Callable) -> None:
+    script(
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '100'])\n"
+        "print(child.pid, flush=True)\n"
+        "os._exit(3)\n"
+    )
+    done = drivetrain("launch", "--num-processes", "2", "script.py")  # ends when nobody holds its output
+    assert done.returncode == 3
+    assert not any(is_running(int(pid)) for pid in done.stdout.split())
+
+
+def test_a_rank_that_leaves_early_is_told_apart_from_another_node(
+    drivetrain: Callable, script: Callable
+) -> None:
+    script(
+        "import torch, sys\n"
+        "from drivetrain_state import barrier, connect\n"
+        "context = connect()\n"
+        "if context.topology.rank == 1:\n"
+        "    context.close()\n"
+        "    sys.exit(0)\n"
+        "barrier(context)\n"
+    )
+    done = drivetrain("launch", "--num-processes", "2", "script.py")
+    assert done.returncode == 1
+    assert "Another rank did not answer: most likely it ended early without an error" in done.stderr
+    assert "another node" not in done.stderr
 
 
 def test_ranks_stop_when_their_launcher_dies(started: Callable, script: Callable, tmp_path: Path) -> None:

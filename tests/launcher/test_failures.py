@@ -48,13 +48,13 @@ def test_an_os_error_of_the_script_is_no_broken_connection_between_ranks() -> No
 
 
 def test_the_traceback_is_shown_with_its_rank() -> None:
-    shown = describe_root(failure(2, **BOOM))
+    shown = describe_root(failure(2, **BOOM), num_nodes=1)
     assert shown.startswith("drivetrain: rank 2 (local rank 2, process 102) failed:\nTraceback")
     assert shown.count("ValueError: boom") == 1
 
 
 def test_a_traceback_that_the_scripts_own_hook_showed_is_not_shown_again() -> None:
-    shown = describe_root(failure(2, **BOOM, was_shown=True))
+    shown = describe_root(failure(2, **BOOM, was_shown=True), num_nodes=1)
     assert "Traceback" not in shown
     assert "ValueError: boom; its traceback stands above" in shown
 
@@ -71,7 +71,7 @@ def test_a_traceback_that_the_scripts_own_hook_showed_is_not_shown_again() -> No
     ],
 )
 def test_an_end_without_exception_is_explained(exit_code: int, words: str) -> None:
-    assert words in describe_root(failure(0, exit_code=exit_code))
+    assert words in describe_root(failure(0, exit_code=exit_code), num_nodes=1)
 
 
 def test_the_others_get_a_line_each() -> None:
@@ -113,3 +113,18 @@ def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
 def test_a_rank_that_left_nothing_has_its_exit_code_alone() -> None:
     read = read_failure({"message": "<NONE>"}, rank=0, local_rank=0, pid=1, exit_code=-9, seen=4.0)
     assert (read.error, read.traceback, read.time, read.signal) == ("", "", 4.0, "SIGKILL")
+
+
+def test_a_rank_that_waited_in_vain_is_told_where_to_look() -> None:
+    timed_out = failure(0, error="RuntimeError: Timed out waiting 12000ms for recv", traceback="Traceback\n")
+    assert timed_out.is_aftermath
+    assert find_root([timed_out, failure(1, exit_code=124, time=9.0)]).rank == 1
+    assert "it ended early without an error, or it hangs" in describe_root(timed_out, num_nodes=1)
+    assert "one on another node failed first" in describe_root(timed_out, num_nodes=2)
+
+
+def test_an_exception_is_the_failure_even_if_the_launcher_stopped_the_rank_meanwhile() -> None:
+    stopped = failure(0, **BOOM, exit_code=-15)
+    assert stopped.shell_code == 1
+    assert find_root([stopped, failure(1, exit_code=-15, time=0.0)]).rank == 0
+    assert failure(0, exit_code=-15).shell_code == 143

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from drivetrain_data.settings import Even as Even
     from drivetrain_data.settings import Strategy as Strategy
     from drivetrain_data.shard import Shard as Shard
+    from drivetrain_data.trimming import check_after_loop as check_after_loop
+    from drivetrain_data.trimming import row_counts as row_counts
     from drivetrain_data.trimming import trim as trim
     from drivetrain_data.trimming import trim_objects as trim_objects
 
@@ -48,6 +50,8 @@ _ROOMS = {
     "ShardedLoader": "loader",
     "Strategy": "settings",
     "TrimError": "errors",
+    "check_after_loop": "trimming",
+    "row_counts": "trimming",
     "shard_loader": "prepare",
     "skip_first_batches": "loader",
     "trim": "trimming",
@@ -73,6 +77,8 @@ __all__ = [
     "ShardedLoader",
     "Strategy",
     "TrimError",
+    "check_after_loop",
+    "row_counts",
     "shard_loader",
     "skip_first_batches",
     "trim",

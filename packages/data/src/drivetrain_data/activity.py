@@ -27,9 +27,13 @@ class ActiveLoaders:
 
     An evaluation loop inside a training loop takes the top and gives it back when it ends. Two loaders read side by
     side change places with every batch; where their batches would be trimmed differently, a call must name one.
+
+    Attributes:
+        left: What was known of the last batch of the loop that ended last; None before one has.
     """
 
     def __init__(self) -> None:
+        self.left: BatchPlan | None = None
         self._stack: list[Planned] = []
         self._alternating: set[int] = set()
 
@@ -62,6 +66,7 @@ class ActiveLoaders:
 
     def pop(self, loader: Planned) -> None:
         """Note that a loader's loop is over, or was broken out of."""
+        self.left = loader.current
         self._stack = [other for other in self._stack if other is not loader]
         self._alternating.discard(id(loader))
 
@@ -102,9 +107,7 @@ class ActiveLoaders:
             return [loader for loader in stack if id(loader) in self._alternating]
         return stack[-1:]
 
-    def trim(
-        self, gathered: Nested, *, loader: Planned | None = None, rows: Sequence[int] | None = None
-    ) -> Nested:
+    def trim(self, gathered: Nested, *, loader: Planned | None = None, rows: Nested | None = None) -> Nested:
         """Leave the real samples of the current batch in nested tensors gathered rank by rank; see `trim`."""
         return trim(self.plan(loader), gathered, rows=rows)
 
@@ -116,6 +119,8 @@ class ActiveLoaders:
 def _same_trim(one: BatchPlan | None, other: BatchPlan | None) -> bool:
     if one is None or other is None:
         return True
+    if all(plan.is_whole and plan.even for plan in (one, other)):
+        return True  # nothing is to be trimmed or weighed of either
     return one.real_counts == other.real_counts and one.sizes == other.sizes
 
 

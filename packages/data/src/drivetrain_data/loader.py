@@ -189,9 +189,9 @@ class ShardedLoader(Generic[Batch]):
             self._finished = True
         finally:
             if self._newest is this:
-                self.current = None
                 if activity is not None:
                     activity.pop(self)
+                self.current = None
 
 
 class RestOfEpoch(Generic[Batch]):

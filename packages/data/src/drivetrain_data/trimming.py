@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,15 +11,26 @@ from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.errors import TrimError
 
 
-def trim(plan: BatchPlan | None, gathered: Nested, *, rows: Sequence[int] | None = None) -> Nested:
+def row_counts(data: Nested) -> Nested:
+    """For each of nested tensors a tensor of shape (1,): the rows it gives to a gather. To be gathered for `trim`."""
+
+    def count(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.tensor([leaf.shape[0] if leaf.dim() else 1], device=leaf.device)
+
+    return map_leaves(data, count)
+
+
+def trim(plan: BatchPlan | None, gathered: Nested, *, rows: Nested | None = None) -> Nested:
     """Leave out padding and replays from nested tensors that were concatenated rank by rank.
 
     Args:
         plan: What was known of the batch; None leaves all.
         gathered: Nested tensors. A tensor of shape (num_shards,) made of one number a rank loses those of ranks that
             hold no sample of their own. Leaves that are no tensors stay.
-        rows: How many rows each rank gave, where the caller knows; by default they are one a sample held, or equally
-            many on every rank.
+        rows: How many rows each rank gave of each tensor, where the caller knows: the same structure, gathered from
+            `row_counts`. By default they are one a sample held, or equally many on every rank.
 
     Returns:
         The same structure; each tensor holds exactly the real samples.
@@ -30,8 +41,13 @@ def trim(plan: BatchPlan | None, gathered: Nested, *, rows: Sequence[int] | None
     if plan is None or plan.is_whole or plan.real_counts is None:
         return gathered
 
+    given: list[list[int]] = []
+    if rows is not None:
+        map_leaves(rows, lambda leaf: given.append(leaf.tolist()) if isinstance(leaf, torch.Tensor) else None)
+    known = iter(given)
+
     def cut(leaf: Any) -> Any:
-        return _cut(plan, leaf, rows) if isinstance(leaf, torch.Tensor) else leaf
+        return _cut(plan, leaf, next(known, None)) if isinstance(leaf, torch.Tensor) else leaf
 
     return map_leaves(gathered, cut)
 
@@ -41,20 +57,65 @@ def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
 
     Args:
         plan: What was known of the batch; None leaves all.
-        by_rank: Each rank's object, in rank order. Lists, if all are, hold one element a sample and are joined.
+        by_rank: Each rank's object, in rank order. Lists, if all are, hold one element a sample and are joined. Of
+            other objects, the lists and tensors inside hold one element or row a sample.
 
     Raises:
-        TrimError: A rank's list has another length than its batch, and not all of it counts.
+        TrimError: Not all of a rank's batch counts, and an object holds nothing that could be cut to what does.
     """
     lists = all(isinstance(value, list) for value in by_rank)
     if plan is None or plan.is_whole or plan.real_counts is None:
         return [element for value in by_rank for element in value] if lists else list(by_rank)
-    if not lists:
-        return [value for value, count in zip(by_rank, plan.real_counts, strict=True) if count]
-    kept: list[Any] = []
-    for rank, value in enumerate(by_rank):
-        kept.extend(value[: _rows_kept(plan, rank, len(value))])
-    return kept
+    cut = [_cut_object(plan, rank, value) for rank, value in enumerate(by_rank) if plan.real_counts[rank]]
+    return [element for value in cut for element in value] if lists else cut
+
+
+def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
+    """Refuse to trim what was collected in a loop that is over; one number of each rank is none of it.
+
+    Args:
+        left: What was known of the last batch of the loop that ended last.
+        data: What is to be gathered.
+
+    Raises:
+        TrimError: Samples were repeated in that batch, and `data` may hold them.
+    """
+    if left is None or left.is_whole or left.real_counts is None:
+        return
+    leaves: list[Any] = []
+    map_leaves(data, leaves.append)
+    if all(isinstance(leaf, torch.Tensor | int | float | complex) and not _has_rows(leaf) for leaf in leaves):
+        return
+    raise TrimError(
+        f"this comes after the loop: in its last step only {'+'.join(map(str, left.real_counts))} samples of the "
+        "ranks counted, and which rows of what was collected are theirs is not known any more. Gather inside the loop, for "
+        "each batch, and collect what comes back; gather() keeps every row"
+    )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:
+    """The part of a rank's object that counts."""
+    assert plan.real_counts is not None
+    if plan.sizes is None or plan.real_counts[rank] == plan.sizes[rank]:
+        return value
+    if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim()):
+        rows = cast("list[Any]", value)
+        return rows[: _rows_kept(plan, rank, len(rows))]
+    if isinstance(value, dict):
+        return {key: _cut_object(plan, rank, part) for key, part in cast("dict[Any, Any]", value).items()}
+    if type(value) is tuple:
+        return tuple(_cut_object(plan, rank, part) for part in cast("tuple[Any, ...]", value))
+    if isinstance(value, torch.Tensor | int | float | complex):
+        return value  # one number for the whole batch
+    raise TrimError(
+        f"rank {rank} gave a {type(value).__name__} for a batch of {plan.sizes[rank]} samples, of which "
+        f"{plan.real_counts[rank]} count: which part of it is whose is not certain. Gather lists of one element a "
+        "sample"
+    )
 
 
 def _cut(plan: BatchPlan, tensor: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:

@@ -1,11 +1,21 @@
 """What an epoch's tail means for losses and for gathering: decided on what every rank knows without asking."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drivetrain_data import ActiveLoaders, BatchPlan, ShardedLoader, TrimError, trim, trim_objects
+from drivetrain_data import (
+    ActiveLoaders,
+    BatchPlan,
+    ShardedLoader,
+    TrimError,
+    check_after_loop,
+    row_counts,
+    trim,
+    trim_objects,
+)
 from drivetrain_state import Context, LeafError, collectives
 
 
@@ -38,7 +48,7 @@ def weigh(
 def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
     """Gather over ranks; in a tail, where every rank knows that sizes may differ, by their sizes."""
     try:
-        plan = reading.plan()
+        plan = reading.plan() or reading.left
     except TrimError:  # of two loaders read side by side, one is in its tail: either may be meant
         uneven = True
     else:
@@ -56,13 +66,20 @@ def gather_for_metrics(
 ) -> Any:
     """Gather what was computed from the current batch, each sample once and in the dataset's order."""
     plan = reading.plan(loader)
+    sizes = plan
+    if plan is None:
+        check_after_loop(reading.left, data)
+        sizes = reading.left  # what a loop with a tail has left is as uneven as that
     if not as_objects:
-        try:
-            gathered = collectives.gather(context, data, uneven=plan is not None and not plan.equal_sizes)
-        except (
-            LeafError
-        ):  # it holds something that is no tensor, on every rank alike: all of it goes as objects
-            pass
-        else:
-            return trim(plan, gathered)
+        # What holds something that is no tensor does so on every rank alike: all of it goes as objects.
+        with suppress(LeafError):
+            return _gather_tensors(context, data, plan, uneven=sizes is not None and not sizes.equal_sizes)
     return trim_objects(plan, collectives.gather_object(context, data))
+
+
+def _gather_tensors(context: Context, data: Any, plan: BatchPlan | None, *, uneven: bool) -> Any:
+    rows = None
+    if plan is not None and plan.sizes is None and not plan.is_whole:
+        rows = collectives.gather(context, row_counts(data))
+    gathered = collectives.gather(context, data, uneven=uneven)
+    return trim(plan, gathered, rows=rows)

@@ -4,10 +4,12 @@ Imported when several processes are started, not before: it imports torch, and o
 """
 
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +27,7 @@ from drivetrain_launcher.failures import RankFailure, describe_others, describe_
 from drivetrain_launcher.plan import LaunchPlan
 from drivetrain_launcher.rendezvous import rendezvous_of
 from drivetrain_launcher.saying import say, torch_silenced
+from drivetrain_launcher.stop_signals import StopSignals
 
 
 def run_elastic(plan: LaunchPlan) -> int:
@@ -103,12 +106,15 @@ class Agent(LocalElasticAgent):
         self._logs = logs
         self._plan = plan
         self._root: RankFailure | None = None
+        self._signals = StopSignals()
 
     # torch decorates the two with a timer whose type hides theirs.
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._root = None
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
-        return start(worker_group)
+        pids = start(worker_group)
+        self._signals.take_over()
+        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._root is None:
@@ -134,7 +140,10 @@ class Agent(LocalElasticAgent):
         try:
             self._stop(death_sig, seconds)
         except SignalException:
+            say("killing the ranks: what they were saving is left uncommitted")
             self._stop(signal.SIGKILL, seconds)
+        if self._worker_group.state is not WorkerState.SUCCEEDED:
+            _kill_leftovers(self._worker_group)
 
     def _stop(self, death_sig: signal.Signals, seconds: float) -> None:
         # torch 2.9 has no timeout here, and waits 30 s.
@@ -165,7 +174,7 @@ class Agent(LocalElasticAgent):
         causes = [failure for failure in failures if not failure.is_aftermath]
         if causes:
             self._root = find_root(causes)
-            sys.stderr.write(describe_root(self._root))
+            sys.stderr.write(describe_root(self._root, num_nodes=self._plan.num_nodes))
 
     def _show_all(self, result: RunResult, worker_group: WorkerGroup) -> None:
         failures = [
@@ -185,7 +194,7 @@ class Agent(LocalElasticAgent):
             [f for f in failures if self._root is not None and f.rank == self._root.rank] or failures
         )
         if self._root is None:
-            sys.stderr.write(describe_root(root))
+            sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes))
         self._root = root
         sys.stderr.write(describe_others(root, failures))
         self.exit_code = root.shell_code
@@ -193,6 +202,14 @@ class Agent(LocalElasticAgent):
             attempt = self._plan.max_restarts - self._remaining_restarts + 1
             say(f"restarting all ranks ({attempt} of {self._plan.max_restarts})")
             self.exit_code = 0
+
+
+def _kill_leftovers(worker_group: WorkerGroup) -> None:
+    """End what failed or stopped ranks have started, such as loader workers: each rank leads a group of its own."""
+    for worker in worker_group.workers:
+        if worker.id is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(cast("int", worker.id), signal.SIGKILL)
 
 
 def _read_record(file: Path | None) -> dict[str, object]:

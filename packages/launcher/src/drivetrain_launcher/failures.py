@@ -15,6 +15,7 @@ _AFTERMATH_WORDS = (
     "Connection reset by peer",
     "Broken pipe",
     "Connection refused",
+    "Timed out waiting",
 )
 
 # What ended a process, in the words of somebody who wants to go on.
@@ -22,7 +23,8 @@ _SIGNALS = {
     "SIGKILL": "most likely the system ran out of memory and killed it; a smaller batch or fewer loader workers help",
     "SIGSEGV": "a crash in native code; the stack that faulthandler printed says where",
     "SIGBUS": "most likely shared memory (/dev/shm) is full; fewer loader workers, or a larger /dev/shm, help",
-    "SIGABRT": "native code gave up; its message stands above",
+    "SIGABRT": "native code gave up; its message stands above. Where that speaks of a data size, ranks gave a "
+    "collective different shapes: --state-debug shows each rank's",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "an instruction that this CPU does not have: a library was built for another",
     "SIGTERM": "somebody, or the scheduler, asked it to stop",
@@ -75,8 +77,11 @@ class RankFailure:
 
     @property
     def shell_code(self) -> int:
-        """The exit code for the shell: the rank's own, or 128 + the signal's number."""
-        code = 1 if self.exit_code is None else self.exit_code
+        """The exit code for the shell: the rank's own, or 128 + the signal's number; 1 for an exception.
+
+        A rank that was stopped while its exception ended it has failed by the exception.
+        """
+        code = 1 if self.exit_code is None or (self.error and self.signal == "SIGTERM") else self.exit_code
         return code if code >= 0 else 128 - code
 
 
@@ -129,14 +134,19 @@ def find_root(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that began it: the earliest that no broken connection and no stop by the launcher explains."""
 
     def rank_as_root(failure: RankFailure) -> tuple[bool, bool, float, int]:
-        was_stopped = failure.signal == "SIGTERM"
+        was_stopped = failure.signal == "SIGTERM" and not failure.error
         return was_stopped, failure.is_aftermath, failure.time, failure.rank
 
     return min(failures, key=rank_as_root)
 
 
-def describe_root(failure: RankFailure) -> str:
+def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
     """The failure that began it, with its traceback."""
+    elsewhere = (
+        "it ended early without an error, or it hangs; a watchdog's table above names the rank"
+        if num_nodes == 1
+        else "one on another node failed first; look at that node's output"
+    )
     who = f"rank {failure.rank} (local rank {failure.local_rank}, process {failure.pid})"
     if failure.traceback:
         shown = (
@@ -145,7 +155,7 @@ def describe_root(failure: RankFailure) -> str:
             else f"\n{failure.traceback}"
         )
         hint = (
-            "\nA connection broke: most likely a rank on another node failed first; look at that node's output.\n"
+            f"\nAnother rank did not answer: most likely {elsewhere}.\n"
             if failure.is_aftermath
             else ""
         )

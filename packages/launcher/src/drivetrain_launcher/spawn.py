@@ -131,7 +131,7 @@ def _start(
             exit_code=failure.exitcode,
             seen=float(failure.timestamp),
         )
-        raise RankFailedError(describe_root(root))
+        raise RankFailedError(describe_root(root, num_nodes=1))
     return [result.return_values[rank] for rank in ranks]
 
 

@@ -1,6 +1,7 @@
 """Keeping one process's time: since when nothing moves here, and the end of a process that is stuck for too long."""
 
 import atexit
+import multiprocessing
 import os
 import sys
 import threading
@@ -192,6 +193,8 @@ def _end_process(text: str) -> None:
 
     def last_words() -> None:
         say(text)
+        for child in multiprocessing.active_children():
+            child.kill()  # a loader's worker would live on, and hold this process's output open
         sys.stdout.flush()
 
     _within_seconds(last_words, 2)

@@ -1,0 +1,33 @@
+"""The signals that stop a launch: one press of Ctrl-C may arrive twice, and counts once."""
+
+import signal
+import time
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+# A wrapper such as `uv run` hands on the signal that the terminal, or a supervisor, sent to the launcher as well.
+_ONE_PRESS_SECONDS = 1.0
+
+
+class StopSignals:
+    """Raises `SignalException` for each signal, as torch's own handler does, but once for those that come together."""
+
+    def __init__(self) -> None:
+        self._raised_at = -_ONE_PRESS_SECONDS
+
+    def take_over(self) -> None:
+        """Handle the signals that torch's agent handles now. Called in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            handler = signal.getsignal(number)
+            if getattr(handler, "__module__", "").startswith("torch.distributed.elastic"):
+                signal.signal(number, self._raise)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        now = time.monotonic()
+        if now - self._raised_at < _ONE_PRESS_SECONDS:
+            return
+        self._raised_at = now
+        caught = signal.Signals(number)
+        raise SignalException(f"stopped by {caught.name}", sigval=caught)
