@@ -58,7 +58,7 @@ def save(library: str, length: int, folder: Path) -> None:
 
 
 def first_batch(library: str, length: int, folder: Path | None) -> Mapping[str, float]:
-    """Seconds to the first batch of a fresh epoch, or of the rest of a saved one; and the bytes it took at the peak."""
+    """Seconds to the first batch of a fresh epoch, or of the rest of a saved one; and the peak of bytes it took."""
     from drivetrain_memory import PeakMemory
 
     accelerator, loader, skip_first_batches = start(library, length)
@@ -106,7 +106,9 @@ def measure(rounds: int, sizes: tuple[int, ...], folder: Path) -> list[Table]:
                 found[name].append(in_a_process_of_its_own(task, library, millions, saved))
         for what, unit in (("seconds", "ms"), ("bytes", "MB")):
             measured = {name: [one[what] for one in taken] for name, taken in found.items()}
-            title = f"{millions} million samples, {'time to the first batch' if unit == 'ms' else 'peak memory'}"
+            title = (
+                f"{millions} million samples, {'time to the first batch' if unit == 'ms' else 'peak memory'}"
+            )
             tables.append(Table(title=title, unit=unit, measured=measured))
     return tables
 

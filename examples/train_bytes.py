@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import signal
 import sysconfig
 from collections.abc import Iterable
@@ -174,7 +175,7 @@ def train(accelerator: Accelerator, args: argparse.Namespace) -> GPT | None:
             if save or stop:
                 validation_loss = evaluate(accelerator, model, validation)
                 accelerator.log({"validation loss": validation_loss}, step)
-                path = accelerator.save_state()
+                path = os.path.relpath(accelerator.save_state())
                 say(
                     f"step {step}: train loss {train_loss:.3f}, validation loss {validation_loss:.3f}, saved {path}"
                 )
@@ -251,6 +252,10 @@ def main() -> None:
             plot_losses(args.project_dir / "log.jsonl", args.project_dir / "loss.png")
             print(sample(model, b"class ", num_bytes=500, temperature=0.6))
             print(f"\nThe loss curve, the log and the checkpoints are in {args.project_dir}.")
+    if model is None:
+        raise SystemExit(
+            128 + signal.SIGINT
+        )  # what comes after this run in a script must not take it for done
 
 
 if __name__ == "__main__":

@@ -6,7 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationError, AccumulationWindow, DDPBackend, DDPSettings
+from drivetrain_backends import (
+    AccumulationError,
+    AccumulationWindow,
+    DDPBackend,
+    DDPSettings,
+    UnreducedGradientError,
+)
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 
@@ -83,3 +89,51 @@ def kind_of_a_frozen_model() -> str:
     backend, model, _ = ddp()
     (prepared,) = backend.prepare([model.requires_grad_(False)], [], [])
     return type(prepared.model).__name__
+
+
+def step_after_unfreezing(frozen: str) -> str:
+    backend, model, _ = ddp()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    (prepared,) = backend.prepare([model], [optimizer], [])
+    model.requires_grad_(True)
+    before = model.weight.detach().clone()
+    prepared.backward(prepared.model(torch.full((2, 8), float(dist.get_rank() + 1))).square().mean())
+    try:
+        prepared.optimizers[0].step()
+    except UnreducedGradientError as error:
+        assert torch.equal(model.weight, before)
+        return str(error)
+    finally:
+        backend.close()
+    return "stepped"
+
+
+@pytest.mark.parametrize("frozen", ["weight", "weight and bias"])
+def test_a_parameter_unfrozen_after_prepare_is_refused_by_name(run_ranks, frozen: str) -> None:
+    for said in run_ranks(step_after_unfreezing, frozen):
+        assert said.startswith(
+            "weight was frozen when prepare() replicated its model, and has a gradient now"
+        )
+
+
+def step_with_an_unused_layer() -> str:
+    backend, _, _ = ddp()
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
+    model.forward = lambda x: model["used"](x)
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    try:
+        for _ in range(2):
+            prepared.backward(prepared.model(torch.ones(2, 8)).sum())
+    except UnreducedGradientError as error:
+        return str(error)
+    finally:
+        backend.close()
+    return "trained"
+
+
+def test_parameters_without_a_gradient_are_named_with_the_flag_that_allows_them(run_ranks) -> None:
+    for said in run_ranks(step_with_an_unused_layer):
+        assert "gave no gradient to unused.weight, unused.bias, and ranks wait" in said
+        assert "--ddp-find-unused-parameters" in said

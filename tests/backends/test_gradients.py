@@ -178,3 +178,24 @@ def test_sparse_gradients_are_unscaled_too() -> None:
     prepared.backward(model(torch.tensor([1, 1])).float().sum())
     prepared.optimizers[0].step()
     assert model.weight[1].tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize(("mode", "accumulation"), [("no", 2), ("fp16", 1)])
+def test_gradients_of_a_plain_backward_are_refused_where_they_would_be_wrong(
+    mode: str, accumulation: int
+) -> None:
+    single = backend(mode, accumulation=accumulation, settings=SCALING)
+    a, _, _, (optimizer, _) = two(single, together=False)
+    for number in range(accumulation):
+        single.window.begin(is_last=number + 1 == accumulation)
+        a(torch.tensor(3.0)).backward()
+    with pytest.raises(AccumulationError, match=r"gradients of loss.backward\(\), which are neither divided"):
+        optimizer.step()
+
+
+def test_a_plain_backward_is_right_where_nothing_is_divided_or_scaled() -> None:
+    single = backend()
+    a, _, _, (optimizer, _) = two(single, together=False)
+    a(torch.tensor(3.0)).backward()
+    optimizer.step()
+    assert a.w.item() == -2.0

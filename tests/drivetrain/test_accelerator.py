@@ -232,3 +232,19 @@ def test_a_scheduler_takes_its_metric_by_name() -> None:
         optimizer.zero_grad()
         scheduler.step(metrics=1.0)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_batch_cut_into_micro_batches_says_which_is_the_last() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.0))
+    loader = accelerator.prepare(DataLoader(torch.ones(8, 1), batch_size=4))
+    closed: list[bool] = []
+    for number, batch in enumerate(loader):
+        for part, rows in enumerate(batch.split(2)):
+            with accelerator.accumulate(model, last=number == 1 and part == 1):
+                accelerator.backward(model(rows).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            closed.append(accelerator.sync_gradients)
+    assert closed == [False, False, True, True]

@@ -4,6 +4,7 @@ import pytest
 
 from drivetrain import Accelerator, ConfigError
 from drivetrain_backends import SingleBackend, register_backend
+from drivetrain_checkpoint import CheckpointSettings
 from drivetrain_config import Layers
 
 
@@ -41,3 +42,31 @@ def test_a_backend_comes_as_class_or_from_a_registry() -> None:
     given = Accelerator(cpu=True, backend=Mine)
     named = Accelerator(cpu=True, backend="mine", registry=register_backend("mine", Mine))
     assert given.plan.facts["backend"] == named.plan.facts["backend"] == "Mine"
+
+
+def test_every_section_can_be_given_in_code() -> None:
+    sections = {
+        "run": {"show_plan": False},
+        "checkpoint": CheckpointSettings(keep_last=7),
+        "ddp": {"static_graph": True},  # for the launches of this program on several processes
+    }
+    accelerator = Accelerator(cpu=True, sections=sections, data={"even": "pad"})
+    assert not accelerator.settings.show_plan
+    asked = {row.setting: (row.asked, row.source) for row in accelerator.plan.rows}
+    assert asked["checkpoint.keep_last"] == (7, "code")
+    assert asked["data.even"] == ("pad", "code")
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "says"),
+    [
+        ({"dpp": {}}, ConfigError, "there is no section 'dpp'; sections here: .*ddp"),
+        ({"ddp": {"static": True}}, ConfigError, "section 'ddp' has no field 'static'"),
+        ({"state": {"timeout_seconds": "long"}}, ConfigError, "timeout_seconds"),
+        ({"state": 3}, TypeError, "a section is its dataclass or a mapping of its fields, not int"),
+        ({"data": {}}, ValueError, "both given: say the section once"),
+    ],
+)
+def test_a_section_in_code_is_checked_whether_it_is_used_or_not(sections, error, says: str) -> None:
+    with pytest.raises(error, match=says):
+        Accelerator(cpu=True, sections=sections, data={"even": "pad"})

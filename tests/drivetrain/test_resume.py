@@ -23,6 +23,19 @@ def test_what_has_no_state_is_refused() -> None:
         Accelerator(cpu=True).register_for_checkpointing({})
 
 
+def test_a_folder_of_checkpoints_stands_for_its_newest_and_needs_no_project(tmp_path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    folders = []
+    for _ in range(2):
+        folders.append(accelerator.save_state(tmp_path))
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+    assert accelerator.load_state(tmp_path) == 1
+    assert accelerator.load_state(folders[0]) == 0
+
+
 def test_a_name_is_given_once() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.register_for_checkpointing(ema=Kept())

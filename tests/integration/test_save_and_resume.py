@@ -86,7 +86,7 @@ def test_a_resume_at_another_world_size_says_what_became_of_the_generators(run_r
     run_ranks(first_part, tmp_path, num_processes=2)
     first, again = (run_ranks(resumed_draw, tmp_path, num_processes=1)[0] for _ in range(2))
     assert first == again
-    assert "saved on 2 ranks, resumed on 1" in first[1]
+    assert "saved with world size 2, resumed with 1" in first[1]
 
 
 def resumed_draw(folder: Path) -> tuple[float, str]:
@@ -97,5 +97,5 @@ def resumed_draw(folder: Path) -> tuple[float, str]:
     logger.addHandler(handler)
     second_part(folder)
     logger.removeHandler(handler)
-    assert "saved on 2 ranks, resumed on 1" in (folder / "plan.json").read_text()
+    assert "saved with world size 2, resumed with 1" in (folder / "plan.json").read_text()
     return torch.rand(()).item(), "\n".join(records)

@@ -256,7 +256,9 @@ def test_gather_in_one_process_gives_the_shapes_of_many() -> None:
     ],
 )
 def test_what_is_no_tensor_is_named_with_its_path(data: object, path: str, kind: str) -> None:
-    with pytest.raises(LeafError, match=f"{path} is of type {kind}: tensors are allowed.*gather_object"):
+    with pytest.raises(
+        LeafError, match=f"{path} is of type {kind}: dense tensors are allowed.*gather_object"
+    ):
         gather(_alone(), data)
 
 
@@ -437,3 +439,9 @@ def test_every_collective_marks_its_begin_and_end(run_ranks) -> None:
         "gather_object done 2",
         "broadcast_object done 2",
     ]
+
+
+def test_a_sparse_tensor_is_refused_with_its_path() -> None:
+    context = connect(StateSettings(device="cpu"))
+    with pytest.raises(LeafError, match=r"data\['x'\] is a sparse tensor: dense tensors are allowed"):
+        gather(context, {"x": torch.eye(2).to_sparse()})

@@ -36,7 +36,8 @@ def test_a_mesh_for_one_process_brings_a_group_that_ends_with_it() -> None:
     assert context.group is dist.group.WORLD
     context.close()
     context.close()
-    assert context.group is None
+    with pytest.raises(ConnectError, match="the process group has ended"):
+        _ = context.group
     assert not dist.is_initialized()
 
 
@@ -113,6 +114,12 @@ second.close()
 assert dist.is_initialized()
 first.close()
 assert not dist.is_initialized()
+try:
+    reduce(second, torch.ones(1))
+except ConnectError as error:
+    assert "was connected first made it, and was closed; close that one last" in str(error)
+else:
+    raise AssertionError("a group that has ended was used")
 print(first.topology.rank, first.device)
 """
     )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.errors import BatchMismatchError as BatchMismatchError
     from drivetrain_backends.errors import PairingError as PairingError
     from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
+    from drivetrain_backends.errors import UnreducedGradientError as UnreducedGradientError
     from drivetrain_backends.forward import restore_forward as restore_forward
     from drivetrain_backends.optimizer import PreparedOptimizer as PreparedOptimizer
     from drivetrain_backends.optimizer import StepResult as StepResult
@@ -44,6 +45,7 @@ _ROOMS = {
     "SingleBackend": "single",
     "StepResult": "optimizer",
     "UnknownBackendError": "errors",
+    "UnreducedGradientError": "errors",
     "register_backend": "registry",
     "restore_forward": "forward",
 }
@@ -64,6 +66,7 @@ __all__ = [
     "SingleBackend",
     "StepResult",
     "UnknownBackendError",
+    "UnreducedGradientError",
     "register_backend",
     "restore_forward",
 ]

@@ -1,5 +1,6 @@
 """Data parallel training: a replica on every rank, gradients averaged by torch's DistributedDataParallel."""
 
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from drivetrain_backends.errors import UnreducedGradientError
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.torch_backend import TorchBackend
 from drivetrain_state import Context
@@ -32,6 +34,25 @@ _HOOKS = MappingProxyType(
 )
 
 
+class Replica(DistributedDataParallel):
+    """DDP, which tells of parameters without a gradient by their names, and how to allow them here."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
+            if found is None:
+                raise
+            names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+            unused = ", ".join(names[int(index)] for index in re.findall(r"\d+", found[1]))
+            raise UnreducedGradientError(
+                f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is "
+                "not trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step"
+            ) from error
+
+
 class DDPBackend(TorchBackend):
     """Each model is replicated on every rank; a model without trainable parameters is only moved.
 
@@ -44,12 +65,16 @@ class DDPBackend(TorchBackend):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Replicate `model`: rank 0's parameters and buffers reach all ranks. Called on all ranks."""
+        frozen = {
+            parameter: name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
+        self._ledger.unreduced |= frozen
         if not any(p.requires_grad for p in model.parameters()):
             return model
         settings = cast("DDPSettings", self.settings)
         device = self.context.device
         buffers: dict[str, Any] = {_BUFFERS: settings.broadcast_buffers}
-        replica = DistributedDataParallel(
+        replica = Replica(
             model,
             device_ids=None if device.type == "cpu" else [device],
             process_group=_group(self.context),

@@ -13,5 +13,9 @@ class AccumulationError(RuntimeError):
     """Two ways to normalise the loss, or steps in an order that would give wrong gradients."""
 
 
+class UnreducedGradientError(RuntimeError):
+    """A gradient would be stepped on that ranks have not averaged, so that their weights would drift apart."""
+
+
 class BatchMismatchError(TypeError):
     """A batch does not fit the signature of the model's forward."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow, ReferenceCount, total_count
-from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
 
@@ -95,16 +95,30 @@ class GradientGroup:
         """Note that an optimizer steps, or would but for an overflow.
 
         Raises:
-            AccumulationError: Other models' losses were counted in this window, and none as this group's.
+            AccumulationError: Gradients came from no loss of this group's: other models' losses were counted in this
+                window, or `loss.backward()` was called where losses must be divided or scaled.
         """
-        counted = self._ledger.counted_in == self._ledger.window.number != self.opened_in
-        if self.stage == "empty" and counted and any(p.grad is not None for p in self.parameters()):
-            raise AccumulationError(
-                f"an optimizer of {' and '.join(type(m).__name__ for m in self.models)} steps, but no counted loss "
-                "of this window was said to be theirs: pass every model a loss trains, backward(..., model=(a, b))"
-            )
+        if self.stage == "empty":
+            self._check_unknown_gradients()
         self.stage = "used"
         self._ledger.has_stepped = True
+
+    def _check_unknown_gradients(self) -> None:
+        ledger = self._ledger
+        names = " and ".join(type(model).__name__ for model in self.models)
+        others_counted = ledger.counted_in == ledger.window.number and self.opened_in != ledger.window.number
+        divided = ledger.window.num_micro_batches > 1 or ledger.scaler is not None
+        if not (others_counted or divided) or all(p.grad is None for p in self.parameters()):
+            return
+        if others_counted:
+            raise AccumulationError(
+                f"an optimizer of {names} steps, but no counted loss of this window was said to be theirs: pass "
+                "every model a loss trains, backward(..., model=(a, b))"
+            )
+        raise AccumulationError(
+            f"an optimizer of {names} steps on gradients of loss.backward(), which are neither divided by the "
+            "window's micro-batches nor scaled for fp16: call accelerator.backward(loss) in its place"
+        )
 
     def cleared_by(self, optimizer: Optimizer) -> None:
         """Note that an optimizer's gradients were cleared; once all are, so are the losses behind them."""
@@ -152,6 +166,8 @@ class GradientLedger:
         last_backward: The micro-batch of the last one.
         has_stepped: Whether an optimizer stepped since the loss scale last moved.
         is_joined: Whether ranks may run out of batches at different steps.
+        unreduced: The parameters whose gradients are not averaged over ranks, with their names: those that were
+            frozen when their model was replicated.
     """
 
     def __init__(self, context: Context, window: AccumulationWindow, scaler: LossScaler | None) -> None:
@@ -165,6 +181,22 @@ class GradientLedger:
         self.last_backward = -1
         self.has_stepped = False
         self.is_joined = False
+        self.unreduced: dict[Tensor, str] = {}
+
+    def check_reduced(self, optimizer: Optimizer) -> None:
+        """Refuse to step on gradients that are not averaged over ranks.
+
+        Raises:
+            UnreducedGradientError: A parameter was trained that was frozen when its model was prepared.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self.unreduced:
+                    raise UnreducedGradientError(
+                        f"{self.unreduced[parameter]} was frozen when prepare() replicated its model, and has a "
+                        "gradient now, which ranks do not average: their weights would drift apart. Set "
+                        "requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"
+                    )
 
     def backward(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
         """Add the gradients of a loss of some groups.

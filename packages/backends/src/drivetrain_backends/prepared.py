@@ -63,6 +63,8 @@ class TorchPrepared:
         if not self._window.closing:
             return _OPEN
         group = self.group
+        if self._ledger.unreduced:
+            self._ledger.check_reduced(optimizer)
         group.finish()
         group.use()
         self._watch.mark("optimizer step")

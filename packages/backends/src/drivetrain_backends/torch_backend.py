@@ -146,6 +146,7 @@ class TorchBackend:
         for prepared in self._prepared:
             prepared.release()
         self._prepared, self._trained, self._ledger.groups = [], [], []
+        self._ledger.unreduced.clear()
 
     def _check(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]

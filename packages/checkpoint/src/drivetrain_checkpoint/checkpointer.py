@@ -85,19 +85,21 @@ class Checkpointer:
         """Read a checkpoint, every byte checked, and apply nothing. Called on all ranks.
 
         Args:
-            path: A checkpoint's folder. None takes the one that was saved last and is good; one that is damaged
-                is passed over on all ranks together, with a warning.
+            path: A checkpoint's folder, or a folder of checkpoints; None takes this one's. Of a folder of them, the
+                one that was saved last and is good is taken; one that is damaged is passed over on all ranks
+                together, with a warning.
 
         Raises:
             NoCheckpointError: There is none.
             CorruptCheckpointError: The one that was named is damaged; the message names the file.
             FolderNotSharedError: The ranks see different checkpoints under the same path.
         """
-        from drivetrain_checkpoint.load import load_from, load_newest
+        from drivetrain_checkpoint.load import holds_checkpoints, load_from, load_newest
 
-        if path is None:
-            return load_newest(self._context, self.directory)
-        return load_from(self._context, Path(path).absolute())
+        folder = self.directory if path is None else Path(path).absolute()
+        if path is None or holds_checkpoints(self._context, folder):
+            return load_newest(self._context, folder)
+        return load_from(self._context, folder)
 
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, by manifest and file sizes; None if there is none.

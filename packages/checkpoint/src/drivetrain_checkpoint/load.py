@@ -8,6 +8,7 @@ from typing import Any
 
 from drivetrain_checkpoint.agreement import on_all_ranks
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
+from drivetrain_checkpoint.layout import MANIFEST, step_folders
 from drivetrain_checkpoint.manifest import Manifest, check_files, read_manifest
 from drivetrain_checkpoint.parts import read_part
 from drivetrain_checkpoint.survey import find_checkpoints
@@ -77,6 +78,12 @@ def load_from(context: Context, folder: Path) -> Loaded:
     if isinstance(answer, CorruptCheckpointError):
         raise answer
     return answer
+
+
+def holds_checkpoints(context: Context, folder: Path) -> bool:
+    """Whether a folder is no checkpoint itself but holds some, as rank 0 sees it. Called on all ranks."""
+    found = context.topology.is_main and not (folder / MANIFEST).exists() and bool(step_folders(folder))
+    return broadcast_object(context, found)
 
 
 def newest(context: Context, directory: Path) -> Path | None:

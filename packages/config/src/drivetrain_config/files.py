@@ -75,7 +75,7 @@ def _parse(path: Path) -> tuple[Any, Lines]:
 def _text(path: Path) -> str:
     if not path.is_file():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, beside, n=1)
+        near = get_close_matches(path.name, beside, n=1, cutoff=0.75)
         raise ConfigError(
             f"{path}: no such file{f', did you mean {path.with_name(near[0])}?' if near else ''}"
         )

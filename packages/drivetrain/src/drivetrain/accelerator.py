@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain import metrics, resume
 from drivetrain.accumulate import MicroBatch
-from drivetrain.compose import compose, read_layers
+from drivetrain.compose import compose, read_layers, sections_in_code
 from drivetrain.effective import plan_of, show_plan, store_plan
 from drivetrain.loaders import shard
 from drivetrain.plan import EffectivePlan
@@ -50,6 +50,7 @@ class Accelerator(Ranks):
         cpu: Train on the CPU even where an accelerator is present.
         seed: Seed of every generator and of the data's order.
         config: A YAML, TOML or JSON file of settings, or layers read before.
+        sections: Any other settings in code, by section, such as {"ddp": {"static_graph": True}}.
         registry: Backends beside the installed ones, from `register_backend`.
 
     Raises:
@@ -71,6 +72,7 @@ class Accelerator(Ranks):
         cpu: bool | None = None,
         seed: int | None = None,
         config: Path | str | Layers | None = None,
+        sections: Mapping[str, object] | None = None,
         registry: BackendRegistry | None = None,
     ) -> None:
         backend_class = backend if isinstance(backend, type) else None
@@ -85,7 +87,7 @@ class Accelerator(Ranks):
         }
         self._parts = compose(
             run=said,
-            data=data,
+            sections=sections_in_code(data, sections),
             parallelism=parallelism,
             backend_class=backend_class,
             registry=registry or BackendRegistry(),
@@ -164,11 +166,13 @@ class Accelerator(Ranks):
 
     # The loop
 
-    def accumulate(self, *models: nn.Module) -> MicroBatch:
+    def accumulate(self, *models: nn.Module, last: bool | None = None) -> MicroBatch:
         """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.
 
         Args:
             *models: The models trained in it; all prepared ones if none is given.
+            last: Whether the window closes with it, full or not; None: with the last batch of a loader. Say it where
+                one batch is cut into several micro-batches. The same on all ranks.
 
         Returns:
             A context. One serves every batch; it cannot be nested.
@@ -179,7 +183,7 @@ class Accelerator(Ranks):
         micro_batch = self._micro_batch
         if micro_batch.is_open:
             raise AccumulationError("accumulate() inside accumulate(): one micro-batch is open already")
-        micro_batch.models = models
+        micro_batch.models, micro_batch.last = models, last
         return micro_batch
 
     @property
@@ -303,13 +307,14 @@ class Accelerator(Ranks):
         """Take up a saved run, at this or another number of ranks. Called on all ranks, after `prepare`.
 
         Args:
-            input_dir: A checkpoint's folder; the newest valid one of `project_dir`/checkpoints by default.
+            input_dir: A checkpoint's folder, or a folder of checkpoints, of which the newest valid one is taken;
+                `project_dir`/checkpoints by default.
 
         Returns:
             The optimizer step it was saved at.
         """
         step, self._parts.facts["random generators"] = resume.load(
-            self._run_state(), self._parts.checkpointer(None), input_dir
+            self._run_state(), self._parts.checkpointer(input_dir), input_dir
         )
         if self.is_main_process:
             store_plan(self.plan, self.settings)

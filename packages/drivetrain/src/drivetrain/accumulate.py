@@ -23,13 +23,16 @@ class MicroBatch:
 
     Attributes:
         models: The models whose gradients are held back, all if empty; set before entry.
+        last: Whether it closes its window before that is full; None: if it is the last batch of a loader. Set before
+            entry.
         is_open: Whether the loop is inside.
     """
 
-    __slots__ = ("_ended", "_held", "_loaders", "_prepared", "_window", "is_open", "models")
+    __slots__ = ("_ended", "_held", "_loaders", "_prepared", "_window", "is_open", "last", "models")
 
     def __init__(self, window: AccumulationWindow, loaders: ActiveLoaders, prepared: PreparedModels) -> None:
         self.models: Sequence[nn.Module] = ()
+        self.last: bool | None = None
         self.is_open = False
         self._window = window
         self._loaders = loaders
@@ -41,7 +44,8 @@ class MicroBatch:
 
     def __enter__(self) -> None:
         ending = self._loaders.ending
-        self._window.begin(is_last=ending is not None and ending is not self._ended)
+        ends = ending is not None and ending is not self._ended
+        self._window.begin(is_last=ends if self.last is None else self.last)
         self._ended = ending
         if not self._window.closing:
             self._hold()

@@ -10,7 +10,8 @@ from typing import Any
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
-from drivetrain_config import Layers, Resolved, resolve
+from drivetrain_config import ConfigError, Layers, Resolved, resolve, section_names
+from drivetrain_config import sections as installed_sections
 from drivetrain_data import ActiveLoaders, DataSettings, Shard
 from drivetrain_precision import Policy, PrecisionSettings, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
@@ -81,6 +82,21 @@ class Parts:
         return Checkpointer(self.context, Path(directory), settings=settings)
 
 
+def sections_in_code(
+    data: DataSettings | Mapping[str, object] | None, sections: Mapping[str, object] | None
+) -> Mapping[str, object]:
+    """The sections that code has given, by name.
+
+    Raises:
+        ValueError: The data section is given twice.
+    """
+    if data is None:
+        return sections or {}
+    if sections and "data" in sections:
+        raise ValueError("data= and sections['data'] are both given: say the section once")
+    return {**(sections or {}), "data": data}
+
+
 def read_layers(config: Path | str | Layers | None) -> Layers:
     """The settings from outside the program; a file given in code stands in for one given to the launcher."""
     if isinstance(config, Layers):
@@ -91,7 +107,7 @@ def read_layers(config: Path | str | Layers | None) -> Layers:
 def compose(
     *,
     run: Mapping[str, object | None],
-    data: DataSettings | Mapping[str, object] | None,
+    sections: Mapping[str, object],
     parallelism: ParallelDims | None,
     backend_class: type[Backend] | None,
     registry: BackendRegistry,
@@ -101,7 +117,7 @@ def compose(
 
     Args:
         run: The run section's fields as given in code; None means not said.
-        data: The data section as given in code.
+        sections: Other sections as given in code, by name: dataclasses or mappings of fields.
         parallelism: How ranks are split into dimensions.
         backend_class: A backend class given in code, in place of a name.
         registry: Where a backend's name is looked up.
@@ -110,28 +126,27 @@ def compose(
     Raises:
         ConfigError: A setting is unknown or outside its range; the message says where it came from.
     """
+    said = {name: dict(_as_mapping(section)) for name, section in sections.items()}
+    run = {**said.pop("run", {}), **{name: value for name, value in run.items() if value is not None}}
     resolved: dict[str, Resolved[Any]] = {"run": resolve(RunSettings, section="run", code=run, layers=layers)}
     settings: RunSettings = resolved["run"].value
-    said = {
-        "state": {"device": "cpu"} if settings.cpu else {},
-        "data": {"seed": settings.seed, **_as_mapping(data)},
-    }
-    for section, kind in _SECTIONS.items():
-        resolved[section] = resolve(kind, section=section, code=said.get(section), layers=layers)
+    if settings.cpu:
+        said.setdefault("state", {}).setdefault("device", "cpu")
+    said.setdefault("data", {}).setdefault("seed", settings.seed)
+    for name, kind in _SECTIONS.items():
+        resolved[name] = resolve(kind, section=name, code=said.pop(name, None), layers=layers)
     context = connect(_state(resolved["state"].value, settings), parallelism=parallelism)
     policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
     chosen = backend_class or registry.get(_backend_name(settings.backend, context))
+    backend_settings = None
     if chosen.settings_section is not None:
-        section = chosen.settings_section
+        name = chosen.settings_section
         assert chosen.settings_type is not None  # the two come together
-        resolved[section] = resolve(chosen.settings_type, section=section, layers=layers)
+        resolved[name] = resolve(chosen.settings_type, section=name, code=said.pop(name, None), layers=layers)
+        backend_settings = resolved[name].value
+    _check_unused(said)
     window = AccumulationWindow(settings.gradient_accumulation_steps)
-    backend = chosen(
-        context,
-        policy,
-        window=window,
-        settings=None if chosen.settings_section is None else resolved[chosen.settings_section].value,
-    )
+    backend = chosen(context, policy, window=window, settings=backend_settings)
     if context.topology.is_main:
         _tell_disagreements(resolved)
     return Parts(
@@ -147,6 +162,16 @@ def compose(
             settings=resolved["tracking"].value,
         ),
     )
+
+
+def _check_unused(said: Mapping[str, Mapping[str, object]]) -> None:
+    """Check sections that nothing here uses, such as those of a backend that other launches of the program choose."""
+    for name, code in said.items():
+        found = installed_sections(only={name})
+        if name not in found:
+            listed = ", ".join(section_names())
+            raise ConfigError(f"code: there is no section {name!r}; sections here: {listed}")
+        resolve(found[name], section=name, code=code)
 
 
 def _state(state: StateSettings, settings: RunSettings) -> StateSettings:
@@ -181,9 +206,10 @@ def _directory(settings: RunSettings) -> Path:
 
 
 def _as_mapping(section: object) -> Mapping[str, object]:
-    if section is None:
-        return {}
     if isinstance(section, Mapping):
         return section
-    assert is_dataclass(section)
+    if not is_dataclass(section):
+        raise TypeError(
+            f"a section is its dataclass or a mapping of its fields, not {type(section).__name__}"
+        )
     return {each.name: getattr(section, each.name) for each in fields(section)}

@@ -140,6 +140,10 @@ class Ranks:
         """Rank 0 runs the block before the others. Called on all ranks."""
         return control.main_process_first(self.context)
 
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Each node's rank 0 runs the block before the node's others. Called on all ranks."""
+        return control.local_main_process_first(self.context)
+
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:

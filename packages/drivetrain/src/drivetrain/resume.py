@@ -141,11 +141,11 @@ def _restore_generators(run: RunState, loaded: "Loaded") -> str:
         return f"restored as saved at step {loaded.step}"
     reseed(run.seed, rank=topology.rank, step=loaded.step)
     became = (
-        f"saved on {loaded.saved_world_size} ranks, resumed on {topology.world_size}: reseeded from seed {run.seed}, "
-        f"each rank and step {loaded.step}"
+        f"saved with world size {loaded.saved_world_size}, resumed with {topology.world_size}: reseeded from "
+        f"seed {run.seed}, each rank and step {loaded.step}"
     )
     if topology.is_main:
-        logger.warning("random number generators: %s; the data's order goes on exactly", became)
+        logger.warning("random number generators: %s", became)
     return became
 
 

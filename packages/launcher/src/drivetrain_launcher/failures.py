@@ -154,11 +154,7 @@ def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
             if failure.was_shown
             else f"\n{failure.traceback}"
         )
-        hint = (
-            f"\nAnother rank did not answer: most likely {elsewhere}.\n"
-            if failure.is_aftermath
-            else ""
-        )
+        hint = f"\nAnother rank did not answer: most likely {elsewhere}.\n" if failure.is_aftermath else ""
         return f"drivetrain: {who} failed:{shown}{hint}"
     if failure.signal:
         why = _SIGNALS.get(failure.signal, "")

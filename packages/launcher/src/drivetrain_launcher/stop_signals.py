@@ -11,7 +11,7 @@ _ONE_PRESS_SECONDS = 1.0
 
 
 class StopSignals:
-    """Raises `SignalException` for each signal, as torch's own handler does, but once for those that come together."""
+    """Raises `SignalException` for a signal, as torch's own handler does, but once for those that come together."""
 
     def __init__(self) -> None:
         self._raised_at = -_ONE_PRESS_SECONDS

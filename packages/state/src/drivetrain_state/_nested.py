@@ -26,10 +26,10 @@ def tensors_in(data: Nested) -> list[torch.Tensor]:
     """
     found: list[torch.Tensor] = []
     if not _collect(data, found):
-        wrong = ((path, leaf) for path, leaf in leaves_with_paths(data) if not isinstance(leaf, torch.Tensor))
-        path, leaf = next(wrong)
+        path, leaf = next((path, leaf) for path, leaf in leaves_with_paths(data) if not _is_dense(leaf))
+        kind = "a sparse tensor" if isinstance(leaf, torch.Tensor) else f"of type {type(leaf).__name__}"
         raise LeafError(
-            f"data{path} is of type {type(leaf).__name__}: tensors are allowed, in dicts, lists, tuples and "
+            f"data{path} is {kind}: dense tensors are allowed, in dicts, lists, tuples and "
             "dataclasses; make it a tensor, or send it with gather_object or broadcast_object"
         )
     return found
@@ -71,11 +71,15 @@ def _keys(data: Mapping[Any, Any]) -> list[Any]:
         return list(data)
 
 
+def _is_dense(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
 def _collect(data: Nested, found: list[torch.Tensor]) -> bool:
     """Append the tensors of `data` to `found`; False as soon as something else stands there."""
     if isinstance(data, torch.Tensor):
         found.append(data)
-        return True
+        return _is_dense(data)
     if isinstance(data, (dict, Mapping)):
         mapping = cast("Mapping[Any, Any]", data)
         return all(_collect(mapping[key], found) for key in _keys(mapping))

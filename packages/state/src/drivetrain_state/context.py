@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from drivetrain_state.errors import ConnectError
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.topology import Topology
 from drivetrain_state.watch import Watch
@@ -41,12 +42,22 @@ class Context:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The default process group; None in one process, and after its end.
+        """The default process group; None in one process.
 
         It is looked up, not held: a group's threads end when nobody holds it any more, and those that still ran
         while the interpreter ends would abort the process.
+
+        Raises:
+            ConnectError: It has ended.
         """
-        return dist.group.WORLD if self._has_group else None
+        if not self._has_group:
+            return None
+        if not dist.is_initialized():
+            raise ConnectError(
+                "the process group has ended: the context, or Accelerator, that was connected first made it, and was "
+                "closed; close that one last"
+            )
+        return dist.group.WORLD
 
     def applied(self) -> dict[str, object]:
         """What is in force of the settings, read back from torch, for an effective plan."""
