@@ -20,7 +20,7 @@ from drivetrain_data.errors import DispatchError
 from drivetrain_data.packing import Incoming, Layout, Outgoing, Step, take_apart
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
-from drivetrain_data.source import Reading, Source
+from drivetrain_data.source import Mark, Reading, Source
 
 _NO_WORKER = -1
 _GROUP_BYTES = 2**18  # for a rank; beyond, a message is no cheaper for holding more
@@ -91,9 +91,9 @@ class DispatchSource:
             steps.close()
             self._channel.settle()
 
-    def note_received(self, plan: BatchPlan, worker: int) -> None:
+    def note_received(self, plan: BatchPlan, mark: Mark) -> None:
         """A step has reached the loop."""
-        self._inner.note_received(plan, worker)
+        self._inner.note_received(plan, mark)
 
     def num_steps(self) -> int:
         """The steps of a whole epoch."""
@@ -122,8 +122,8 @@ class DispatchSource:
             held = group
             if self._read_ahead:
                 group = self._post(next(groups, []))
-            for (plan, batches, worker), _ in held:
-                yield plan, batches[min(self._shard.index, len(batches) - 1)], worker
+            for (plan, batches, mark), _ in held:
+                yield plan, batches[min(self._shard.index, len(batches) - 1)], mark
             if not self._read_ahead:
                 group = self._post(next(groups, []))
 
@@ -161,7 +161,7 @@ class DispatchSource:
         if not group:
             self._tell(None)
             return group
-        tags = [_NO_WORKER if worker is None else worker for (_, _, worker), _ in group]
+        tags = [_NO_WORKER if mark is None else mark.worker for (_, _, mark), _ in group]
         layouts = [step.layout for step in group[0].steps]
         known = layouts == self._sent
         self._sent = layouts
@@ -193,7 +193,7 @@ class DispatchSource:
             if self._read_ahead:
                 self._channel.expect()
             for step, tag in enumerate(message.tags):
-                yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else tag
+                yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else Mark(tag)
 
     def _for_this_shard(self, layout: Layout) -> Layout:
         plan = layout.note

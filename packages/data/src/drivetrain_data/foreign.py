@@ -9,7 +9,7 @@ from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.orders import prepare_sampler
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
-from drivetrain_data.source import Reading
+from drivetrain_data.source import Mark, Reading
 
 
 class ForeignSource:
@@ -58,7 +58,7 @@ class ForeignSource:
                 yield plan, group[min(self._shard.index, len(group) - 1)], None
             group = following
 
-    def note_received(self, _plan: BatchPlan, _worker: int) -> None:
+    def note_received(self, _plan: BatchPlan, _mark: Mark) -> None:
         """Nothing: a position says all."""
 
     def num_steps(self) -> int:

@@ -11,7 +11,7 @@ from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.blocks import BlockOrder
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
-from drivetrain_data.source import Reading
+from drivetrain_data.source import Mark, Reading
 
 
 class IndexedSource:
@@ -62,7 +62,7 @@ class IndexedSource:
             num_batches = num_holders(plan, padded=sampler.even == "pad")
             yield plan, [first, *islice(batches, num_batches - 1)], None
 
-    def note_received(self, _plan: BatchPlan, _worker: int) -> None:
+    def note_received(self, _plan: BatchPlan, _mark: Mark) -> None:
         """Nothing: a position says all."""
 
     def num_steps(self) -> int:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Generator
@@ -15,7 +14,8 @@ from drivetrain_data.permutation import hash_key
 from drivetrain_data.rng import KeyedDraws
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
-from drivetrain_data.source import Reading
+from drivetrain_data.source import Mark, Reading
+from drivetrain_data.stream_state import ResumedStream, Snapshots, Stand
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,12 @@ class Dealt(NamedTuple):
 
     Attributes:
         num_samples: The samples read for all shards.
-        worker: The worker that read them; 0 without workers.
+        mark: The worker that read them, 0 without workers, and at times where its dataset stood after them.
         batches: This shard's batch, or those of all shards that have their own.
     """
 
     num_samples: int
-    worker: int
+    mark: Mark
     batches: list[Any]
 
 
@@ -43,6 +43,7 @@ class DealingCollate:
         shard: Whose batch is wanted.
         even: What becomes of a tail; padding repeats the tail's own samples.
         reads_for_all: All shards' batches are wanted.
+        snapshots: Tells now and then where the dataset stands.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class DealingCollate:
         even: Even,
         *,
         reads_for_all: bool,
+        snapshots: Snapshots,
     ) -> None:
         self.collate = collate
         self.batch_size = batch_size
         self.shard = shard
         self.even: Even = even
         self.reads_for_all = reads_for_all
+        self.snapshots = snapshots
 
     def __call__(self, samples: list[Any]) -> Dealt:
         """Cut and collate a step."""
@@ -79,7 +82,8 @@ class DealingCollate:
                 begin = sum(counts[:shard])
                 chosen = samples[begin : begin + counts[shard]] or samples[-1:]
             batches.append(self.collate(chosen[0] if self.batch_size is None else chosen))
-        return Dealt(len(samples), info.id if info else 0, batches)
+        # Only now, since collating may draw from the generators too.
+        return Dealt(len(samples), Mark(info.id if info else 0, self.snapshots.take()), batches)
 
 
 class StreamSource:
@@ -114,7 +118,8 @@ class StreamSource:
         self._loader = build(dataset)
         self._num_workers = max(1, num_workers)
         self._reads_here = num_workers == 0
-        self._received = [0] * self._num_workers  # from each worker; kept if there are several
+        self._received = [0] * self._num_workers  # from each worker
+        self._stands: list[Stand | None] = [None] * self._num_workers
         self.seed = seed
         self.reads_for_all = collate.reads_for_all
 
@@ -146,12 +151,13 @@ class StreamSource:
             if following is None or dealt.num_samples != full.advance:
                 last = following is None
                 plan = step_plan(dealt.num_samples, shard.count, size, even, shard=shard.index, is_last=last)
-            worker = dealt.worker if self._num_workers > 1 else None
-            yield plan, dealt.batches if self.reads_for_all else dealt.batches[0], worker
+            yield plan, dealt.batches if self.reads_for_all else dealt.batches[0], dealt.mark
 
-    def note_received(self, plan: BatchPlan, worker: int) -> None:
-        """Count what has come from a worker."""
-        self._received[worker] += plan.advance
+    def note_received(self, plan: BatchPlan, mark: Mark) -> None:
+        """Count what has come from a worker, and keep where its dataset stood."""
+        self._received[mark.worker] += plan.advance
+        if mark.snapshot is not None:
+            self._stands[mark.worker] = Stand(self._received[mark.worker], mark.snapshot)
 
     def num_steps(self) -> int:
         """The steps of a whole epoch, if the dataset has a length; as with torch, right without workers.
@@ -172,16 +178,24 @@ class StreamSource:
         return {"order": f"stream:{type(self._dataset).__name__}", "num_workers": self._num_workers}
 
     def extra_state(self, _epoch: int) -> Mapping[str, Any]:
-        """The samples received from each of several workers."""
-        return {"received": list(self._received)} if self._num_workers > 1 else {}
+        """The samples received from each worker, and where its dataset stood, if it tells."""
+        found: dict[str, Any] = {}
+        if self._num_workers > 1:
+            found["received"] = list(self._received)
+        if any(self._stands):
+            found["stands"] = [None if stand is None else stand._asdict() for stand in self._stands]
+        return found
 
     def take_up(self, _epoch: int, state: Mapping[str, Any]) -> None:
         """Go on where each worker stood."""
-        self._received = list(state["received"])
+        self._received = list(state.get("received", self._received))
+        stands = state.get("stands", [None] * self._num_workers)
+        self._stands = [None if stand is None else Stand(**stand) for stand in stands]
 
     def _loader_from(self, position: int) -> DataLoader[Any]:
         if position == 0:
             self._received = [0] * self._num_workers
+            self._stands = [None] * self._num_workers
             return self._loader
         if self._num_workers == 1:
             self._received = [position]
@@ -190,36 +204,11 @@ class StreamSource:
                 f"position {position} of a stream read by {self._num_workers} workers cannot be found without "
                 "reading: batches can be skipped with num_workers=0 or 1, and a saved state can be loaded"
             )
+        known = sum(stand.received for stand in self._stands if stand is not None)
         logger.warning(
-            "going on at sample %d of a stream: %s is read and dropped up to there, on each rank that reads",
+            "going on at sample %d of a stream: %s is read and dropped %s, on each rank that reads",
             position,
             type(self._dataset).__name__,
+            f"from sample {known} on, where its own state ends" if known else "up to there",
         )
-        return self._build(ResumedStream(self._dataset, tuple(self._received)))
-
-
-class ResumedStream(IterableDataset[Any]):
-    """A dataset without the samples that each worker gave before; in all else it answers as the dataset itself.
-
-    Args:
-        stream: The dataset.
-        skipped: The samples to read and drop, for each worker.
-    """
-
-    def __init__(self, stream: IterableDataset[Any], skipped: tuple[int, ...]) -> None:
-        self.__dict__.update(_stream=stream, _skipped=skipped)
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        return islice(iter(self._stream), self._skipped[info.id if info else 0], None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["_stream"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_stream"], name, value)
-
-    def __reduce__(self) -> tuple[type["ResumedStream"], tuple[Any, ...]]:
-        return ResumedStream, (self.__dict__["_stream"], self.__dict__["_skipped"])
+        return self._build(ResumedStream(self._dataset, tuple(self._received), tuple(self._stands)))

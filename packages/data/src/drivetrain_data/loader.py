@@ -169,10 +169,10 @@ class ShardedLoader(Generic[Batch]):
         if num_skipped:
             self._position = source.position_after(self._epoch, self._position, num_skipped)
         try:
-            for plan, batch, worker in source.open(self._epoch, self._position):
+            for plan, batch, mark in source.open(self._epoch, self._position):
                 self._position += plan.advance
-                if worker is not None:
-                    source.note_received(plan, worker)
+                if mark is not None:
+                    source.note_received(plan, mark)
                 self.current = plan
                 if activity is not None:
                     activity.push(self)

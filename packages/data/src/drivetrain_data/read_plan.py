@@ -15,6 +15,7 @@ from drivetrain_data.samplers import ItemSampler, OrderSampler, WholeBatchSample
 from drivetrain_data.settings import Even, Strategy
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
+from drivetrain_data.stream_state import Snapshots
 from drivetrain_data.torch_samplers import block_order_of, order_of
 
 
@@ -85,7 +86,16 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
         raise ValueError(
             "split_batches=True: with batch_size=None there are no batches to split; leave it out"
         )
-    collate = DealingCollate(loader.collate_fn, size, plan.shard, plan.even, reads_for_all=plan.for_all)
+    dataset = cast("IterableDataset[Any]", loader.dataset)
+    snapshots = Snapshots(dataset if loader.num_workers == 0 else None)
+    collate = DealingCollate(
+        loader.collate_fn,
+        size,
+        plan.shard,
+        plan.even,
+        reads_for_all=plan.for_all,
+        snapshots=snapshots,
+    )
     generator = torch.Generator()
 
     def build(dataset: IterableDataset[Any]) -> DataLoader[Any]:
@@ -98,7 +108,6 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
             drop_last=plan.even == "drop",
         )
 
-    dataset = cast("IterableDataset[Any]", loader.dataset)
     source = StreamSource(build, dataset, collate, generator, num_workers=loader.num_workers, seed=plan.seed)
     return source, size
 

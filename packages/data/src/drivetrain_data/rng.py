@@ -1,7 +1,7 @@
 """Random draws that depend on a key alone: not on what the program drew before, and not felt by it afterwards."""
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,6 +45,22 @@ class KeyedDraws:
         finally:
             self._states = _capture()
             _restore(outside)
+
+
+def plain_states() -> dict[str, Any]:
+    """The states of the global CPU generators of torch, NumPy and Python, as plain values, arrays and tensors."""
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+    }
+
+
+def load_plain_states(states: Mapping[str, Any]) -> None:
+    """Take up what `plain_states` gave."""
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
 
 
 def seed_own_generators(sampler: object, *key: int) -> None:

@@ -1,20 +1,33 @@
 """Where a sharded loader's batches come from: the seam between what is read and how a loop sees it."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from drivetrain_data.batch_plan import BatchPlan
 
-Reading: TypeAlias = tuple[BatchPlan, Any, int | None]
+
+class Mark(NamedTuple):
+    """What a source wants to hear of a step again, once the loop has it.
+
+    Attributes:
+        worker: The worker that read it.
+        snapshot: Where its dataset stood after it, if it was asked.
+    """
+
+    worker: int
+    snapshot: Any = None
+
+
+Reading: TypeAlias = tuple[BatchPlan, Any, Mark | None]
 
 
 class Source(Protocol):
     """Gives a shard's batches of an epoch with their plans. Every rank has one and makes the same calls.
 
-    1. `open` starts an epoch at a position; each step yields what all ranks know of it, this rank's batch, and the
-       worker that read it, if that matters for a resume. A source that reads for all yields a list in place of the
+    1. `open` starts an epoch at a position; each step yields what all ranks know of it, this rank's batch, and a
+       mark, if a resume needs more than the position. A source that reads for all yields a list in place of the
        batch: the batches of the shards that have their own, in shard order.
-    2. `note_received` follows each step that comes with a worker, once the loop has it.
+    2. `note_received` follows each step that comes with a mark, once the loop has it.
     3. `identity` and `extra_state` go into a saved state; `take_up` reads the latter back before the next `open`.
 
     Attributes:
@@ -40,7 +53,7 @@ class Source(Protocol):
         """Read an epoch from a position on."""
         ...
 
-    def note_received(self, plan: BatchPlan, worker: int, /) -> None:
+    def note_received(self, plan: BatchPlan, mark: Mark, /) -> None:
         """A step has reached the loop."""
         ...
 

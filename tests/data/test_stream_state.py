@@ -1,0 +1,150 @@
+"""Streams that know where they stand go on from there; what they draw goes on too."""
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from drivetrain_data import Shard, shard_loader
+from drivetrain_data.stream_state import ResumedStream, Snapshots, Stand
+
+
+class Standing(IterableDataset[torch.Tensor]):
+    """The numbers up to `length`, shared out among workers; it notes which ones were asked of it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.number = 0
+        self.asked: list[int] = []
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        while self.number * num_workers + worker < self.length:
+            index = self.number * num_workers + worker
+            self.number += 1
+            self.asked.append(index)
+            noise = torch.rand(()).item() + float(np.random.rand())
+            yield torch.tensor([index, noise], dtype=torch.float64)
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def read(loader, num_steps: int | None = None) -> list[list[float]]:
+    steps: list[list[float]] = []
+    for batch in loader:
+        steps += batch.tolist()
+        if num_steps is not None and len(steps) >= num_steps * loader.batch_size:
+            break
+    return steps
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_stream_goes_on_from_its_own_state_with_the_same_draws(num_workers: int) -> None:
+    def build(stream: Standing):
+        return shard_loader(DataLoader(stream, batch_size=3, num_workers=num_workers), Shard(0, 1), seed=5)
+
+    whole = read(build(Standing(40)))
+    first = build(Standing(40))
+    begun = read(first, 6)
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    assert {stand["received"] for stand in state["extra"]["stands"]} == {
+        3
+    }  # of the first step; half a second holds
+    stream = Standing(40)
+    again = build(stream)
+    again.load_state_dict(state)
+    assert begun + read(again) == whole
+    if num_workers == 0:
+        assert min(stream.asked) == 3
+    assert len(read(again)) == 40
+
+
+def test_the_next_epoch_begins_at_the_beginning() -> None:
+    first = shard_loader(DataLoader(Standing(10), batch_size=2), Shard(0, 1))
+    read(first, 2)
+    again = shard_loader(DataLoader(Standing(10), batch_size=2), Shard(0, 1))
+    again.load_state_dict(first.state_dict())
+    assert [index for index, _ in read(again)] == [4, 5, 6, 7, 8, 9]
+    assert [index for index, _ in read(again)] == list(range(10))
+
+
+def test_going_on_says_from_where_samples_are_read_again(caplog) -> None:
+    first = shard_loader(DataLoader(Standing(10), batch_size=2), Shard(0, 1))
+    read(first, 3)
+    again = shard_loader(DataLoader(Standing(10), batch_size=2), Shard(0, 1))
+    again.load_state_dict(first.state_dict())
+    next(iter(again))
+    assert "Standing is read and dropped from sample 2 on, where its own state ends" in caplog.text
+
+
+def dispatched(num_steps: int, state: dict[str, Any] | None) -> tuple[list[float], dict[str, Any], list[int]]:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator(cpu=True, seed=0)
+    stream = Standing(40)
+    loader = accelerator.prepare(DataLoader(stream, batch_size=2))
+    if state is not None:
+        loader.load_state_dict(state)
+    found: list[float] = []
+    for number, batch in enumerate(loader, start=1):
+        found += accelerator.gather_for_metrics(batch)[:, 0].tolist()
+        if number == num_steps:
+            break
+    return found, loader.state_dict(), stream.asked
+
+
+def test_a_dispatched_stream_goes_on_at_another_number_of_ranks(run_ranks) -> None:
+    ((begun, state, _), _) = run_ranks(dispatched, 3, None)
+    assert begun == list(range(12))
+    for num_processes in (1, 4):
+        rest, _, asked = run_ranks(dispatched, 100, state, num_processes=num_processes)[0]
+        assert begun + rest == list(range(40))
+        assert min(asked) == 4  # the first step of two ranks was 4 samples
+
+
+def test_a_stream_of_hugging_face_goes_on_from_its_own_state() -> None:
+    def build():
+        stream = Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=5)
+        return shard_loader(DataLoader(stream.shuffle(seed=3, buffer_size=1), batch_size=4), Shard(0, 1))
+
+    whole = [int(x) for batch in build() for x in batch["x"]]
+    assert sorted(whole) == list(range(50))
+    first = build()
+    begun: list[int] = []
+    for batch in first:
+        begun += batch["x"].tolist()
+        if len(begun) == 12:
+            break
+    state = first.state_dict()
+    assert state["extra"]["stands"][0]["received"] == 4
+    again = build()
+    again.load_state_dict(state)
+    assert begun + [int(x) for batch in again for x in batch["x"]] == whole
+
+
+def test_a_dataset_without_a_state_gives_none() -> None:
+    class Plain(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    assert Snapshots(Plain()).take() is None
+    assert Snapshots(Standing(3)).take() is not None
+
+
+def test_a_resumed_stream_reads_on_from_its_stand() -> None:
+    stream = Standing(10)
+    snapshot = {"dataset": {"number": 4}, "generators": Snapshots(stream).take()["generators"]}
+    resumed = ResumedStream(stream, (6,), (Stand(4, snapshot),))
+    assert [int(sample[0]) for sample in resumed] == [6, 7, 8, 9]
+    assert stream.asked == [4, 5, 6, 7, 8, 9]
