@@ -219,3 +219,74 @@ def test_an_epoch_that_is_over_is_over_for_both_counters() -> None:
     list(loader)
     assert loader.state_dict(stepped=True) == loader.state_dict()
     assert loader.state_dict()["epoch"] == 1
+
+
+class Curriculum(Sampler[int]):
+    """Gives one sample more each epoch: what it gives depends on how often it was read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_read += 1
+        order = list(range(self.length))
+        random.shuffle(order)
+        return iter([*order[self.num_read :], *order[: self.num_read]])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_read = state["num_read"]
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_with_a_state_of_its_own_gives_the_same_epochs_after_a_resume(batches: bool) -> None:
+    def build() -> Any:
+        sampler = Curriculum(9)
+        arguments = (
+            {"batch_sampler": BatchPairs(sampler)} if batches else {"sampler": sampler, "batch_size": 2}
+        )
+        return shard_loader(DataLoader(torch.arange(9), **arguments), Shard(0, 1), seed=2)
+
+    whole = build()
+    epochs = [[batch.tolist() for batch in whole] for _ in range(4)]
+    assert len({str(epoch) for epoch in epochs}) == 4
+    for stop in range(len(epochs[2]) + 1):
+        first = build()
+        seen = [batch.tolist() for _ in range(2) for batch in first]
+        state = first.state_dict()
+        for batch, _ in zip(first, range(stop), strict=False):
+            seen.append(batch.tolist())
+            state = first.state_dict()
+            if len(seen) == 2 * len(epochs[0]) + stop:
+                break
+        again = build()
+        again.load_state_dict(state)
+        while len(seen) < 4 * len(epochs[0]):
+            seen += [batch.tolist() for batch in again]
+        assert seen == [batch for epoch in epochs for batch in epoch]
+
+
+class BatchPairs(Sampler[list[int]]):
+    """Batches of two of a sampler whose state is its own."""
+
+    def __init__(self, sampler: Curriculum) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return (len(self.sampler) + 1) // 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        return iter([order[i : i + 2] for i in range(0, len(order), 2)])
+
+    def state_dict(self) -> dict[str, int]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.sampler.load_state_dict(state)

@@ -1,8 +1,9 @@
 """Orders that keep to storage: blocks of the data that shards read each for itself, and blocks that are shuffled."""
 
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -102,12 +103,17 @@ class BlockOrder:
             taken[chosen] = self._in_block(epoch, num_blocks, block, numbers[chosen])
         return taken.tolist()
 
-    def resume(self, epoch: int, num_blocks: int) -> None:
+    def extra_state(self, epoch: int, position: int) -> dict[str, Any]:
+        """The number of blocks of an epoch that was begun."""
+        return {"num_blocks": self.num_blocks(epoch)} if position else {}
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Go on with an epoch that was begun with a number of blocks.
 
         Raises:
             DataStateError: It is another number, and the user's function has no inverse.
         """
+        num_blocks: int = state.get("num_blocks", self._num_blocks)
         if num_blocks != self._num_blocks:
             if self._function is not None and not isinstance(self._function, InvertibleFunction):
                 raise DataStateError(

@@ -107,9 +107,9 @@ class DispatchSource:
         """What a saved state must agree on."""
         return self._inner.identity()
 
-    def extra_state(self, epoch: int) -> Mapping[str, Any]:
+    def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
         """What a state must hold besides the position; the same on every rank."""
-        return self._inner.extra_state(epoch)
+        return self._inner.extra_state(epoch, position)
 
     def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from drivetrain_data._nested import leading_size
 from drivetrain_data.batch_plan import BatchPlan
-from drivetrain_data.orders import prepare_sampler
+from drivetrain_data.sampler_state import prepare_sampler
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Mark, Reading
@@ -78,7 +78,7 @@ class ForeignSource:
         """What a saved state must agree on."""
         return {"order": f"loader:{type(self._loader).__name__}"}
 
-    def extra_state(self, _epoch: int) -> Mapping[str, Any]:
+    def extra_state(self, _epoch: int, _position: int) -> Mapping[str, Any]:
         """Nothing: a position says all, given that the loader yields the same again."""
         return {}
 

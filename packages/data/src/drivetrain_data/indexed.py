@@ -8,7 +8,7 @@ from torch import Generator
 from torch.utils.data import DataLoader
 
 from drivetrain_data.batch_plan import BatchPlan
-from drivetrain_data.blocks import BlockOrder
+from drivetrain_data.orders import DrawnOrder, Resumable
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
 from drivetrain_data.source import Mark, Reading
@@ -84,19 +84,22 @@ class IndexedSource:
         """What a saved state must agree on."""
         sampler = self._sampler
         if isinstance(sampler, OrderSampler):
-            return {"order": sampler.order.name, "num_positions": sampler.order.length(sampler.epoch)}
+            order = sampler.order
+            # What a sampler draws is not drawn for this: an epoch that nobody reads would move the sampler on.
+            length = len(order.sampler) if isinstance(order, DrawnOrder) else order.length(sampler.epoch)
+            return {"order": order.name, "num_positions": length}
         return {"order": sampler.name, "batch_size": getattr(sampler.batches, "batch_size", None)}
 
-    def extra_state(self, epoch: int) -> Mapping[str, Any]:
-        """The blocks of the epoch, where shards keep to blocks; else a position says all."""
+    def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
+        """What the order needs; for most, a position says all."""
         order = self._laid_out_by
-        return {"num_blocks": order.num_blocks(epoch)} if isinstance(order, BlockOrder) else {}
+        return order.extra_state(epoch, position) if isinstance(order, Resumable) else {}
 
     def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Go on with the blocks that the epoch was begun with."""
+        """Give the order back what it needs."""
         order = self._laid_out_by
-        if isinstance(order, BlockOrder) and "num_blocks" in state:
-            order.resume(epoch, state["num_blocks"])
+        if isinstance(order, Resumable):
+            order.resume(epoch, state)
 
     @property
     def _laid_out_by(self) -> Any:

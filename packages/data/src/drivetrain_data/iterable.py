@@ -177,9 +177,11 @@ class StreamSource:
         """What a saved state must agree on."""
         return {"order": f"stream:{type(self._dataset).__name__}", "num_workers": self._num_workers}
 
-    def extra_state(self, _epoch: int) -> Mapping[str, Any]:
+    def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
         """The samples received from each worker, and where its dataset stood, if it tells."""
         found: dict[str, Any] = {}
+        if not position:
+            return found
         if self._num_workers > 1:
             found["received"] = list(self._received)
         if any(self._stands):
@@ -188,7 +190,7 @@ class StreamSource:
 
     def take_up(self, _epoch: int, state: Mapping[str, Any]) -> None:
         """Go on where each worker stood."""
-        self._received = list(state.get("received", self._received))
+        self._received = list(state.get("received", [0] * self._num_workers))
         stands = state.get("stands", [None] * self._num_workers)
         self._stands = [None if stand is None else Stand(**stand) for stand in stands]
 

@@ -117,7 +117,7 @@ class ShardedLoader(Generic[Batch]):
     def mark_stepped(self) -> None:
         """Note that an optimizer has stepped on all that was received: its gradients are in the weights."""
         self._stepped = self._position
-        self._stepped_extra = self._source.extra_state(self._epoch)
+        self._stepped_extra = self._source.extra_state(self._epoch, self._position)
 
     def state_dict(self, *, stepped: bool = False) -> dict[str, Any]:
         """The position after the last batch that was received, as plain values; the same on every rank.
@@ -129,17 +129,20 @@ class ShardedLoader(Generic[Batch]):
             stepped: The position of the last `mark_stepped` instead: a batch in hand, whose gradients are in no
                 weights yet, comes again after a resume.
         """
-        finished = self._finished
-        position, extra = self._stepped, self._stepped_extra
-        if not stepped:
-            position, extra = self._position, self._source.extra_state(self._epoch)
+        epoch, position = self._epoch, self._position
+        if self._finished:
+            epoch, position = epoch + 1, 0
+        if stepped and not self._finished:
+            position, extra = self._stepped, self._stepped_extra
+        else:
+            extra = self._source.extra_state(epoch, position)
         return make_state(
-            epoch=self._epoch + finished,
-            position=0 if finished else position,
+            epoch=epoch,
+            position=position,
             seed=self._source.seed,
             identity=self._source.identity(),
             fingerprint=_fingerprint(self.dataset),
-            extra={} if finished or not position else extra,
+            extra=extra,
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,15 +152,14 @@ class ShardedLoader(Generic[Batch]):
             DataStateError: The state is of other data, of another order, or of a newer format.
         """
         check_state(state, identity=self._source.identity(), fingerprint=_fingerprint(self.dataset))
-        if state["extra"]:
-            self._source.take_up(state["epoch"], state["extra"])
+        self._source.take_up(state["epoch"], state["extra"])
         self._source.seed = state["seed"]
         self._start(state["epoch"], position=state["position"])
 
     def _start(self, epoch: int, *, position: int) -> None:
         self._epoch = epoch
         self._position = self._stepped = position
-        self._stepped_extra = self._source.extra_state(self._epoch)
+        self._stepped_extra = self._source.extra_state(epoch, position)
         self._begun = self._finished = False
 
     def _loop(self, num_skipped: int) -> Iterator[Batch]:

@@ -4,15 +4,16 @@ Each order is a function of an epoch's number and of what it was built from. Ran
 part, so any of them may change in the middle of an epoch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from drivetrain_data.errors import IndexRangeError
 from drivetrain_data.permutation import ORDER_VERSION, Permutation, Positions, hash_key, hash_words
-from drivetrain_data.rng import KeyedDraws, seed_own_generators
+from drivetrain_data.rng import KeyedDraws
+from drivetrain_data.sampler_state import EpochStart
 
 
 class Order(Protocol):
@@ -42,6 +43,23 @@ class Order(Protocol):
 
     def take(self, epoch: int, positions: Positions, /) -> list[Any]:
         """What a dataset is to be indexed with, for positions in [0, length)."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An order, or a user's batches, of which a state must hold more than the position."""
+
+    def extra_state(self, epoch: int, position: int, /) -> dict[str, Any]:
+        """What a state must hold besides the epoch and the position."""
+        ...
+
+    def resume(self, epoch: int, state: Mapping[str, Any], /) -> None:
+        """Go on with an epoch from a saved state.
+
+        Raises:
+            DataStateError: It cannot be taken up here.
+        """
         ...
 
 
@@ -191,11 +209,12 @@ class DrawnOrder:
         size: The samples of the dataset, to check indices against; None if that is not known.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, seed: int, size: int | None) -> None:
+    def __init__(self, sampler: Any, *, seed: int, size: int | None) -> None:
         self.sampler = sampler
         self.seed = seed
         self.size = size
         self._drawn: tuple[int, int, Any] | None = None
+        self._start = EpochStart(sampler)
 
     @property
     def name(self) -> str:
@@ -205,10 +224,7 @@ class DrawnOrder:
     @property
     def source(self) -> str:
         """Where the order comes from."""
-        return (
-            f"{type(self.sampler).__name__}, drawn on every rank with its own and the global generators seeded "
-            f"from (seed {self.seed}, epoch)"
-        )
+        return f"{type(self.sampler).__name__}, {self._start.how(self.seed)}"
 
     def length(self, epoch: int) -> int:
         """The positions in an epoch."""
@@ -223,23 +239,24 @@ class DrawnOrder:
             else [drawn[p] for p in positions.tolist()]
         )
 
+    def extra_state(self, epoch: int, _position: int) -> dict[str, Any]:
+        """The sampler's own state at the start of an epoch, if it has one."""
+        return self._start.state(epoch)
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Draw an epoch as the run did that was saved in it."""
+        self._start.resume(epoch, state)
+        self._drawn = None
+
     def _draw(self, epoch: int) -> Any:
         if self._drawn is None or self._drawn[:2] != (self.seed, epoch):
-            prepare_sampler(self.sampler, self.seed, epoch)
+            self._start.begin(self.seed, epoch)
             with KeyedDraws(self.seed, epoch).active():
                 items = list(self.sampler)
             check_indices(items, self.size, self.sampler)
             whole = all(type(item) is int for item in items)
             self._drawn = (self.seed, epoch, np.asarray(items, dtype=np.int64) if whole else items)
         return self._drawn[2]
-
-
-def prepare_sampler(sampler: object, seed: int, epoch: int) -> None:
-    """Tell a sampler the epoch and seed the generators that it holds."""
-    set_epoch = getattr(sampler, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
-    seed_own_generators(sampler, seed, epoch)
 
 
 def check_indices(items: Iterable[Any], size: int | None, sampler: object) -> None:

@@ -1,7 +1,7 @@
 """Samplers for torch's DataLoader that give one shard's batches, and note for each step what all shards do."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -11,9 +11,10 @@ from torch.utils.data import Sampler
 
 from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.blocks import BlockOrder, BlockShuffledOrder
-from drivetrain_data.orders import Order, ShuffledOrder, check_indices, prepare_sampler
+from drivetrain_data.orders import Order, ShuffledOrder, check_indices
 from drivetrain_data.partition import Partition, balanced
 from drivetrain_data.rng import KeyedDraws
+from drivetrain_data.sampler_state import EpochStart
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 
@@ -199,6 +200,7 @@ class WholeBatchSampler(StepSampler):
         self.seed = seed
         self.size = size
         self.split = split
+        self._start = EpochStart(batches)
 
     @property
     def name(self) -> str:
@@ -208,10 +210,15 @@ class WholeBatchSampler(StepSampler):
     @property
     def source(self) -> str:
         """Where the order comes from, as one phrase for people."""
-        return (
-            f"whole batches of {type(self.batches).__name__}, drawn on every rank with its own and the global "
-            f"generators seeded from (seed {self.seed}, epoch)"
-        )
+        return f"whole batches of {type(self.batches).__name__}, {self._start.how(self.seed)}"
+
+    def extra_state(self, epoch: int, _position: int) -> dict[str, Any]:
+        """The sampler's own state at the start of an epoch, if it has one."""
+        return self._start.state(epoch)
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Draw an epoch as the run did that was saved in it."""
+        self._start.resume(epoch, state)
 
     def __len__(self) -> int:
         num_batches = len(self.batches) - self.position  # pyright: ignore[reportArgumentType]
@@ -266,7 +273,7 @@ class WholeBatchSampler(StepSampler):
 
     def _draw(self) -> Iterator[list[Any]]:
         """The user's batches of the epoch, drawn in blocks so that generators are exchanged seldom."""
-        prepare_sampler(self.batches, self.seed, self.epoch)
+        self._start.begin(self.seed, self.epoch)
         draws = KeyedDraws(self.seed, self.epoch)
         with draws.active():
             drawn = iter(self.batches)

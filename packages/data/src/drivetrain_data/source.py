@@ -73,8 +73,8 @@ class Source(Protocol):
         """What a saved state and this source must agree on."""
         ...
 
-    def extra_state(self, epoch: int, /) -> Mapping[str, Any]:
-        """What a state of an epoch must hold besides the position."""
+    def extra_state(self, epoch: int, position: int, /) -> Mapping[str, Any]:
+        """What a state must hold besides the epoch and the position."""
         ...
 
     def take_up(self, epoch: int, state: Mapping[str, Any], /) -> None:
