@@ -2,12 +2,10 @@
 
 import pickle
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from drivetrain_data import Shard, shard_loader
@@ -86,51 +84,6 @@ def test_going_on_says_from_where_samples_are_read_again(caplog) -> None:
     again.load_state_dict(first.state_dict())
     next(iter(again))
     assert "Standing is read and dropped from sample 2 on, where its own state ends" in caplog.text
-
-
-def dispatched(num_steps: int, state: dict[str, Any] | None) -> tuple[list[float], dict[str, Any], list[int]]:
-    from drivetrain import Accelerator
-
-    accelerator = Accelerator(cpu=True, seed=0)
-    stream = Standing(40)
-    loader = accelerator.prepare(DataLoader(stream, batch_size=2))
-    if state is not None:
-        loader.load_state_dict(state)
-    found: list[float] = []
-    for number, batch in enumerate(loader, start=1):
-        found += accelerator.gather_for_metrics(batch)[:, 0].tolist()
-        if number == num_steps:
-            break
-    return found, loader.state_dict(), stream.asked
-
-
-def test_a_dispatched_stream_goes_on_at_another_number_of_ranks(run_ranks) -> None:
-    ((begun, state, _), _) = run_ranks(dispatched, 3, None)
-    assert begun == list(range(12))
-    for num_processes in (1, 4):
-        rest, _, asked = run_ranks(dispatched, 100, state, num_processes=num_processes)[0]
-        assert begun + rest == list(range(40))
-        assert min(asked) == 4  # the first step of two ranks was 4 samples
-
-
-def test_a_stream_of_hugging_face_goes_on_from_its_own_state() -> None:
-    def build():
-        stream = Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=5)
-        return shard_loader(DataLoader(stream.shuffle(seed=3, buffer_size=1), batch_size=4), Shard(0, 1))
-
-    whole = [int(x) for batch in build() for x in batch["x"]]
-    assert sorted(whole) == list(range(50))
-    first = build()
-    begun: list[int] = []
-    for batch in first:
-        begun += batch["x"].tolist()
-        if len(begun) == 12:
-            break
-    state = first.state_dict()
-    assert state["extra"]["stands"][0]["received"] == 4
-    again = build()
-    again.load_state_dict(state)
-    assert begun + [int(x) for batch in again for x in batch["x"]] == whole
 
 
 def test_a_dataset_without_a_state_gives_none() -> None:

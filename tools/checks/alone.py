@@ -17,6 +17,9 @@ from checks.environments import (
 from checks.findings import Finding
 from checks.workspace import Package, read_packages, siblings
 
+# What a package's README shows it used with, beside what it declares.
+_SHOWN_WITH = {"data": ("lightning-fabric",)}
+
 
 def check(root: Path, packages: tuple[str, ...] = ()) -> list[Finding]:
     """Run each package's tests, and its README's code, with nothing installed but what it declares.
@@ -52,7 +55,9 @@ def _try_alone(
     requirements = requirements_of(package, brought, wheels)
     try:
         install(
-            environment, [*requirements, *TEST_TOOLS, *_numpy([package, *brought])], constraints=constraints
+            environment,
+            [*requirements, *TEST_TOOLS, *_numpy([package, *brought]), *_SHOWN_WITH.get(package.name, ())],
+            constraints=constraints,
         )
     except subprocess.CalledProcessError as error:
         return [Finding(where=where, message=f"does not install: uv ended with exit code {error.returncode}")]

@@ -1,0 +1,94 @@
+"""Streams that know where they stand, read by one rank for all, and those of other libraries."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from drivetrain import Accelerator
+from drivetrain_data import Shard, ShardedLoader, shard_loader
+
+
+class Counted(IterableDataset[torch.Tensor]):
+    """The numbers up to `length`; it notes which ones were asked of it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.number = 0
+        self.asked: list[int] = []
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.number < self.length:
+            self.number += 1
+            self.asked.append(self.number - 1)
+            yield torch.tensor([float(self.number - 1)])
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def dispatched(num_steps: int, state: dict[str, Any] | None) -> tuple[list[float], dict[str, Any], list[int]]:
+    accelerator = Accelerator(cpu=True, seed=0)
+    stream = Counted(40)
+    loader = accelerator.prepare(DataLoader(stream, batch_size=2))
+    if state is not None:
+        loader.load_state_dict(state)
+    found: list[float] = []
+    for number, batch in enumerate(loader, start=1):
+        found += accelerator.gather_for_metrics(batch)[:, 0].tolist()
+        if number == num_steps:
+            break
+    return found, loader.state_dict(), stream.asked
+
+
+def test_a_dispatched_stream_goes_on_at_another_number_of_ranks(run_ranks) -> None:
+    ((begun, state, _), _) = run_ranks(dispatched, 3, None)
+    assert begun == list(range(12))
+    for num_processes in (1, 4):
+        rest, _, asked = run_ranks(dispatched, 100, state, num_processes=num_processes)[0]
+        assert begun + rest == list(range(40))
+        assert min(asked) == 4  # the first step of two ranks was 4 samples
+
+
+def test_a_stream_of_hugging_face_goes_on_from_its_own_state() -> None:
+    def build():
+        stream = Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=5)
+        return shard_loader(DataLoader(stream.shuffle(seed=3, buffer_size=1), batch_size=4), Shard(0, 1))
+
+    whole = [int(x) for batch in build() for x in batch["x"]]
+    assert sorted(whole) == list(range(50))
+    first = build()
+    begun: list[int] = []
+    for batch in first:
+        begun += batch["x"].tolist()
+        if len(begun) == 12:
+            break
+    state = first.state_dict()
+    assert state["extra"]["stands"][0]["received"] == 4
+    again = build()
+    again.load_state_dict(state)
+    assert begun + [int(x) for batch in again for x in batch["x"]] == whole
+
+
+def test_torchdatas_stateful_loader_is_sharded_and_resumed_as_torchs() -> None:
+    def build(rank: int, count: int) -> ShardedLoader[Any]:
+        loader = StatefulDataLoader(torch.arange(20), batch_size=2, shuffle=True)
+        return shard_loader(loader, Shard(rank, count), seed=4)
+
+    whole = [int(sample) for batch in build(0, 1) for sample in batch]
+    assert sorted(whole) == list(range(20))
+    shards = [build(rank, 2) for rank in range(2)]
+    begun = [
+        int(sample) for step in zip(*(next(iter(shard)) for shard in shards), strict=True) for sample in step
+    ]
+    assert sorted(begun) == sorted(whole[:4])
+    again = build(0, 1)
+    again.load_state_dict(shards[0].state_dict())
+    assert [int(sample) for batch in again for sample in batch] == whole[4:]
