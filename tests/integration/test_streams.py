@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset
@@ -77,6 +78,8 @@ def test_a_stream_of_hugging_face_goes_on_from_its_own_state() -> None:
     assert begun + [int(x) for batch in again for x in batch["x"]] == whole
 
 
+# torchdata 0.11 calls what torch 2.15 deprecates.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_torchdatas_stateful_loader_is_sharded_and_resumed_as_torchs() -> None:
     def build(rank: int, count: int) -> ShardedLoader[Any]:
         loader = StatefulDataLoader(torch.arange(20), batch_size=2, shuffle=True)
