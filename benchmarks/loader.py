@@ -77,7 +77,7 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     cases = {
-        "Map-style, shuffled, batches of 2 kB": (map_style(200), 200),
+        "Map-style, shuffled, batches of 2 kB": (map_style(1000), 1000),
         "Iterable, read by rank 0, batches of 2 kB": (dispatched(200, 16), 200),
         "Iterable, read by rank 0, batches of 1 MB": (dispatched(50, 8192), 50),
     }
