@@ -86,7 +86,7 @@ class Diagnosis:
                 "every rank waits in the same place: look for a collective before it that the ranks called with "
                 "different shapes or in another order, or for a broken network"
             )
-        return "none: no rank is stuck waiting for another, so this may just be slow"
+        return "no rank is stuck waiting for another, so this may just be slow"
 
 
 def diagnose(world_size: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> Diagnosis:
