@@ -28,6 +28,7 @@ def test_the_public_names_are_these() -> None:
         "Strategy",
         "TrimError",
         "check_after_loop",
+        "is_loader",
         "row_counts",
         "shard_loader",
         "skip_first_batches",

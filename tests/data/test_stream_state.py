@@ -97,7 +97,7 @@ def test_a_dataset_without_a_state_gives_none() -> None:
 
 def test_a_resumed_stream_reads_on_from_its_stand() -> None:
     stream = Standing(10)
-    snapshot = {"dataset": {"number": 4}, "generators": Snapshots(stream).take()["generators"]}
+    snapshot = {"reader": {"number": 4}, "generators": Snapshots(stream).take()["generators"]}
     resumed = ResumedStream(stream, (6,), (Stand(4, snapshot),))
     assert [int(sample[0]) for sample in resumed] == [6, 7, 8, 9]
     assert stream.asked == [4, 5, 6, 7, 8, 9]

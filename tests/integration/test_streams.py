@@ -1,12 +1,15 @@
 """Streams that know where they stand, read by one rank for all, and those of other libraries."""
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset
+from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from drivetrain import Accelerator
@@ -95,3 +98,45 @@ def test_torchdatas_stateful_loader_is_sharded_and_resumed_as_torchs() -> None:
     again = build(0, 1)
     again.load_state_dict(shards[0].state_dict())
     assert [int(sample) for batch in again for sample in batch] == whole[4:]
+
+
+def nodes() -> Loader[Any]:
+    """torchdata's nodes: batches of two of twenty numbers, mapped."""
+    numbers = Mapper(IterableWrapper(range(20)), lambda number: torch.tensor(number))
+    return Loader(Mapper(Batcher(numbers, batch_size=2, drop_last=False), torch.stack))
+
+
+def stateful() -> StatefulDataLoader[Any]:
+    """torchdata's loader over a stream."""
+    return StatefulDataLoader(Counted(20), batch_size=2)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("build", [nodes, stateful])
+def test_a_loader_of_torchdata_goes_on_from_its_own_state(build: Callable[[], Any], caplog) -> None:
+    def samples(loader: ShardedLoader[Any], num_steps: int | None = None) -> list[int]:
+        found: list[int] = []
+        for batch in islice(loader, num_steps):
+            found += batch.flatten().int().tolist()
+        return found
+
+    first = shard_loader(build(), Shard(0, 1))
+    begun = samples(first, 4)
+    assert begun == list(range(8))
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    assert state["extra"]["stand"]["received"] == 1
+    again = shard_loader(build(), Shard(0, 1))
+    again.load_state_dict(state)
+    assert begun + samples(again) == list(range(20))
+    assert "it is read and dropped from batch 1 on, where its own state ends" in caplog.text
+    assert samples(again) == list(range(20))
+
+
+def prepared_nodes() -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(nodes())
+    return [int(sample) for batch in loader for sample in accelerator.gather_for_metrics(batch)]
+
+
+def test_nodes_are_read_by_one_rank_for_all(run_ranks) -> None:
+    assert run_ranks(prepared_nodes) == [list(range(20))] * 2

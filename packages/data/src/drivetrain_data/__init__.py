@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from drivetrain_data.partition import Partition as Partition
     from drivetrain_data.permutation import ORDER_VERSION as ORDER_VERSION
     from drivetrain_data.permutation import Permutation as Permutation
+    from drivetrain_data.prepare import is_loader as is_loader
     from drivetrain_data.prepare import shard_loader as shard_loader
     from drivetrain_data.samplers import PermutationSampler as PermutationSampler
     from drivetrain_data.settings import DataSettings as DataSettings
@@ -51,6 +52,7 @@ _ROOMS = {
     "Strategy": "settings",
     "TrimError": "errors",
     "check_after_loop": "trimming",
+    "is_loader": "prepare",
     "row_counts": "trimming",
     "shard_loader": "prepare",
     "skip_first_batches": "loader",
@@ -78,6 +80,7 @@ __all__ = [
     "Strategy",
     "TrimError",
     "check_after_loop",
+    "is_loader",
     "row_counts",
     "shard_loader",
     "skip_first_batches",

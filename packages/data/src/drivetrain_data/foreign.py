@@ -1,5 +1,6 @@
 """Loaders that are not torch's: their batches are dealt out whole, in turn."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -10,6 +11,9 @@ from drivetrain_data.sampler_state import prepare_sampler
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Mark, Reading
+from drivetrain_data.stream_state import Snapshots, Stand
+
+logger = logging.getLogger(__name__)
 
 
 class ForeignSource:
@@ -29,6 +33,9 @@ class ForeignSource:
         self._even: Even = even
         self.seed = seed
         self.reads_for_all = reads_for_all
+        self._snapshots = Snapshots(loader)
+        self._received = 0  # batches, of the epoch
+        self._stand: Stand | None = None
 
     @property
     def order_source(self) -> str:
@@ -41,25 +48,31 @@ class ForeignSource:
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch, one step ahead, since only the loader knows when it ends."""
         prepare_sampler(self._loader, self.seed, epoch)
-        batches = islice(iter(self._loader), position, None)
+        batches = self._batches_from(position)
         count = self._shard.count
         first = group = list(islice(batches, count))
+        snapshot = self._snapshots.take()  # at once: another step is read before this one is given
         while group and not (len(group) < count and self._even == "drop"):
             following = list(islice(batches, count))
+            following_snapshot = self._snapshots.take()
             ends = not following or (len(following) < count and self._even == "drop")
             advance = len(group)
             real = [leading_size(batch) for batch in group] + [0] * (count - advance)
             if self._even == "pad":
                 group += [first[i % len(first)] for i in range(count - advance)]
             plan = self._plan(group, real, is_last=ends, advance=advance)
+            mark = Mark(0, snapshot)
             if self.reads_for_all:
-                yield plan, group, None
+                yield plan, group, mark
             else:
-                yield plan, group[min(self._shard.index, len(group) - 1)], None
-            group = following
+                yield plan, group[min(self._shard.index, len(group) - 1)], mark
+            group, snapshot = following, following_snapshot
 
-    def note_received(self, _plan: BatchPlan, _mark: Mark) -> None:
-        """Nothing: a position says all."""
+    def note_received(self, plan: BatchPlan, mark: Mark) -> None:
+        """Count the batches, and keep where the loader stood."""
+        self._received += plan.advance
+        if mark.snapshot is not None:
+            self._stand = Stand(self._received, mark.snapshot)
 
     def num_steps(self) -> int:
         """The steps of a whole epoch.
@@ -78,12 +91,29 @@ class ForeignSource:
         """What a saved state must agree on."""
         return {"order": f"loader:{type(self._loader).__name__}"}
 
-    def extra_state(self, _epoch: int, _position: int) -> Mapping[str, Any]:
-        """Nothing: a position says all, given that the loader yields the same again."""
-        return {}
+    def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
+        """Where the loader stood, if it tells; else a position says all, given that it yields the same again."""
+        return {"stand": self._stand._asdict()} if position and self._stand is not None else {}
 
-    def take_up(self, _epoch: int, _state: Mapping[str, Any]) -> None:
-        """Nothing to do."""
+    def take_up(self, _epoch: int, state: Mapping[str, Any]) -> None:
+        """Go on where the loader stood."""
+        self._stand = Stand(**state["stand"]) if "stand" in state else None
+
+    def _batches_from(self, position: int) -> Iterator[Any]:
+        self._received = position
+        if not position:
+            self._stand = None
+            return iter(self._loader)
+        stand = self._stand
+        logger.warning(
+            "going on at batch %d of %s: it is read and dropped %s, on each rank that reads",
+            position,
+            type(self._loader).__name__,
+            "up to there" if stand is None else f"from batch {stand.received} on, where its own state ends",
+        )
+        if stand is not None:
+            self._loader.load_state_dict(stand.snapshot["reader"])
+        return islice(iter(self._loader), position - (0 if stand is None else stand.received), None)
 
     def _plan(self, group: list[Any], real: list[int | None], *, is_last: bool, advance: int) -> BatchPlan:
         held = [leading_size(batch) for batch in group]

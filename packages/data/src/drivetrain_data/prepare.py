@@ -37,7 +37,7 @@ def shard_loader(
     """Give one shard of a loader. Called on all ranks that share the data.
 
     Args:
-        loader: A DataLoader, or any iterable with a `dataset`.
+        loader: A DataLoader, or any iterable of batches with a `dataset`, or with a state of its own.
         shard: Which part.
         device: Where batches are copied; None leaves them on the CPU.
         even: An epoch's tail: "uneven" repeats nothing that counts, "pad" fills all shards, "drop" leaves it out.
@@ -69,7 +69,7 @@ def shard_loader(
     source, batch_size = source_of(loader, plan)
     return ShardedLoader(
         _handed_out(source, plan, group, device, read_ahead) if plan.for_all else source,
-        dataset=loader.dataset,
+        dataset=getattr(loader, "dataset", None),
         shard=shard,
         batch_size=batch_size,
         device=device,
@@ -129,8 +129,14 @@ def _check_loader(loader: Any) -> None:
                 "in_order=False: batches would come in an order that can be neither resumed nor gathered; leave it"
                 " out"
             )
-    elif not (hasattr(loader, "__iter__") and hasattr(loader, "dataset")) or hasattr(loader, "__next__"):
+    elif not is_loader(loader) or hasattr(loader, "__next__"):
         raise TypeError(
-            f"{type(loader).__name__} is no loader; pass a torch DataLoader, or an iterable of batches with a "
-            "`dataset` that starts anew with every loop"
+            f"{type(loader).__name__} is no loader; pass a torch DataLoader, or an iterable of batches that starts "
+            "anew with every loop and has a `dataset`, or state_dict and load_state_dict"
         )
+
+
+def is_loader(obj: object) -> bool:
+    """Whether an object is taken for a loader: an iterable over a `dataset`, or one that knows where it stands."""
+    stateful = hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
+    return hasattr(obj, "__iter__") and (hasattr(obj, "dataset") or stateful)

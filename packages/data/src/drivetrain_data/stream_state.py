@@ -1,4 +1,4 @@
-"""Where an iterable dataset stands: its own state, taken now and then as it is read, and a start from there."""
+"""Where an iterable dataset or loader stands: its own state, taken now and then as it is read, and a start there."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ _SECONDS_BETWEEN = 0.5
 
 
 @runtime_checkable
-class StatefulStream(Protocol):
-    """An iterable dataset that knows where it stands, as those of Hugging Face do."""
+class StatefulReader(Protocol):
+    """An iterable that knows where it stands, as datasets of Hugging Face and loaders of torchdata do."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Where the iteration stands."""
@@ -40,23 +40,23 @@ class Stand(NamedTuple):
 
 
 class Snapshots:
-    """Takes the state of the dataset that is read in this process, with that of the generators it may draw from.
+    """Takes the state of what is read in this process, with that of the generators it may draw from.
 
     Args:
-        dataset: The dataset, if it is read without workers; in a worker it is the worker's own.
+        reader: The dataset, if it is read without workers; in a worker it is the worker's own. Or a loader.
     """
 
-    def __init__(self, dataset: IterableDataset[Any] | None) -> None:
-        self._dataset = dataset
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
         self._next_time = 0.0
 
     def take(self) -> Mapping[str, Any] | None:
-        """The states after the sample read last; None if it is too early for another, or the dataset has none."""
+        """The states after what was read last; None if it is too early for another, or the reader has none."""
         info = get_worker_info()
-        dataset = self._dataset if info is None else info.dataset
-        if time.monotonic() < self._next_time or not isinstance(dataset, StatefulStream):
+        reader = self._reader if info is None else info.dataset
+        if time.monotonic() < self._next_time or not isinstance(reader, StatefulReader):
             return None
-        taken = {"dataset": deepcopy(dataset.state_dict()), "generators": plain_states()}
+        taken = {"reader": deepcopy(reader.state_dict()), "generators": plain_states()}
         self._next_time = time.monotonic() + _SECONDS_BETWEEN
         return taken
 
@@ -80,7 +80,7 @@ class ResumedStream(IterableDataset[Any]):
         worker = info.id if info else 0
         dropped, stand = self._received[worker], self._stands[worker]
         if stand is not None:
-            self._stream.load_state_dict(stand.snapshot["dataset"])
+            self._stream.load_state_dict(stand.snapshot["reader"])
             load_plain_states(stand.snapshot["generators"])
             dropped -= stand.received
         yield from islice(iter(self._stream), dropped, None)

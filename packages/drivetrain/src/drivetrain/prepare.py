@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain_backends import Backend, Prepared, PreparedOptimizer, PreparedScheduler, Scheduler
-from drivetrain_data import ShardedLoader
+from drivetrain_data import ShardedLoader, is_loader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,12 @@ def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:
         return found.loaders
     if isinstance(obj, Scheduler):
         return found.schedulers
-    if hasattr(obj, "__iter__") and hasattr(obj, "dataset"):
+    if is_loader(obj):
         return found.loaders
     raise TypeError(
         f"prepare(): argument {place} is of type {type(obj).__name__}, which cannot be prepared; allowed are "
-        "nn.Module, Optimizer, DataLoader (or any iterable with a .dataset) and a scheduler with .optimizer, "
+        "nn.Module, Optimizer, DataLoader (or any iterable of batches with a .dataset, or with state_dict and "
+        "load_state_dict) and a scheduler with .optimizer, "
         "step, state_dict and load_state_dict. Leave other objects out, and register what must be saved with "
         "register_for_checkpointing"
     )

@@ -49,7 +49,9 @@ def _run(tokens: Sequence[str]) -> int:
     if name not in found:
         near = get_close_matches(name, found, n=1)
         hint = f"; did you mean {near[0]}" if near else ""
-        raise UsageError(f"{name}: no such command{hint}; the packages installed here bring {', '.join(found)}")
+        raise UsageError(
+            f"{name}: no such command{hint}; the packages installed here bring {', '.join(found)}"
+        )
     # A package that does not depend on config gives an object of the same shape.
     command = cast("Command", found[name].load())
     return command.run(_parse(name, command, rest))
