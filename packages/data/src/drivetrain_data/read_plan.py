@@ -1,7 +1,7 @@
 """How a loader is to be read for a shard, and the source that reads it so."""
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -115,50 +115,70 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
 def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int | None]:
     dataset: Any = loader.dataset
     num_samples = len(dataset) if hasattr(dataset, "__len__") else None
+    reads = _reads_by(loader, drop_last=plan.even == "drop")
+    plan = replace(plan, even="drop") if reads.drop_last else plan
+    size = None
+    if reads.batches is not None:
+        laid_out: Any = _lay_out_batches(reads.batches, plan, num_samples)
+        layout: dict[str, Any] = {"batch_sampler": laid_out}
+    elif reads.batch_size is None:
+        laid_out = _lay_out_items(reads.sampler, plan, num_samples)
+        layout = {"sampler": laid_out, "batch_size": None}
+    else:
+        size = _size_on_each(reads.batch_size, plan)
+        order = _order(reads.sampler, plan, num_samples)
+        laid_out = OrderSampler(order, size, plan.shard, plan.even, reads_for_all=plan.for_all)
+        _check_drop(laid_out)
+        layout = {"batch_sampler": laid_out}
+    generator = torch.Generator()
+    rebuilt = _rebuild(loader, dataset, generator, collate_fn=loader.collate_fn, **layout)
+    return IndexedSource(rebuilt, laid_out, generator), size
+
+
+class _ReadsBy(NamedTuple):
+    """What a DataLoader reads by: a sampler and a batch size (None: without batching), or batches of the user's."""
+
+    sampler: Any
+    batch_size: int | None
+    batches: Any
+    drop_last: bool
+
+
+def _reads_by(loader: DataLoader[Any], *, drop_last: bool) -> _ReadsBy:
+    batches: Any = None if loader.batch_size is not None else loader.batch_sampler
     sampler, size = cast("Any", loader.sampler), loader.batch_size
-    batches: Any = None
-    if size is None and loader.batch_sampler is not None:
-        batches = loader.batch_sampler
-        if type(batches) is BatchSampler:
-            sampler, size = batches.sampler, batches.batch_size
-            if batches.drop_last:
-                plan = replace(plan, even="drop")
-            batches = None
+    if type(batches) is BatchSampler:  # one that does no more than a batch size says
+        sampler, size, drop_last = batches.sampler, batches.batch_size, drop_last or batches.drop_last
+        batches = None
     if batches is None and not hasattr(sampler, "__len__"):
         if size is None:
             raise ValueError(
                 f"batch_size=None with {type(sampler).__name__}, which has no length; give it __len__"
             )
-        batches = BatchSampler(sampler, size, drop_last=plan.even == "drop")
-    if batches is not None:
-        plan.check_interleaved(f"the batches of {type(batches).__name__} are dealt out whole")
-        laid_out: Any = WholeBatchSampler(
-            batches,
-            seed=plan.seed,
-            size=num_samples,
-            shard=plan.shard,
-            even=plan.even,
-            split=plan.split,
-            reads_for_all=plan.for_all,
+        batches = BatchSampler(sampler, size, drop_last=drop_last)
+    return _ReadsBy(sampler, size, batches, drop_last)
+
+
+def _lay_out_batches(batches: Any, plan: ReadPlan, num_samples: int | None) -> WholeBatchSampler:
+    plan.check_interleaved(f"the batches of {type(batches).__name__} are dealt out whole")
+    return WholeBatchSampler(
+        batches,
+        seed=plan.seed,
+        size=num_samples,
+        shard=plan.shard,
+        even=plan.even,
+        split=plan.split,
+        reads_for_all=plan.for_all,
+    )
+
+
+def _lay_out_items(sampler: Any, plan: ReadPlan, num_samples: int | None) -> ItemSampler:
+    if plan.split:
+        raise ValueError(
+            "split_batches=True: with batch_size=None there are no batches to split; leave it out"
         )
-        layout, size = {"batch_sampler": laid_out}, None
-    elif size is None:
-        if plan.split:
-            raise ValueError(
-                "split_batches=True: with batch_size=None there are no batches to split; leave it out"
-            )
-        order = _order(sampler, plan, num_samples)
-        laid_out = ItemSampler(order, 1, plan.shard, plan.even, reads_for_all=plan.for_all)
-        layout = {"sampler": laid_out, "batch_size": None}
-    else:
-        order = _order(sampler, plan, num_samples)
-        size = _size_on_each(size, plan)
-        laid_out = OrderSampler(order, size, plan.shard, plan.even, reads_for_all=plan.for_all)
-        layout = {"batch_sampler": laid_out}
-        _check_drop(laid_out)
-    generator = torch.Generator()
-    rebuilt = _rebuild(loader, dataset, generator, collate_fn=loader.collate_fn, **layout)
-    return IndexedSource(rebuilt, laid_out, generator), size
+    order = _order(sampler, plan, num_samples)
+    return ItemSampler(order, 1, plan.shard, plan.even, reads_for_all=plan.for_all)
 
 
 def _order(sampler: Any, plan: ReadPlan, num_samples: int | None) -> Order:
