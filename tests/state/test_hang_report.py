@@ -1,5 +1,7 @@
 """Who is named as the culprit, and how the table says it; pure."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,7 +94,7 @@ WORLDS = st.lists(
 def test_the_diagnosis_of_any_world_names_the_silent_and_no_rank_twice(
     world: list[Answer | str | None],
 ) -> None:
-    answers = {rank: said for rank, said in enumerate(world) if isinstance(said, Answer)}
+    answers = {rank: replace(said, rank=rank) for rank, said in enumerate(world) if isinstance(said, Answer)}
     departures = {rank: said for rank, said in enumerate(world) if isinstance(said, str)}
     silent = {rank for rank, said in enumerate(world) if said is None}
     found = diagnose(len(world), answers, departures)
@@ -109,7 +111,7 @@ def test_the_diagnosis_of_any_world_names_the_silent_and_no_rank_twice(
 
 @given(WORLDS)
 def test_the_table_shows_every_rank_once_and_the_stacks_all_of_them(world: list[Answer | str | None]) -> None:
-    answers = {rank: said for rank, said in enumerate(world) if isinstance(said, Answer)}
+    answers = {rank: replace(said, rank=rank) for rank, said in enumerate(world) if isinstance(said, Answer)}
     departures = {rank: said for rank, said in enumerate(world) if isinstance(said, str)}
     table = hang_table(len(world), answers, departures, [0])
     column = table.splitlines()[0].index("rank")
