@@ -48,13 +48,17 @@ class Snapshots:
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
+        self._is_stateful = True  # until looked at: a worker's reader is another one
         self._next_time = 0.0
 
     def take(self) -> Mapping[str, Any] | None:
         """The states after what was read last; None if it is too early for another, or the reader has none."""
+        if not self._is_stateful or time.monotonic() < self._next_time:
+            return None
         info = get_worker_info()
         reader = self._reader if info is None else info.dataset
-        if time.monotonic() < self._next_time or not isinstance(reader, StatefulReader):
+        if not isinstance(reader, StatefulReader):
+            self._is_stateful = False
             return None
         taken = {"reader": deepcopy(reader.state_dict()), "generators": plain_states()}
         self._next_time = time.monotonic() + _SECONDS_BETWEEN
