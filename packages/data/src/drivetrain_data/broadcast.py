@@ -108,7 +108,7 @@ class DispatchSource:
         return self._inner.identity()
 
     def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
-        """What a state must hold besides the position; the same on every rank."""
+        """What a state must hold besides the position; of a stream's own state the reader alone knows."""
         return self._inner.extra_state(epoch, position)
 
     def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:

@@ -30,6 +30,8 @@ class IndexedSource:
         self._sampler = sampler
         self._generator = generator
         self.reads_for_all = sampler.reads_for_all
+        # Looked at once: it is asked at every optimizer step.
+        self._resumable = self._laid_out_by if isinstance(self._laid_out_by, Resumable) else None
 
     @property
     def seed(self) -> int:
@@ -92,14 +94,12 @@ class IndexedSource:
 
     def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
         """What the order needs; for most, a position says all."""
-        order = self._laid_out_by
-        return order.extra_state(epoch, position) if isinstance(order, Resumable) else {}
+        return {} if self._resumable is None else self._resumable.extra_state(epoch, position)
 
     def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Give the order back what it needs."""
-        order = self._laid_out_by
-        if isinstance(order, Resumable):
-            order.resume(epoch, state)
+        if self._resumable is not None:
+            self._resumable.resume(epoch, state)
 
     @property
     def _laid_out_by(self) -> Any:

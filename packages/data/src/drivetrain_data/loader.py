@@ -120,7 +120,10 @@ class ShardedLoader(Generic[Batch]):
         self._stepped_extra = self._source.extra_state(self._epoch, self._position)
 
     def state_dict(self, *, stepped: bool = False) -> dict[str, Any]:
-        """The position after the last batch that was received, as plain values; the same on every rank.
+        """The position after the last batch that was received, as plain values.
+
+        Save rank 0's: it holds for all ranks. They differ at most in what `extra` knows of a stream, by which less
+        or more of it is read again.
 
         It is taken up with any number of ranks and any batch size, except where `order_source` says that batches
         are the user's.

@@ -29,12 +29,13 @@ class EpochStart:
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
+        self._is_stateful = isinstance(sampler, StatefulSampler)
         self._begun: tuple[int, Any] | None = None  # the epoch begun last, and the state before it
         self._resumed: tuple[int, Any] | None = None
 
     def begin(self, seed: int, epoch: int) -> None:
         """Prepare the sampler to be iterated for an epoch."""
-        if isinstance(self.sampler, StatefulSampler):
+        if self._is_stateful:
             if self._resumed is not None and self._resumed[0] == epoch:
                 self.sampler.load_state_dict(deepcopy(self._resumed[1]))
             self._begun = (epoch, deepcopy(self.sampler.state_dict()))
@@ -42,7 +43,7 @@ class EpochStart:
 
     def how(self, seed: int) -> str:
         """How an epoch comes about, as one phrase for people."""
-        own = "from its saved state, " if isinstance(self.sampler, StatefulSampler) else ""
+        own = "from its saved state, " if self._is_stateful else ""
         return f"drawn on every rank {own}with its own and the global generators seeded from (seed {seed}, epoch)"
 
     def state(self, epoch: int) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class EpochStart:
         for known in (self._begun, self._resumed):
             if known is not None and known[0] == epoch:
                 return {"sampler": known[1]}
-        if isinstance(self.sampler, StatefulSampler):
+        if self._is_stateful:
             return {"sampler": deepcopy(self.sampler.state_dict())}
         return {}
 
