@@ -204,23 +204,24 @@ print("killed", killed)
 """
 
 
-def kill_rounds(run_ranks_script, directory: Path, rounds: int) -> None:
+def killed_in(run_ranks_script, directory: Path, rounds: int) -> int:
+    """How many saves were killed in as many rounds; the script holds what loads after each against what was saved."""
     [result] = run_ranks_script(
         KILLED_SAVES, str(directory), str(rounds), num_processes=1, timeout_seconds=10 * rounds + 60
     )
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout.split()[1]) > rounds // 2
+    return int(result.stdout.split()[1])
 
 
 @pytest.mark.timeout(240)
 def test_killed_at_any_moment_the_newest_valid_one_loads(run_ranks_script, tmp_path: Path) -> None:
-    kill_rounds(run_ranks_script, tmp_path, rounds=12)
+    assert killed_in(run_ranks_script, tmp_path, rounds=12) > 6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_killed_many_times_the_newest_valid_one_loads(run_ranks_script, tmp_path: Path) -> None:
-    kill_rounds(run_ranks_script, tmp_path, rounds=200)
+    assert killed_in(run_ranks_script, tmp_path, rounds=200) > 100
 
 
 KILLED_RANK = """

@@ -248,3 +248,19 @@ def test_a_batch_cut_into_micro_batches_says_which_is_the_last() -> None:
                 optimizer.zero_grad()
             closed.append(accelerator.sync_gradients)
     assert closed == [False, False, True, True]
+
+
+def test_zipped_loaders_of_other_batch_sizes_train_without_naming_one() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer, one, other = accelerator.prepare(
+        model,
+        SGD(model.parameters(), lr=0.1),
+        DataLoader(torch.ones(8, 1), batch_size=2),
+        DataLoader(torch.ones(16, 1), batch_size=4),
+    )
+    for few, many in zip(one, other, strict=True):
+        accelerator.backward(model(few).mean() + model(many).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.num_steps == 4

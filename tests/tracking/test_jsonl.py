@@ -37,7 +37,7 @@ class JSONLContract(TrackerContract):
 
 
 def test_it_passes_the_contract_of_trackers(tmp_path: Path) -> None:
-    JSONLContract().check_all(tmp_path)
+    assert len(JSONLContract().check_all(tmp_path)) == 6
 
 
 def test_the_file_tells_the_run_and_its_configuration(tmp_path: Path) -> None:

@@ -31,8 +31,15 @@ class TrackerContract(ABC):
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
         """The step and values of every `log`, in order, as they can be read back from the platform's files."""
 
-    def check_all(self, directory: Path) -> None:
-        """Run every check, each in a directory of its own."""
+    def check_all(self, directory: Path) -> list[str]:
+        """Run every check, each in a directory of its own.
+
+        Returns:
+            The names of the checks that ran.
+
+        Raises:
+            AssertionError: A check failed; the message says what a tracker must do.
+        """
         checks: tuple[Callable[[Path], None], ...] = (
             self.check_construction_writes_nothing,
             self.check_values_come_back,
@@ -45,6 +52,7 @@ class TrackerContract(ABC):
             place = directory / check.__name__
             place.mkdir()
             check(place)
+        return [check.__name__ for check in checks]
 
     def check_construction_writes_nothing(self, directory: Path) -> None:
         """A tracker is constructed on every rank: it must leave no trace until it is started."""
