@@ -20,6 +20,6 @@ def test_a_value_out_of_range_is_named(values: dict[str, object], message: str) 
 
 
 def test_settings_are_read_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from drivetrain_data.settings import DataSettings as S; print(S().even)"
+    code = "import sys; sys.modules['torch'] = None; from drivetrain_data import DataSettings as S; print(S().even)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "uneven\n"

@@ -6,6 +6,7 @@ from drivetrain import Accelerator, ConfigError
 from drivetrain_backends import SingleBackend, register_backend
 from drivetrain_checkpoint import CheckpointSettings
 from drivetrain_config import Layers
+from drivetrain_state import StateSettings
 
 
 def test_a_file_sets_what_code_does_not(tmp_path) -> None:
@@ -70,3 +71,9 @@ def test_every_section_can_be_given_in_code() -> None:
 def test_a_section_in_code_is_checked_whether_it_is_used_or_not(sections, error, says: str) -> None:
     with pytest.raises(error, match=says):
         Accelerator(cpu=True, sections=sections, data={"even": "pad"})
+
+
+def test_cpu_holds_whatever_else_the_state_section_says_and_contradicts_another_device() -> None:
+    assert Accelerator(cpu=True, sections={"state": StateSettings(timeout_seconds=60)}).device.type == "cpu"
+    with pytest.raises(ValueError, match=r"device='cuda' contradict each other"):
+        Accelerator(cpu=True, sections={"state": {"device": "cuda"}})

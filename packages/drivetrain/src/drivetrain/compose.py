@@ -131,7 +131,7 @@ def compose(
     resolved: dict[str, Resolved[Any]] = {"run": resolve(RunSettings, section="run", code=run, layers=layers)}
     settings: RunSettings = resolved["run"].value
     if settings.cpu:
-        said.setdefault("state", {}).setdefault("device", "cpu")
+        _say_cpu(said.setdefault("state", {}))
     said.setdefault("data", {}).setdefault("seed", settings.seed)
     for name, kind in _SECTIONS.items():
         resolved[name] = resolve(kind, section=name, code=said.pop(name, None), layers=layers)
@@ -162,6 +162,19 @@ def compose(
             settings=resolved["tracking"].value,
         ),
     )
+
+
+def _say_cpu(state: dict[str, object]) -> None:
+    """Let the state section say what `cpu` says.
+
+    Raises:
+        ValueError: It names another device.
+    """
+    if state.get("device") not in (None, "auto", "cpu"):
+        raise ValueError(
+            f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: say one of them"
+        )
+    state["device"] = "cpu"
 
 
 def _check_unused(said: Mapping[str, Mapping[str, object]]) -> None:
