@@ -215,3 +215,27 @@ def the_same_batch_for_ranks_of_one_shard() -> list[list[int]]:
 
 def test_ranks_of_one_shard_get_the_same_batches(run_ranks) -> None:
     assert run_ranks(the_same_batch_for_ranks_of_one_shard) == [[[0, 1], [2, 3], [4]]] * 2
+
+
+def left_at_different_steps(leaves_early: int, ahead: bool) -> str:
+    samples = [torch.zeros(100_000)] * 40  # so large that no two steps share a message
+    loader = dispatched(DataLoader(Stream(samples), batch_size=2), read_ahead=ahead)
+    try:
+        for number, _ in enumerate(loader):
+            if number == (2 if dist.get_rank() == leaves_early else 4):
+                break
+        for _ in loader:
+            break
+    except DispatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("leaves_early", [0, 1])
+def test_a_loop_that_ranks_leave_at_different_steps_is_an_error(
+    run_ranks, leaves_early: int, ahead: bool
+) -> None:
+    reader, receiver = run_ranks(left_at_different_steps, leaves_early, ahead)
+    assert not reader or "has ended" in reader  # if it was not done before
+    assert "all ranks must leave a loop at the same step" in receiver

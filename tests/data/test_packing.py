@@ -35,7 +35,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("spare", [0, 1000])
 def test_what_is_written_is_read_back(batch: Any, spare: int) -> None:
     step = take_apart("note", batch)
-    outgoing = Outgoing([step, step], [7, 8], with_layout=True)
+    outgoing = Outgoing([step, step], [7, 8], loop=1, with_layout=True)
     packed = np.empty(outgoing.used + spare, dtype=np.uint8)
     outgoing.write(packed, longest=outgoing.used + 3)
     assert longest_bytes(packed[:64]) == outgoing.used + 3
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_back(batch: Any, spare: int) -> None:
 
 def test_a_layout_that_is_known_is_left_out() -> None:
     step = take_apart(None, torch.rand(3))
-    outgoing = Outgoing([step], [0], with_layout=False)
+    outgoing = Outgoing([step], [0], loop=1, with_layout=False)
     assert outgoing.used < 128
     packed = np.empty(outgoing.used, dtype=np.uint8)
     outgoing.write(packed, longest=outgoing.used)

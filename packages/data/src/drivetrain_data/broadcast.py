@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain_data.batch_plan import BatchPlan
-from drivetrain_data.channel import Channel, transport_device
+from drivetrain_data.channel import open_channel
 from drivetrain_data.errors import DispatchError
 from drivetrain_data.packing import Incoming, Layout, Outgoing, Step, take_apart
 from drivetrain_data.settings import Even
@@ -62,9 +62,10 @@ class DispatchSource:
         self._shard = shard
         self._padded = even == "pad"
         self._is_reader = dist.get_rank(group) == 0
-        self._channel = Channel(group, transport_device(group, device))
+        self._channel = open_channel(group, device)
         self._shards = _shards_of(group, shard)
         self._read_ahead = read_ahead
+        self._loop = 0  # how many loops have begun
         self._sent: list[Layout] = []
         self._received: Layout | None = None
 
@@ -80,10 +81,12 @@ class DispatchSource:
     @property
     def order_source(self) -> str:
         """Where the order comes from."""
-        return f"{self._inner.order_source.split('; ')[0]}; read by one rank, which hands out every rank's batches"
+        order = self._inner.order_source.split("; ")[0]
+        return f"{order}; read by one rank, which hands out every rank's batches through {self._channel.name}"
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read or receive an epoch."""
+        self._loop += 1
         steps = self._send(epoch, position) if self._is_reader else self._receive()
         try:
             yield from steps
@@ -165,23 +168,28 @@ class DispatchSource:
         layouts = [step.layout for step in group[0].steps]
         known = layouts == self._sent
         self._sent = layouts
-        by_slot = [
-            Outgoing([read.steps[slot] for read in group], tags, with_layout=not known)
-            for slot in range(len(layouts))
-        ]
         # A shard without a batch of its own repeats the last one.
-        messages = [by_slot[min(shard, len(by_slot) - 1)] for shard in self._shards]
-        self._channel.send(messages, complete=not self._read_ahead)
+        slots = [min(shard, len(layouts) - 1) for shard in self._shards[1:]]
+        by_slot = {
+            slot: Outgoing([read.steps[slot] for read in group], tags, loop=self._loop, with_layout=not known)
+            for slot in set(slots)
+        }
+        self._channel.send([by_slot[slot] for slot in slots], complete=not self._read_ahead)
         return group
 
     def _tell(self, note: str | None) -> None:
         self._sent = []
-        message = Outgoing([take_apart(note, ())], [_NO_WORKER], with_layout=True)
-        self._channel.send([message] * len(self._shards), complete=not self._read_ahead)
+        message = Outgoing([take_apart(note, ())], [_NO_WORKER], loop=self._loop, with_layout=True)
+        self._channel.send([message] * (len(self._shards) - 1), complete=not self._read_ahead)
 
     def _receive(self) -> Generator[Reading]:
         while True:
             message = Incoming(self._channel.receive())
+            if message.loop != self._loop:
+                raise DispatchError(
+                    f"this rank is in its loop {self._loop} over the loader, and the rank that reads for all sent a "
+                    f"batch of its loop {message.loop}: all ranks must leave a loop at the same step"
+                )
             if message.layout is not None:
                 self._received = self._for_this_shard(message.layout)
             layout = self._received

@@ -14,9 +14,8 @@ import torch
 from drivetrain_data._nested import Nested, map_leaves
 
 HEADER_BYTES = 64
-_NUM_FIELDS = (
-    5  # of 8 bytes: steps, bytes of a step's tensors, of objects, of the layout, of the longest message
-)
+# of 8 bytes: steps, bytes of a step's tensors, of objects, of the layout, of the longest message, and the loop
+_NUM_FIELDS = 6
 _ALIGNMENT = 16
 
 Bytes = npt.NDArray[np.uint8]
@@ -104,15 +103,17 @@ class Outgoing:
     Args:
         steps: The steps.
         tags: A number that goes with each.
+        loop: Which loop of the sender's they belong to.
         with_layout: The receiver does not have the layout yet.
 
     Attributes:
         used: The bytes that it takes.
     """
 
-    def __init__(self, steps: Sequence[Step], tags: Sequence[int], *, with_layout: bool) -> None:
+    def __init__(self, steps: Sequence[Step], tags: Sequence[int], *, loop: int, with_layout: bool) -> None:
         self._steps = steps
         self._tags = tags
+        self._loop = loop
         self._layout = pickle.dumps(steps[0].layout) if with_layout else b""
         self._objects = pickle.dumps([step.objects for step in steps]) if steps[0].objects else b""
         self._begin = HEADER_BYTES + _aligned(8 * len(steps))
@@ -126,7 +127,7 @@ class Outgoing:
             longest: The bytes of the longest message that other ranks get at the same time.
         """
         steps, objects, layout = self._steps, self._objects, self._layout
-        header = (len(steps), steps[0].num_bytes, len(objects), len(layout), longest)
+        header = (len(steps), steps[0].num_bytes, len(objects), len(layout), longest, self._loop)
         into[: 8 * _NUM_FIELDS].view(np.int64)[:] = header
         into[HEADER_BYTES : HEADER_BYTES + 8 * len(steps)].view(np.int64)[:] = self._tags
         address, offset = into.ctypes.data, self._begin
@@ -153,11 +154,12 @@ class Incoming:
 
     Attributes:
         tags: The numbers that go with the steps, one each.
+        loop: Which loop of the sender's they belong to.
         layout: The layout that it brings; None if it is that of the message before.
     """
 
     def __init__(self, packed: Bytes) -> None:
-        num_steps, self._step_bytes, num_objects, num_layout, _ = _header(packed)
+        num_steps, self._step_bytes, num_objects, num_layout, _, self.loop = _header(packed)
         self._packed = packed
         self._begin = HEADER_BYTES + _aligned(8 * num_steps)
         self.tags: list[int] = packed[HEADER_BYTES : HEADER_BYTES + 8 * num_steps].view(np.int64).tolist()
