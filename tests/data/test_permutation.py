@@ -2,19 +2,20 @@ import math
 from itertools import permutations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_data import Permutation
+from drivetrain_data import Permutation, permutation
 from drivetrain_data.permutation import ORDER_VERSION, hash_key
 
 keys = st.tuples(st.integers(0, 2**63), st.integers(0, 2**31))
 
 
-def whole(permutation: Permutation) -> list[int]:
-    return permutation.at(np.arange(len(permutation))).tolist()
+def whole(order: Permutation) -> list[int]:
+    return order.at(np.arange(len(order))).tolist()
 
 
 @given(size=st.integers(0, 3000), key=keys)
@@ -37,10 +38,10 @@ def test_any_position_of_any_size_is_in_range(size: int, key: tuple[int, int], p
 def test_an_index_does_not_depend_on_what_else_is_asked(
     size: int, key: tuple[int, int], data: st.DataObject
 ) -> None:
-    permutation = Permutation(size, *key)
+    ordered = Permutation(size, *key)
     positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20))
-    block = permutation.at(np.array(positions)).tolist()
-    assert block == [permutation[position] for position in positions]
+    block = ordered.at(np.array(positions)).tolist()
+    assert block == [ordered[position] for position in positions]
 
 
 def test_the_published_orders_never_change() -> None:
@@ -100,6 +101,28 @@ def test_indices_are_uniform_over_any_stretch(size: int) -> None:
     counts, _ = np.histogram(first, bins=50, range=(0, size))
     expected = len(first) / 50
     assert ((counts - expected) ** 2 / expected).sum() < 49 + 6 * math.sqrt(98)
+
+
+def parity(order: npt.NDArray[np.int64]) -> int:
+    """0 where an even number of exchanges makes the order."""
+    seen, num_cycles = np.zeros(len(order), dtype=bool), 0
+    for start in range(len(order)):
+        if not seen[start]:
+            num_cycles += 1
+            while not seen[start]:
+                seen[start], start = True, order[start]
+    return (len(order) - num_cycles) % 2
+
+
+@pytest.mark.parametrize("without_a_table", [False, True])
+@pytest.mark.parametrize("size", [32, 64, 65, 100, 1024])
+def test_odd_orders_are_as_likely_as_even_ones(
+    size: int, without_a_table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if without_a_table:
+        monkeypatch.setattr(permutation, "_TABLE_LIMIT", 0)
+    num_odd = sum(parity(Permutation(size, seed, 0).at(np.arange(size))) for seed in range(400))
+    assert abs(num_odd - 200) < 4 * 10  # standard deviations
 
 
 def test_key_parts_are_not_confused() -> None:

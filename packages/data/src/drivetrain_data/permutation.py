@@ -2,7 +2,8 @@
 
 Any position's index is computed by itself, so that shuffling needs no memory that grows with the dataset and a resume
 starts anywhere at once. Up to 2**20 samples the order is the argsort of a keyed 64-bit hash. Above, it is a Feistel
-network (Luby and Rackoff, 1988) over the next power of two, with cycle walking (Black and Rogaway, 2002).
+network (Luby and Rackoff, 1988) over the next power of two, with cycle walking (Black and Rogaway, 2002), and a keyed
+exchange of two indices: a Feistel network alone is an even permutation.
 
 An order, once published, never changes: `ORDER_VERSION` counts the published ones, and tests hold golden vectors.
 """
@@ -63,7 +64,10 @@ class Permutation:
             if self._table is None:
                 self._table = _table(self.size, self._keys)
             return self._table[positions]
-        return self._walk(positions.astype(np.uint64).ravel()).astype(np.int64).reshape(positions.shape)
+        indices = self._walk(positions.astype(np.uint64).ravel())
+        if _is_odd(self._keys):
+            indices ^= indices < 2  # 0 and 1 change places
+        return indices.astype(np.int64).reshape(positions.shape)
 
     def _walk(self, values: _Words) -> _Words:
         """Encipher until every value lies below `size`: under two rounds on average, since the domain is < 2 size."""
@@ -96,6 +100,11 @@ def hash_words(words: _Words, key: int) -> _Words:
 def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:
     base = hash_key(*key)
     return tuple(_mix_one(base + i * _GOLDEN) for i in range(1, _NUM_ROUNDS + 1))
+
+
+def _is_odd(keys: tuple[int, ...]) -> bool:
+    """A bit drawn from the key, like the keys of the rounds."""
+    return bool(_mix_one(keys[-1] + _GOLDEN) & 1)
 
 
 def _table(size: int, keys: tuple[int, ...]) -> Positions:
