@@ -1,5 +1,7 @@
+import threading
+from collections import UserDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -104,6 +106,86 @@ def test_variable_shapes_strings_and_nesting_arrive_as_they_are(run_ranks, num_p
     results = run_ranks(mixed_structures, num_processes=num_processes)
     dealt = [ids for step in zip(*results, strict=True) for ids in step]
     assert dealt == [(2 * i, 2 * i + 1) for i in range(20)]
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class OtherPair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Tagged(UserDict[str, Any]):
+    tag = 0
+
+
+def structures_that_look_alike() -> int:
+    values = [torch.tensor(1), torch.tensor(2)]
+    tagged = [Tagged(x=values[0]) for _ in range(2)]
+    tagged[1].tag = 7
+    batches: list[Any] = [
+        {"a": values[0], "b": values[1]},
+        {"b": values[1], "a": values[0]},
+        Pair(*values),
+        OtherPair(*values),
+        tuple(values),
+        values,
+        *tagged,
+        torch.ones(2, requires_grad=True),
+        torch.ones(2),
+    ]
+    samples = [batch for batch in batches for _ in range(2)]  # one for each rank
+    loader = dispatched(DataLoader(Stream(samples), batch_size=None, collate_fn=lambda batch: batch))
+
+    def shown(batch: Any) -> str:
+        return f"{type(batch).__name__} {batch} {getattr(batch, 'tag', '')}"
+
+    assert [shown(batch) for batch in loader] == [shown(batch) for batch in batches]
+    return len(batches)
+
+
+def test_structures_that_look_alike_arrive_as_they_are(run_ranks) -> None:
+    assert run_ranks(structures_that_look_alike) == [10, 10]
+
+
+def batches_that_cannot_be_sent() -> str:
+    samples = [1, 2, 3, threading.Lock()]
+    loader = dispatched(DataLoader(Stream(samples), batch_size=None, collate_fn=lambda batch: batch))
+    try:
+        for _ in loader:
+            pass
+    except (TypeError, DispatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_cannot_be_sent_is_an_error_on_every_rank(run_ranks) -> None:
+    reader, receiver = run_ranks(batches_that_cannot_be_sent)
+    assert reader.startswith("TypeError: cannot pickle")
+    assert receiver.startswith("DispatchError: the rank that reads for all failed")
+    assert "cannot pickle '_thread.lock' object" in receiver
+
+
+def a_shard_without_a_rank(own_counts: bool) -> str:
+    rank = dist.get_rank()
+    shard = Shard(rank, 2 + rank if own_counts else 3)
+    try:
+        shard_loader(DataLoader(torch.arange(9)), shard, dispatch=True, group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("own_counts", [False, True])
+def test_every_shard_needs_a_rank_of_the_group(run_ranks, own_counts: bool) -> None:
+    held = "0 of 2, 1 of 3" if own_counts else "0 of 3, 1 of 3"
+    assert all(
+        f"the group's ranks hold the shards {held}," in message
+        for message in run_ranks(a_shard_without_a_rank, own_counts)
+    )
 
 
 def fails_on_the_reader(fails_at: int, ahead: bool) -> tuple[int, str, str]:

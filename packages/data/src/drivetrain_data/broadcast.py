@@ -33,6 +33,10 @@ class _Read(NamedTuple):
     reading: Reading
     steps: list[Step]  # one for each batch
 
+    @property
+    def layouts(self) -> list[Layout]:
+        return [step.layout for step in self.steps]
+
 
 class DispatchSource:
     """Hands out what a source reads on the first rank of a group. Every method is called on all of its ranks.
@@ -119,7 +123,19 @@ class DispatchSource:
         self._inner.take_up(epoch, state)
 
     def _send(self, epoch: int, position: int) -> Generator[Reading]:
-        groups = self._groups(self._inner.open(epoch, position))
+        try:
+            yield from self._sent_steps(self._inner.open(epoch, position))
+        except DispatchError:  # a rank that is handed batches has ended: there is nobody to tell
+            raise
+        except (
+            Exception,
+            SystemExit,
+        ):  # of the dataset, or in packing what it gave; raised here, and told to all
+            self._tell(traceback.format_exc())
+            raise
+
+    def _sent_steps(self, readings: Iterator[Reading]) -> Generator[Reading]:
+        groups = self._groups(readings)
         group = self._post(next(groups, []))
         while group:
             held = group
@@ -136,27 +152,24 @@ class DispatchSource:
         begun = num_bytes = 0
         while True:
             try:
-                reading = next(readings, None)
-            except Exception:  # it is told to every rank, and raised here
+                read = _next_read(readings)
+            except (Exception, SystemExit):
                 if group:
                     yield group
-                self._tell(traceback.format_exc())
                 raise
-            if reading is None:
+            if read is None:
                 break
-            steps = [take_apart(reading[0], batch) for batch in reading[1]]
-            layouts = [step.layout for step in steps]
             if group and (
                 num_bytes >= _GROUP_BYTES
                 or perf_counter_ns() - begun > _GROUP_NANOSECONDS
-                or layouts != [step.layout for step in group[0].steps]
+                or not _same_layouts(read.layouts, group[0].layouts)
             ):
                 yield group
                 group = []
             if not group:
                 begun, num_bytes = perf_counter_ns(), 0
-            group.append(_Read(reading, steps))
-            num_bytes += steps[0].num_bytes
+            group.append(read)
+            num_bytes += read.steps[0].num_bytes
         if group:
             yield group
 
@@ -165,8 +178,8 @@ class DispatchSource:
             self._tell(None)
             return group
         tags = [_NO_WORKER if mark is None else mark.worker for (_, _, mark), _ in group]
-        layouts = [step.layout for step in group[0].steps]
-        known = layouts == self._sent
+        layouts = group[0].layouts
+        known = _same_layouts(layouts, self._sent)
         self._sent = layouts
         # A shard without a batch of its own repeats the last one.
         slots = [min(shard, len(layouts) - 1) for shard in self._shards[1:]]
@@ -212,8 +225,30 @@ class DispatchSource:
         return replace(layout, note=replace(plan, replayed=replayed))
 
 
+def _next_read(readings: Iterator[Reading]) -> _Read | None:
+    reading = next(readings, None)
+    return (
+        None if reading is None else _Read(reading, [take_apart(reading[0], batch) for batch in reading[1]])
+    )
+
+
+def _same_layouts(one: list[Layout], other: list[Layout]) -> bool:
+    return len(one) == len(other) and all(map(Layout.same, one, other))
+
+
 def _shards_of(group: dist.ProcessGroup, shard: Shard) -> list[int]:
-    """The shard of each rank of a group. Called on all of them."""
-    indices: list[int | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(indices, shard.index, group=group)
-    return [index for index in indices if index is not None]
+    """The shard of each rank of a group. Called on all of them.
+
+    Raises:
+        ValueError: A shard has no rank there, so that nobody would get its batches.
+    """
+    shards: list[Shard | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shards, shard, group=group)
+    held = [each for each in shards if each is not None]
+    if {(each.index, each.count) for each in held} != {(index, shard.count) for index in range(shard.count)}:
+        told = ", ".join(f"{each.index} of {each.count}" for each in held)
+        raise ValueError(
+            f"dispatch: the group's ranks hold the shards {told}, and every shard needs a rank of the group: pass the "
+            "group of all ranks that share the data, and the same count on each"
+        )
+    return [each.index for each in held]

@@ -24,19 +24,20 @@ Bytes = npt.NDArray[np.uint8]
 class TensorPlace:
     """Where a tensor stood in a batch; no dataclass, for the walk over a batch would enter it."""
 
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("dtype", "requires_grad", "shape")
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype = dtype
-        self.shape = shape
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.shape = tuple(tensor.shape)
+        self.requires_grad = tensor.requires_grad
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TensorPlace):
-            return NotImplemented
-        return self.shape == other.shape and self.dtype == other.dtype
-
-    def __hash__(self) -> int:
-        return hash((self.dtype, self.shape))
+    def same(self, other: "TensorPlace") -> bool:
+        """Whether a tensor of one place fits the other."""
+        return (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.requires_grad == other.requires_grad
+        )
 
 
 class ObjectPlace:
@@ -44,14 +45,8 @@ class ObjectPlace:
 
     __slots__ = ()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectPlace)
 
-    def __hash__(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """What is the same from step to step as long as shapes and structure are.
 
@@ -62,6 +57,10 @@ class Layout:
 
     note: Any
     places: Nested
+
+    def same(self, other: "Layout") -> bool:
+        """Whether a message of one is read rightly with the other: types and the order of keys count too."""
+        return self.note == other.note and _same_places(self.places, other.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def take_apart(note: Any, batch: Nested) -> Step:
     def place(leaf: Any) -> TensorPlace | ObjectPlace:
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
             tensors.append(leaf)
-            return TensorPlace(leaf.dtype, tuple(leaf.shape))
+            return TensorPlace(leaf)
         objects.append(leaf)
         return _OBJECT
 
@@ -181,15 +180,31 @@ class Incoming:
                 return next(objects)
             count = prod(leaf.shape)
             if not count:
-                return torch.empty(leaf.shape, dtype=leaf.dtype)
+                return torch.empty(leaf.shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad)
             flat = torch.frombuffer(packed, dtype=leaf.dtype, count=count, offset=offset)
             offset += _aligned(flat.nbytes)
-            return flat.view(leaf.shape)
+            tensor = flat.view(leaf.shape)
+            return tensor.requires_grad_() if leaf.requires_grad else tensor
 
         return map_leaves(layout.places, fill)
 
 
 _OBJECT = ObjectPlace()
+
+
+def _same_places(one: Nested, other: Nested) -> bool:
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if kind is TensorPlace:
+        return one.same(other)
+    if kind is ObjectPlace:
+        return True
+    if kind is dict:
+        return list(one) == list(other) and all(map(_same_places, one.values(), other.values()))
+    if kind is list or kind is tuple:
+        return len(one) == len(other) and all(map(_same_places, one, other))
+    return pickle.dumps(one) == pickle.dumps(other)  # may hold more than its children
 
 
 def _header(packed: Bytes) -> list[int]:
