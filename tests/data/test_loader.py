@@ -248,3 +248,31 @@ def test_a_batch_as_large_as_the_dataset_is_one_step() -> None:
     for _ in loader:
         assert loader.current.even
         assert loader.current.is_last
+
+
+@pytest.mark.parametrize("what", ["set_epoch", "load_state_dict"])
+def test_a_position_set_in_a_loop_ends_the_loop(what: str) -> None:
+    activity = ActiveLoaders()
+    loader = sharded(activity=activity)
+    state = loader.state_dict()
+    iterator = iter(loader)
+    next(iterator)
+    if what == "set_epoch":
+        loader.set_epoch(4)
+    else:
+        loader.load_state_dict(state)
+    assert activity.current is None
+    with pytest.raises(
+        RuntimeError, match=r"or set_epoch or load_state_dict was called.*leave the loop first"
+    ):
+        next(iterator)
+    assert loader.epoch == (4 if what == "set_epoch" else 0)
+    assert sorted(samples(loader)) == sorted(samples(sharded()))
+
+
+def test_a_loader_says_what_it_is() -> None:
+    loader = sharded()
+    next(iter(loader))
+    assert repr(loader).startswith("ShardedLoader(shard 0 of ")
+    assert "epoch 0, position " in repr(loader)
+    assert loader.order_source in repr(loader)

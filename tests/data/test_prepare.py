@@ -340,5 +340,28 @@ def test_single_items_cannot_be_split() -> None:
 def test_defaults_are_those_of_the_settings() -> None:
     defaults = shard_loader.__kwdefaults__
     settings = DataSettings()
-    for name in ("even", "split_batches", "dispatch", "seed", "non_blocking", "read_ahead"):
+    for name in ("even", "split_batches", "dispatch", "seed", "non_blocking", "copy_ahead", "read_ahead"):
         assert defaults[name] == getattr(settings, name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"even": "unevn"}, ValueError, "even='unevn': must be one of uneven, pad, drop"),
+        ({"even": False}, ValueError, "even=False: must be one of"),
+        ({"seed": -1}, ValueError, "seed=-1: must be an integer between"),
+        ({"seed": 1.5}, ValueError, "seed=1.5: must be an integer between"),
+        ({"copy_ahead": -1}, ValueError, "copy_ahead=-1: must be an integer, 0 or more batches"),
+        ({"shard": (0, 2)}, TypeError, r"shard=\(0, 2\): must be a Shard"),
+        ({"device": "nowhere"}, RuntimeError, "nowhere"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_at_once(arguments: Any, error: type[Exception], message: str) -> None:
+    shard = arguments.pop("shard", Shard(0, 1))
+    with pytest.raises(error, match=message):
+        shard_loader(DataLoader(Numbers(3)), shard, **arguments)
+
+
+def test_a_device_may_be_named() -> None:
+    loader = shard_loader(DataLoader(torch.arange(3)), Shard(0, 1), device="meta")
+    assert [batch.device.type for batch in loader] == ["meta"] * 3

@@ -290,3 +290,35 @@ class BatchPairs(Sampler[list[int]]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.sampler.load_state_dict(state)
+
+
+def damaged(**fields: Any) -> dict[str, Any]:
+    return {**shard_loader(DataLoader(torch.arange(10)), Shard(0, 1)).state_dict(), **fields}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "this is no loader's state"),
+        ("abc", "this is no loader's state"),
+        ({}, "this is no loader's state"),
+        (damaged(format=-1), "this is no loader's state"),
+        (damaged(position=-1), "position=-1, which must be a number of samples, 0 or more"),
+        (damaged(position=True), "position=True, which must be"),
+        (damaged(position=torch.tensor(4)), r"position=tensor\(4\), which must be"),
+        (damaged(position=11), "position=11 in an epoch of 10"),
+        (damaged(epoch=None), "epoch=None, which must be a number of epochs"),
+        (damaged(seed="x"), "seed='x', which must be an integer"),
+        (damaged(identity=None), "identity=None, which must be a mapping"),
+        (damaged(extra="x"), "extra='x', which must be a mapping"),
+        (damaged(fingerprint=1.5), "fingerprint=1.5, which must be a string"),
+        ({"format": 1, "epoch": 0}, "no 'position', which must be"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(state: Any, message: str) -> None:
+    loader = shard_loader(DataLoader(torch.arange(10)), Shard(0, 1))
+    before = loader.state_dict()
+    with pytest.raises(DataStateError, match=message):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+    assert len(list(loader)) == 10

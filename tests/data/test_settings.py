@@ -10,8 +10,8 @@ from drivetrain_data import DataSettings
     ("values", "message"),
     [
         ({"even": "odd"}, "^even='odd': must be one of uneven, pad, drop"),
-        ({"seed": -1}, "^seed=-1: must lie between 0 and"),
-        ({"seed": 2**63}, "^seed=9223372036854775808: must lie between 0 and"),
+        ({"seed": -1}, "^seed=-1: must be an integer between 0 and"),
+        ({"seed": 2**63}, "^seed=9223372036854775808: must be an integer between 0 and"),
     ],
 )
 def test_a_value_out_of_range_is_named(values: dict[str, object], message: str) -> None:

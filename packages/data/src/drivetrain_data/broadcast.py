@@ -248,7 +248,7 @@ def _shards_of(group: dist.ProcessGroup, shard: Shard) -> list[int]:
     if {(each.index, each.count) for each in held} != {(index, shard.count) for index in range(shard.count)}:
         told = ", ".join(f"{each.index} of {each.count}" for each in held)
         raise ValueError(
-            f"dispatch: the group's ranks hold the shards {told}, and every shard needs a rank of the group: pass the "
-            "group of all ranks that share the data, and the same count on each"
+            f"dispatch: the group's ranks hold the shards {told}, and every shard needs a rank there: pass "
+            "the group of all ranks that share the data, and the same count on each"
         )
     return [each.index for each in held]

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from drivetrain_data._nested import to_device
 from drivetrain_data.activity import ActiveLoaders
 from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.device_copies import DeviceCopies
 from drivetrain_data.resume import check_state, make_state
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
@@ -26,8 +24,7 @@ class ShardedLoader(Generic[Batch]):
         dataset: The user's.
         shard: Which part this is.
         batch_size: Samples of a batch on each shard; None where the user's batches are dealt out as they are.
-        device: Where batches are copied; None leaves them.
-        non_blocking: Copy pinned memory without waiting.
+        copies: Copies batches to the device; None leaves them.
         activity: Told of every batch.
         on_batch: Called for every batch.
 
@@ -45,8 +42,7 @@ class ShardedLoader(Generic[Batch]):
         dataset: Any,
         shard: Shard,
         batch_size: int | None,
-        device: torch.device | None,
-        non_blocking: bool,
+        copies: DeviceCopies | None,
         activity: ActiveLoaders | None,
         on_batch: Callable[[], None] | None,
     ) -> None:
@@ -55,9 +51,7 @@ class ShardedLoader(Generic[Batch]):
         self.batch_size = batch_size
         self.current: BatchPlan | None = None
         self._source = source
-        # What comes from a loader lies on the CPU already.
-        self._device = None if device is None or device.type == "cpu" else device
-        self._non_blocking = non_blocking
+        self._copies = copies
         self._activity = activity
         self._on_batch = on_batch
         self._epoch = 0
@@ -96,6 +90,12 @@ class ShardedLoader(Generic[Batch]):
         """
         return self._source.num_steps()
 
+    def __repr__(self) -> str:
+        return (
+            f"ShardedLoader(shard {self.shard.index} of {self.shard.count}, batch_size={self.batch_size}, "
+            f"epoch {self._epoch}, position {self._position}: {self.order_source})"
+        )
+
     def __iter__(self) -> Iterator[Batch]:
         return self.skipping(0)
 
@@ -109,13 +109,17 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             ValueError: `epoch` is negative.
         """
-        if epoch < 0:
+        if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: epochs count from 0")
         if epoch != self._epoch or self._begun:
             self._start(epoch, position=0)
 
     def mark_stepped(self) -> None:
-        """Note that an optimizer has stepped on all that was received: its gradients are in the weights."""
+        """Note that an optimizer has stepped on all that was received: its gradients are in the weights.
+
+        A loop of your own that takes a batch before it has stepped on the one before takes it too early: let the
+        loader read ahead (`copy_ahead`, `read_ahead`, workers) instead, of which nothing counts as received.
+        """
         self._stepped = self._position
         self._stepped_extra = self._source.extra_state(self._epoch, self._position)
 
@@ -159,7 +163,16 @@ class ShardedLoader(Generic[Batch]):
         self._source.seed = state["seed"]
         self._start(state["epoch"], position=state["position"])
 
+    def _end_loop(self) -> None:
+        """The loop that ran is over; if it is asked again, it raises."""
+        self._newest = object()
+        if self._activity is not None:
+            self._activity.pop(self)
+        self.current = None
+
     def _start(self, epoch: int, *, position: int) -> None:
+        if self.current is not None:
+            self._end_loop()
         self._epoch = epoch
         self._position = self._stepped = position
         self._stepped_extra = self._source.extra_state(epoch, position)
@@ -170,33 +183,31 @@ class ShardedLoader(Generic[Batch]):
             self._start(self._epoch + 1, position=0)
         self._begun = True
         self._newest = this = object()
-        source, activity, on_batch, device = self._source, self._activity, self._on_batch, self._device
+        source, activity, on_batch, copies = self._source, self._activity, self._on_batch, self._copies
         if num_skipped:
             self._position = source.position_after(self._epoch, self._position, num_skipped)
         try:
-            for plan, batch, mark in source.open(self._epoch, self._position):
+            readings = source.open(self._epoch, self._position)
+            for plan, batch, mark in readings if copies is None else copies.copied(readings):
                 self._position += plan.advance
                 if mark is not None:
                     source.note_received(plan, mark)
                 self.current = plan
                 if activity is not None:
                     activity.push(self)
-                if device is not None:
-                    batch = to_device(batch, device, non_blocking=self._non_blocking)
                 if on_batch is not None:
                     on_batch()
                 yield batch
                 if self._newest is not this:
                     raise RuntimeError(
-                        "another loop over this ShardedLoader has begun meanwhile, and it has one position, not two; "
-                        "shard a second DataLoader for the inner loop"
+                        "another loop over this ShardedLoader has begun meanwhile, or set_epoch or load_state_dict "
+                        "was called, and it has one position, not two: leave the loop first; for a loop within the "
+                        "loop shard a second DataLoader"
                     )
             self._finished = True
         finally:
             if self._newest is this:
-                if activity is not None:
-                    activity.pop(self)
-                self.current = None
+                self._end_loop()
 
 
 class RestOfEpoch(Generic[Batch]):

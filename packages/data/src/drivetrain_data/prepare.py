@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain_data.activity import ActiveLoaders
 from drivetrain_data.blocks import IndexFunction
 from drivetrain_data.broadcast import DispatchSource
+from drivetrain_data.device_copies import DeviceCopies
 from drivetrain_data.loader import ShardedLoader
 from drivetrain_data.read_plan import ReadPlan, is_stock, source_of
-from drivetrain_data.settings import Even, Strategy
+from drivetrain_data.settings import DataSettings, Even, Strategy
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
 
@@ -21,7 +22,7 @@ def shard_loader(
     loader: Any,
     shard: Shard,
     *,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     even: Even = "uneven",
     strategy: Strategy | IndexFunction = "interleaved",
     num_nodes: int = 1,
@@ -30,6 +31,7 @@ def shard_loader(
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
     non_blocking: bool = True,
+    copy_ahead: int = 1,
     read_ahead: bool = False,
     activity: ActiveLoaders | None = None,
     on_batch: Callable[[], None] | None = None,
@@ -41,22 +43,22 @@ def shard_loader(
         shard: Which part.
         device: Where batches are copied; None leaves them on the CPU.
         even: An epoch's tail: "uneven" repeats nothing that counts, "pad" fills all shards, "drop" leaves it out.
-        strategy: "interleaved": shards take turns over one order. "block": each keeps to a contiguous block of the
-            dataset. "node": each node keeps to one. Or a function of (position, shard) to a sample.
+        strategy: Shards take turns, or keep to a "block", or a "node" does; or a function of (position, shard).
         num_nodes: For "node": how many nodes there are; each has equally many neighbouring shards.
         split_batches: The loader's batch size is the sum over shards; by default it is that of each.
         dispatch: The group's first rank reads for all; None: where the loader cannot be sharded by index.
         group: The ranks that share the data; needed to dispatch.
         seed: What shuffled orders depend on, with the epoch.
         non_blocking: Copy pinned memory to the device without waiting.
+        copy_ahead: Batches copied to the device before the loop asks for them.
         read_ahead: When dispatching, send a batch while the one before is computed on.
-        activity: Told of every batch, to know which loader is being read.
-        on_batch: Called for every batch.
+        activity: Told of every batch, to know which loader is being read; `on_batch` is just called.
 
     Raises:
         TypeError, ValueError: It is no loader, or the settings do not fit it; the message says which and why.
     """
-    _check_loader(loader)
+    _check(loader, shard, even, seed, copy_ahead)
+    device = None if device is None else torch.device(device)
     plan = ReadPlan(
         shard=shard,
         even="drop" if getattr(loader, "drop_last", False) else even,
@@ -72,11 +74,17 @@ def shard_loader(
         dataset=getattr(loader, "dataset", None),
         shard=shard,
         batch_size=batch_size,
-        device=device,
-        non_blocking=non_blocking,
+        copies=_copies(device, non_blocking, copy_ahead),
         activity=activity,
         on_batch=on_batch,
     )
+
+
+def _copies(device: torch.device | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
+    """Copies to a device; what a loader gives lies on the CPU already."""
+    if device is None or device.type == "cpu":
+        return None
+    return DeviceCopies(device, non_blocking=non_blocking, num_ahead=num_ahead)
 
 
 def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int) -> int:
@@ -120,7 +128,10 @@ def _handed_out(
     )
 
 
-def _check_loader(loader: Any) -> None:
+def _check(loader: Any, shard: Shard, even: Even, seed: int, copy_ahead: int) -> None:
+    if type(shard) is not Shard:
+        raise TypeError(f"shard={shard!r}: must be a Shard, as Shard(rank, world_size)")
+    DataSettings(even=even, seed=seed, copy_ahead=copy_ahead)  # checks them
     if isinstance(loader, ShardedLoader):
         raise ValueError("this loader is sharded already; pass the DataLoader that it was made from")
     if isinstance(loader, DataLoader):

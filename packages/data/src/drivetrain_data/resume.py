@@ -44,16 +44,7 @@ def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], finger
     Raises:
         DataStateError: It is of a newer format, or of other data or another order; the message says what differs.
     """
-    saved_format = state.get("format")
-    if not isinstance(saved_format, int):
-        raise DataStateError(
-            "this is no loader's state: it has no integer 'format'; pass what state_dict() gave"
-        )
-    if saved_format > STATE_FORMAT:
-        raise DataStateError(
-            f"the loader's state has format {saved_format}, and this version reads up to {STATE_FORMAT}; "
-            "install the drivetrain-data that saved it, or a newer one"
-        )
+    _check_values(state)
     for name, own in identity.items():
         saved = state["identity"].get(name)
         if saved != own:
@@ -65,6 +56,41 @@ def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], finger
             f"the dataset's fingerprint was {state['fingerprint']!r} and is {fingerprint!r}: its content changed; "
             "load the dataset as it was, or start the epoch anew"
         )
+
+
+def _check_values(state: Mapping[str, Any]) -> None:
+    """Refuse what no `make_state` has given, before anything is taken up."""
+    if not hasattr(state, "keys") or not _is_count(state.get("format")):
+        raise DataStateError("this is no loader's state: it has no 'format'; pass what state_dict() gave")
+    if state["format"] > STATE_FORMAT:
+        raise DataStateError(
+            f"the loader's state has format {state['format']}, and this version reads up to {STATE_FORMAT}; "
+            "install the drivetrain-data that saved it, or a newer one"
+        )
+    allowed: dict[str, tuple[bool, str]] = {
+        "epoch": (_is_count(state.get("epoch")), "a number of epochs, 0 or more"),
+        "position": (_is_count(state.get("position")), "a number of samples, 0 or more"),
+        "seed": (_is_count(state.get("seed")), "an integer, 0 or more"),
+        "identity": (isinstance(state.get("identity"), Mapping), "a mapping"),
+        "fingerprint": (isinstance(state.get("fingerprint", 0), str | None), "a string or None"),
+        "extra": (isinstance(state.get("extra"), Mapping), "a mapping"),
+    }
+    for name, (is_right, what) in allowed.items():
+        if not is_right:
+            told = f"{name}={state[name]!r}" if name in state else f"no {name!r}"
+            raise DataStateError(
+                f"the loader's state has {told}, which must be {what}: it was damaged or made by hand"
+            )
+    length = state["identity"].get("num_positions")
+    if _is_count(length) and state["position"] > length:
+        raise DataStateError(
+            f"the loader's state has position={state['position']} in an epoch of {length}: it was damaged or made by "
+            "hand"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 _WHY = {

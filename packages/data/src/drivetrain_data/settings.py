@@ -37,6 +37,12 @@ class DataSettings:
     non_blocking: bool = field(
         default=True, metadata={"help": "Copy pinned batches to the device without waiting for the copy."}
     )
+    copy_ahead: int = field(
+        default=1,
+        metadata={
+            "help": "Batches copied to an accelerator before the loop asks for them; each takes its memory there."
+        },
+    )
     read_ahead: bool = field(
         default=False,
         metadata={"help": "With dispatch, send the next batch while ranks compute on the current one."},
@@ -55,5 +61,7 @@ class DataSettings:
                 f"strategy={self.strategy!r}: must be one of {', '.join(get_args(Strategy))}; a function of your own "
                 "goes to shard_loader(strategy=...)"
             )
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed!r}: must lie between 0 and 2**63 - 1")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed!r}: must be an integer between 0 and 2**63 - 1")
+        if type(self.copy_ahead) is not int or self.copy_ahead < 0:
+            raise ValueError(f"copy_ahead={self.copy_ahead!r}: must be an integer, 0 or more batches")

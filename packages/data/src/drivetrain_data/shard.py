@@ -19,8 +19,12 @@ class Shard:
         """Check both.
 
         Raises:
+            TypeError: One is no integer.
             ValueError: There are no takers, or this is none of them.
         """
+        for name, value in (("index", self.index), ("count", self.count)):
+            if type(value) is not int:
+                raise TypeError(f"{name}={value!r}: must be an integer, such as a rank or a number of ranks")
         if self.count < 1:
             raise ValueError(f"count={self.count!r}: data is divided among at least 1 shard")
         if not 0 <= self.index < self.count:
