@@ -52,13 +52,13 @@ def shard_loader(
         non_blocking: Copy pinned memory to the device without waiting.
         copy_ahead: Batches copied to the device before the loop asks for them.
         read_ahead: When dispatching, send a batch while the one before is computed on.
-        activity: Told of every batch, to know which loader is being read; `on_batch` is just called.
+        activity: Told of every batch, to know which loader is being read.
+        on_batch: Called for every batch.
 
     Raises:
         TypeError, ValueError: It is no loader, or the settings do not fit it; the message says which and why.
     """
     _check(loader, shard, even, seed, copy_ahead)
-    device = None if device is None else torch.device(device)
     plan = ReadPlan(
         shard=shard,
         even="drop" if getattr(loader, "drop_last", False) else even,
@@ -80,11 +80,12 @@ def shard_loader(
     )
 
 
-def _copies(device: torch.device | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
+def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
     """Copies to a device; what a loader gives lies on the CPU already."""
-    if device is None or device.type == "cpu":
+    place = torch.device("cpu" if device is None else device)
+    if place.type == "cpu":
         return None
-    return DeviceCopies(device, non_blocking=non_blocking, num_ahead=num_ahead)
+    return DeviceCopies(place, non_blocking=non_blocking, num_ahead=num_ahead)
 
 
 def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int) -> int:
@@ -118,13 +119,14 @@ def _handed_out(
     source: Source,
     plan: ReadPlan,
     group: dist.ProcessGroup | None,
-    device: torch.device | None,
+    device: torch.device | str | None,
     read_ahead: bool,
 ) -> Source:
     """What the group's first rank reads, on all of its ranks."""
     assert group is not None
+    place = None if device is None else torch.device(device)
     return DispatchSource(
-        source, group=group, shard=plan.shard, even=plan.even, device=device, read_ahead=read_ahead
+        source, group=group, shard=plan.shard, even=plan.even, device=place, read_ahead=read_ahead
     )
 
 
