@@ -4,8 +4,9 @@
 
 Map-style datasets are sharded by index; iterable ones are read by rank 0 alone, which hands every rank its batches.
 The raw loader of an iterable dataset reads on each rank for itself, which is right only where every rank has a stream
-of its own: it is the floor, not a way to get the same result. The last row is a raw loader that reads the batches of
-both ranks, as rank 0 must: what drivetrain takes beyond it is the handing out.
+of its own: it is the floor, not a way to get the same result. Without workers, the last row is a raw loader that reads
+the batches of both ranks, as rank 0 must: what drivetrain takes beyond it is the handing out. With workers, raw loaders
+have one on each rank, and rank 0 has two where it reads for both.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rounds import Table, installed, on_two_ranks, report, take_turns
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
 BATCH_SIZE = 32  # samples a rank
 
@@ -29,7 +30,9 @@ class Stream(IterableDataset[dict[str, Any]]):
         self.num_floats = num_floats
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for index in range(self.num_samples):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, self.num_samples, step):
             yield {"input": torch.full((self.num_floats,), float(index)), "label": index % 10}
 
 
@@ -66,11 +69,18 @@ def map_style(num_batches: int) -> dict[str, Iterable[Any]]:
     return contestants(raw, lambda: DataLoader(data, batch_size=BATCH_SIZE, shuffle=True))
 
 
-def dispatched(num_batches: int, num_floats: int) -> dict[str, Iterable[Any]]:
-    """Contestants over an iterable dataset that rank 0 reads for all."""
-    raw = DataLoader(Stream(num_batches * BATCH_SIZE, num_floats), batch_size=BATCH_SIZE)
+def dispatched(num_batches: int, num_floats: int, workers: int = 0) -> dict[str, Iterable[Any]]:
+    """Contestants over an iterable dataset that rank 0 reads for all, by as many workers as ranks have together."""
+    alone = Stream(num_batches * BATCH_SIZE, num_floats)
+    raw = DataLoader(alone, batch_size=BATCH_SIZE, num_workers=workers // 2, persistent_workers=workers > 0)
     stream = Stream(2 * num_batches * BATCH_SIZE, num_floats)
-    loaders = contestants(raw, lambda: DataLoader(stream, batch_size=BATCH_SIZE))
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(stream, batch_size=BATCH_SIZE, num_workers=workers, persistent_workers=workers > 0)
+
+    loaders = contestants(raw, loader)
+    if workers:
+        return loaders
     return {**loaders, "raw DataLoader, what rank 0 reads": DataLoader(stream, batch_size=2 * BATCH_SIZE)}
 
 
@@ -82,6 +92,7 @@ def measure(arguments: argparse.Namespace) -> None:
         "Map-style, shuffled, batches of 2 kB": (map_style(1000), 1000),
         "Iterable, read by rank 0, batches of 2 kB": (dispatched(200, 16), 200),
         "Iterable, read by rank 0, batches of 1 MB": (dispatched(50, 8192), 50),
+        "Iterable, read by 2 workers in all, batches of 1 MB": (dispatched(50, 8192, workers=2), 50),
     }
     tables: list[Table] = []
     for title, (loaders, num_batches) in cases.items():

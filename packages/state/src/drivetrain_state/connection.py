@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from socket import gethostname
+from time import sleep
 from typing import cast
 
 import torch
@@ -24,6 +25,7 @@ from drivetrain_state.watch import Watch
 
 # Which library moves the tensors of each kind of device; the CPU's always travel by gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
+_LETTING_GO_SECONDS = 0.02
 
 
 def connect(
@@ -240,6 +242,9 @@ def _leave() -> None:
     atexit.unregister(_leave_at_exit)
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A thread of gloo lets go of tensors shortly after the operation's end. If it had the last hold of one, it needs
+        # the interpreter for that, and aborts the process where that is ending.
+        sleep(_LETTING_GO_SECONDS)
 
 
 def _leave_at_exit() -> None:
