@@ -4,9 +4,9 @@
 
 Map-style datasets are sharded by index; iterable ones are read by rank 0 alone, which hands every rank its batches.
 The raw loader of an iterable dataset reads on each rank for itself, which is right only where every rank has a stream
-of its own: it is the floor, not a way to get the same result. Without workers, the last row is a raw loader that reads
-the batches of both ranks, as rank 0 must: what drivetrain takes beyond it is the handing out. With workers, raw loaders
-have one on each rank, and rank 0 has two where it reads for both.
+of its own: it is the floor, not a way to get the same result. Without workers, the last row is a raw loader that
+reads the batches of both ranks, as rank 0 must: what drivetrain takes beyond it is the handing out. With workers, raw
+loaders have one on each rank, and rank 0 has two where it reads for both.
 """
 
 import argparse

@@ -242,8 +242,8 @@ def _leave() -> None:
     atexit.unregister(_leave_at_exit)
     if dist.is_initialized():
         dist.destroy_process_group()
-        # A thread of gloo lets go of tensors shortly after the operation's end. If it had the last hold of one, it needs
-        # the interpreter for that, and aborts the process where that is ending.
+        # A thread of gloo lets go of tensors shortly after the operation's end. If it had the last hold of one, it
+        # needs the interpreter for that, and aborts the process where that is ending.
         sleep(_LETTING_GO_SECONDS)
 
 
