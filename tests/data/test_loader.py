@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from drivetrain_data import ActiveLoaders, Shard, ShardedLoader, shard_loader, skip_first_batches
 
@@ -276,3 +276,27 @@ def test_a_loader_says_what_it_is() -> None:
     assert repr(loader).startswith("ShardedLoader(shard 0 of ")
     assert "epoch 0, position " in repr(loader)
     assert loader.order_source in repr(loader)
+
+
+class Lines(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(info.id, 20, info.num_workers))
+
+
+@pytest.mark.parametrize(("kind", "context"), [("map", "forkserver"), ("stream", "spawn")])
+def test_workers_may_be_started_in_any_way(kind: str, context: str) -> None:
+    def make() -> ShardedLoader[Any]:
+        data: Any = torch.arange(20) if kind == "map" else Lines()
+        loader = DataLoader(
+            data, batch_size=2, shuffle=kind == "map", num_workers=1, multiprocessing_context=context
+        )
+        return shard_loader(loader, Shard(0, 1))
+
+    loader = make()
+    iterator = iter(loader)
+    begun = [next(iterator).tolist() for _ in range(3)]
+    rest = make()
+    rest.load_state_dict(loader.state_dict())
+    assert sorted(i for batch in [*begun, *(b.tolist() for b in rest)] for i in batch) == list(range(20))
