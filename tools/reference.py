@@ -102,5 +102,6 @@ def _entry(module: str, name: str, value: object) -> str:
     elif inspect.ismodule(value):
         kind, options = "automodule", "   :members:\n"
     else:
-        kind, options = "autodata", f"   :annotation: = {json.dumps(repr(value))[1:-1][:80]}\n"
+        # Not autodata, which would show the docstring of the value's type.
+        kind, options = "py:data", f"   :value: {json.dumps(repr(value))[1:-1][:80]}\n"
     return f"{heading}```{{eval-rst}}\n.. {kind}:: {module}.{name}\n{options}```\n"

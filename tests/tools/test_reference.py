@@ -38,8 +38,8 @@ def test_a_page_documents_own_names_and_links_lent_ones() -> None:
     for line in (
         ".. autoclass:: drivetrain_toy.Thing",
         ".. autofunction:: drivetrain_toy.act",
-        ".. autodata:: drivetrain_toy.Alias",
-        ".. autodata:: drivetrain_toy.LIMIT",
+        ".. py:data:: drivetrain_toy.Alias",
+        ".. py:data:: drivetrain_toy.LIMIT",
         "| `Lent` | [drivetrain_other](drivetrain_other.md) |",
     ):
         assert line in page.splitlines()
