@@ -308,7 +308,7 @@ def left_at_different_steps(leaves_early: int, ahead: bool) -> str:
                 break
         for _ in loader:
             break
-    except DispatchError as error:
+    except RuntimeError as error:
         return str(error)
     return ""
 

@@ -45,6 +45,7 @@ def test_a_rank_that_was_stopped_is_not_the_root() -> None:
 def test_an_os_error_of_the_script_is_no_broken_connection_between_ranks() -> None:
     assert not failure(0, error="OSError: [Errno 111] Connection refused").is_aftermath
     assert failure(0, error="torch.distributed.DistBackendError: NCCL").is_aftermath
+    assert failure(0, error="drivetrain_data.errors.DispatchError: rank 1 has ended").is_aftermath
 
 
 def test_the_traceback_is_shown_with_its_rank() -> None:

@@ -199,7 +199,7 @@ class DispatchSource:
         while True:
             message = Incoming(self._channel.receive())
             if message.loop != self._loop:
-                raise DispatchError(
+                raise RuntimeError(
                     f"this rank is in its loop {self._loop} over the loader, and the rank that reads for all sent a "
                     f"batch of its loop {message.loop}: all ranks must leave a loop at the same step"
                 )

@@ -18,4 +18,4 @@ class AmbiguousLoaderError(RuntimeError):
 
 
 class DispatchError(RuntimeError):
-    """The rank that reads for all failed; the message holds its traceback."""
+    """Another rank failed or ended: the one that reads for all, whose traceback the message holds, or one it serves."""

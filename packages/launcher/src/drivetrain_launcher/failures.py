@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# What a rank sees when another has gone: gloo, NCCL and the rendezvous store say it in these words.
-_AFTERMATH_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+# What a rank sees when another has gone: gloo, NCCL, the rendezvous store and dispatched loaders say it so.
+_AFTERMATH_TYPES = ("DispatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _AFTERMATH_WORDS = (
     "Connection closed by peer",
     "Connection reset by peer",
