@@ -38,6 +38,7 @@ class Parts:
         resolved: Every section with its sources, by name.
         context: Ranks, device, group.
         shard: Which part of the data is this rank's.
+        readers: For each part of the data, in order, the first of the ranks that read it.
         policy: The precision.
         backend: What trains the models.
         loaders: Which loaders are being read.
@@ -48,6 +49,7 @@ class Parts:
     resolved: Mapping[str, Resolved[Any]]
     context: Context
     shard: Shard
+    readers: tuple[int, ...]
     policy: Policy
     backend: Backend
     loaders: ActiveLoaders
@@ -153,6 +155,7 @@ def compose(
         resolved=resolved,
         context=context,
         shard=_shard(context, parallelism),
+        readers=_readers(context, parallelism),
         policy=policy,
         backend=backend,
         loaders=ActiveLoaders(),
@@ -211,6 +214,11 @@ def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:
     if parallelism is None:
         return Shard(topology.rank, topology.world_size)
     return Shard(*parallelism.plan(topology.world_size).data_shard(topology.rank))
+
+
+def _readers(context: Context, parallelism: ParallelDims | None) -> tuple[int, ...]:
+    world_size = context.topology.world_size
+    return tuple(range(world_size)) if parallelism is None else parallelism.plan(world_size).data_readers()
 
 
 def _directory(settings: RunSettings) -> Path:
