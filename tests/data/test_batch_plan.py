@@ -26,3 +26,20 @@ def test_unknown_sizes_are_not_equal() -> None:
     assert unknown.is_whole
     with pytest.raises(RuntimeError, match="does not know how many samples"):
         replace(unknown, real_counts=None).kept(0)
+
+
+def test_weights_make_the_mean_over_shards_that_over_samples() -> None:
+    assert [TAIL.weight(shard) for shard in range(4)] == [8 / 5, 4 / 5, 4 / 5, 4 / 5]
+    short = step_plan(2, 4, 3, "uneven", shard=3, is_last=True)
+    assert [short.weight(shard) for shard in range(4)] == [2, 2, 0, 0]
+    assert [short.replays(shard) for shard in range(4)] == [False, False, True, True]
+    assert short.replayed
+
+
+def test_padding_weighs_as_much_as_a_sample() -> None:
+    assert [PADDED.weight(shard) for shard in range(4)] == [1, 1, 1, 1]
+    assert not any(PADDED.replays(shard) for shard in range(4))
+
+
+def test_sizes_that_are_a_guess_are_not_relied_on() -> None:
+    assert not replace(PADDED, guessed=True).equal_sizes

@@ -39,10 +39,7 @@ def weigh(
     if batch.replayed:
         nothing = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
         return nothing, None if count is None else 0.0
-    counts = batch.real_counts
-    if count is not None or counts is None:
-        return loss, count
-    return loss * (counts[shard] * len(counts) / sum(counts)), None
+    return (loss, count) if count is not None else (loss * batch.weight(shard), None)
 
 
 def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
