@@ -248,3 +248,35 @@ def gathered_of_unequal_widths() -> str:
 def test_unequal_sizes_beyond_the_first_are_named(run_ranks) -> None:
     for said in run_ranks(gathered_of_unequal_widths):
         assert "data['logits'] may differ between ranks, but it has rank 0: (2, 3); rank 1: (2, 4)" in said
+
+
+class Scaled:
+    """A loader of another library; a part of each batch is no row of a sample."""
+
+    dataset = range(23)
+
+    def __iter__(self):
+        return ({"scale": torch.tensor([2.0]), "x": part} for part in torch.arange(23).split([8, 2, 3, 8, 2]))
+
+
+def gathered_of_guessed_sizes(data: dict[str, Any]) -> tuple[list[int], list[int]]:
+    accelerator = Accelerator(cpu=True, data=data)
+    found: list[int] = []
+    rows: list[int] = []
+    for batch in accelerator.prepare(Scaled()):
+        found += accelerator.gather_for_metrics({"rows": batch["x"], "scale": batch["scale"]})[
+            "rows"
+        ].tolist()
+        rows.append(len(accelerator.gather(batch["x"])))
+    return found, rows
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("even", ["uneven", "pad"])
+def test_batches_that_do_not_say_their_sizes_are_gathered_exactly(
+    run_ranks, even: str, dispatch: bool
+) -> None:
+    repeated = {"uneven": 2, "pad": 8}[even]
+    for found, rows in run_ranks(gathered_of_guessed_sizes, {"even": even, "dispatch": dispatch}):
+        assert found == list(range(23))
+        assert rows == [10, 11, 2 + repeated]
