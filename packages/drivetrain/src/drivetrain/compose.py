@@ -134,7 +134,8 @@ def compose(
     settings: RunSettings = resolved["run"].value
     if settings.cpu:
         _say_cpu(said.setdefault("state", {}))
-    said.setdefault("data", {}).setdefault("seed", settings.seed)
+    _check_strategy(said.setdefault("data", {}).get("strategy"))
+    said["data"].setdefault("seed", settings.seed)
     for name, kind in _SECTIONS.items():
         resolved[name] = resolve(kind, section=name, code=said.pop(name, None), layers=layers)
     context = connect(_state(resolved["state"].value, settings), parallelism=parallelism)
@@ -178,6 +179,21 @@ def _say_cpu(state: dict[str, object]) -> None:
             f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: say one of them"
         )
     state["device"] = "cpu"
+
+
+def _check_strategy(strategy: object) -> None:
+    """Say where a function goes, which no file and no command line could hold.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if callable(strategy):
+        name = getattr(strategy, "__name__", type(strategy).__name__)
+        raise ValueError(
+            f"data.strategy={name}: settings hold 'interleaved', 'block' or 'node'; a function of your own goes to "
+            "drivetrain_data.shard_loader(loader, shard, strategy=...) in place of prepare(), and what it returns is "
+            "named in backward(loader=) and gather_for_metrics(loader=)"
+        )
 
 
 def _check_unused(said: Mapping[str, Mapping[str, object]]) -> None:
