@@ -25,7 +25,7 @@ def weigh(
     """Weigh a loss of the tail, where ranks hold different numbers of samples, or none.
 
     A mean is weighed by this rank's share of the samples, so that the mean over ranks is the mean over samples. A sum
-    counts what it counts. A replayed batch weighs nothing either way, and its NaN stays out.
+    counts what it counts. A replayed batch weighs nothing either way, and a NaN of its loss stays out.
 
     Args:
         loss: Shape ().
