@@ -1,7 +1,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+from drivetrain_data import Shard, shard_loader
 from drivetrain_data.partition import step_plan
 
 TAIL = step_plan(5, 4, 3, "uneven", shard=0, is_last=True)
@@ -26,3 +31,47 @@ def test_unknown_sizes_are_not_equal() -> None:
     assert unknown.is_whole
     with pytest.raises(RuntimeError, match="does not know how many samples"):
         replace(unknown, real_counts=None).kept(0)
+
+
+def test_weights_make_the_mean_over_shards_that_over_samples() -> None:
+    assert [TAIL.weight(shard) for shard in range(4)] == [8 / 5, 4 / 5, 4 / 5, 4 / 5]
+    short = step_plan(2, 4, 3, "uneven", shard=3, is_last=True)
+    assert [short.weight(shard) for shard in range(4)] == [2, 2, 0, 0]
+    assert [short.replays(shard) for shard in range(4)] == [False, False, True, True]
+    assert short.replayed
+
+
+def test_padding_weighs_as_much_as_a_sample() -> None:
+    assert [PADDED.weight(shard) for shard in range(4)] == [1, 1, 1, 1]
+    assert not any(PADDED.replays(shard) for shard in range(4))
+
+
+def test_sizes_that_are_a_guess_are_not_relied_on() -> None:
+    assert not replace(PADDED, guessed=True).equal_sizes
+
+
+def weighed_gradients(num_samples: int) -> list[float]:
+    """The gradient of each step under plain DDP."""
+    shard = Shard(dist.get_rank(), dist.get_world_size())
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    (weight,) = model.parameters()
+    loader = shard_loader(DataLoader(torch.arange(float(num_samples)), batch_size=2), shard)  # pyright: ignore[reportArgumentType]
+    found: list[float] = []
+    for batch in loader:
+        weight.grad = None
+        assert loader.current is not None
+        (model(batch[:, None]).mean() * loader.current.weight(shard.index)).backward()
+        assert weight.grad is not None
+        found.append(weight.grad.item())
+    return found
+
+
+@pytest.mark.parametrize("num_samples", [7, 9])
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_weighed_losses_give_ddp_the_gradient_of_the_mean_over_samples(
+    run_ranks, num_processes: int, num_samples: int
+) -> None:
+    steps = torch.arange(float(num_samples)).split(2 * num_processes)
+    expected = [samples.mean().item() for samples in steps]  # the gradient of the model w * x
+    for found in run_ranks(weighed_gradients, num_samples, num_processes=num_processes):
+        assert found == pytest.approx(expected)

@@ -1,10 +1,17 @@
-from collections.abc import Iterator
+import logging
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from drivetrain_data import Shard, shard_loader
+from drivetrain_data import Shard, ShardedLoader, shard_loader, trim
 
 
 class Ready:
@@ -66,3 +73,137 @@ def test_what_a_loader_does_with_its_batches_is_kept(make_shards, read_together)
 def test_batches_of_another_loader_are_not_split() -> None:
     with pytest.raises(ValueError, match="batches of Ready are dealt out whole"):
         shard_loader(Ready(3), Shard(0, 2), split_batches=True)
+
+
+class Shuffling(IterableDataset[torch.Tensor]):
+    """A stream in an order of its own, drawn from one of the global generators."""
+
+    def __init__(self, draw: Callable[[list[int]], None]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = list(range(19))
+        self.draw(order)
+        return iter(torch.tensor(order))
+
+
+class Standing:
+    """A loader that draws its order when an epoch begins, and saves no more than how far it has come."""
+
+    dataset = range(19)
+
+    def __init__(self) -> None:
+        self.begun = self.number = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        batches = torch.randperm(19).split(2)
+        for number in range(self.begun, len(batches)):
+            self.begun, self.number = 0, number + 1
+            yield batches[number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begun = state["number"]
+
+
+DRAWN = {
+    "own class": lambda: Doubling(torch.arange(19), batch_size=2, shuffle=True),  # pyright: ignore[reportArgumentType]
+    "own state": Standing,
+    "torchdata, python": lambda: StatefulDataLoader(Shuffling(random.shuffle), batch_size=2),
+    "torchdata, numpy": lambda: StatefulDataLoader(Shuffling(np.random.shuffle), batch_size=2),
+}
+
+
+def stepped(shards: list[ShardedLoader[Any]], num_steps: int | None = None) -> list[int]:
+    """The samples that count of shards that step together."""
+    found: list[int] = []
+    for batches in islice(zip(*shards, strict=True), num_steps):
+        plan = shards[0].current
+        assert plan is not None
+        found += trim(plan, torch.cat(batches)).tolist()
+    return found
+
+
+# torchdata 0.11 calls what torch 2.15 deprecates.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_a_loader_draws_is_the_same_on_every_rank_and_after_a_resume(
+    make_shards, kind: str, count: int
+) -> None:
+    factor = 2 if kind == "own class" else 1
+    torch.manual_seed(count)
+    random.seed(count)
+    np.random.seed(count)
+    whole = stepped(make_shards(DRAWN[kind], count))
+    assert sorted(whole) == list(range(0, 19 * factor, factor)) != whole
+    begun = make_shards(DRAWN[kind], count)
+    first = stepped(begun, 2)
+    resumed = make_shards(DRAWN[kind], 2)
+    for shard in resumed:
+        shard.load_state_dict(begun[0].state_dict())
+    assert first + stepped(resumed) == whole
+    again = stepped(resumed)  # the next epoch
+    assert sorted(again) == sorted(whole)
+    assert again != whole
+
+
+def test_what_the_program_draws_is_not_felt_by_a_loader_nor_the_other_way_round() -> None:
+    loader = shard_loader(DRAWN["own class"](), Shard(0, 1))
+    torch.manual_seed(1)
+    alone = torch.rand(10).tolist()
+    torch.manual_seed(1)
+    drawn = [torch.rand(1).item() for _ in loader]
+    assert drawn == alone[: len(drawn)]
+
+
+class Parts:
+    """Batches of 8 and 2 samples beside something of another size."""
+
+    dataset = range(20)
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.make(size) for size in (8, 2, 2, 8, 8))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: {"x": np.zeros((size, 2))},
+        lambda size: (pack_sequence([torch.zeros(9)] * size), torch.zeros(size)),
+    ],
+)
+def test_batches_of_unequal_sizes_weigh_by_their_samples(make: Callable[[int], Any]) -> None:
+    shards = [shard_loader(Parts(make), Shard(rank, 2)) for rank in range(2)]
+    for _, plan in zip(zip(*shards, strict=True), ((8, 2), (2, 8), (8, 0)), strict=True):
+        for rank, shard in enumerate(shards):
+            assert shard.current is not None
+            assert shard.current.real_counts == plan
+            assert shard.current.weight(rank) == pytest.approx(2 * plan[rank] / sum(plan))
+            assert shard.current.replayed == (plan[rank] == 0)
+            assert not shard.current.equal_sizes
+
+
+@pytest.mark.parametrize("part", [["train"], torch.tensor([2.0])])
+def test_batches_that_do_not_say_their_sizes_weigh_the_same_and_a_warning_says_so(
+    part: object, caplog
+) -> None:
+    shards = [
+        shard_loader(Parts(lambda size: {"part": part, "x": torch.zeros(size, 2)}), Shard(rank, 2))
+        for rank in range(2)
+    ]
+    with caplog.at_level(logging.WARNING):
+        for _ in zip(*shards, strict=True):
+            for shard in shards:
+                assert shard.current is not None
+                assert shard.current.sizes is None
+                assert shard.current.real_counts in ((1, 1), (1, 0))
+                assert [shard.current.weight(rank) for rank in range(2)] in ([1, 1], [2, 0])
+    told = [record.message for record in caplog.records]
+    assert len(told) == 2  # once a loader
+    assert "a batch of Parts does not say how many samples it holds (its parts have sizes 1, 8)" in told[0]

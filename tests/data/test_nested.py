@@ -2,6 +2,7 @@ from collections import UserDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -72,14 +73,22 @@ def test_whatever_can_move_moves() -> None:
     [
         (torch.ones(3, 2), 3),
         (torch.ones(()), None),
-        ({"n": 5, "x": torch.ones(3)}, 3),
-        ((torch.ones(3), torch.ones(7)), 3),
+        (np.ones((3, 2)), 3),
+        ({"n": 5, "x": torch.ones(3), "y": np.ones(3)}, 3),
         (["a", "b"], 2),
         ({"names": ["a", "b", "c"], "x": torch.ones(3)}, 3),
+        ([("a", "b", "c"), (1, 2, 3)], 3),
         (Sample(torch.ones(4), "x"), 4),
+        (pack_sequence([torch.ones(5), torch.ones(2), torch.ones(1)]), 3),
+        ((pack_sequence([torch.ones(5), torch.ones(2)]), torch.ones(2)), 2),
+        ({"extra": [], "x": torch.ones(3)}, 3),
         ("text", None),
         ([], None),
+        ({"meta": ["train"], "x": torch.zeros(8, 2)}, None),
+        ({"scale": torch.tensor([2.0]), "x": torch.zeros(8, 2)}, None),
+        ((torch.ones(3), torch.ones(7)), None),
+        ([["a", "b"], ["c"]], None),
     ],
 )
-def test_the_leading_size_is_that_of_the_first_tensor_or_list(batch: object, size: int | None) -> None:
+def test_a_batch_holds_as_many_samples_as_all_its_parts_say(batch: object, size: int | None) -> None:
     assert leading_size(batch) == size

@@ -77,3 +77,8 @@ def test_cpu_holds_whatever_else_the_state_section_says_and_contradicts_another_
     assert Accelerator(cpu=True, sections={"state": StateSettings(timeout_seconds=60)}).device.type == "cpu"
     with pytest.raises(ValueError, match=r"device='cuda' contradict each other"):
         Accelerator(cpu=True, sections={"state": {"device": "cuda"}})
+
+
+def test_a_function_for_a_strategy_is_sent_to_shard_loader() -> None:
+    with pytest.raises(ValueError, match=r"data\.strategy=len: .*drivetrain_data\.shard_loader"):
+        Accelerator(cpu=True, data={"strategy": len})

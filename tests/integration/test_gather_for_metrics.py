@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_data import TrimError
+from drivetrain_state import CollectiveMismatchError
 
 
 @dataclass
@@ -117,6 +118,18 @@ def test_two_zipped_loaders_are_told_apart(run_ranks) -> None:
         assert "loader=" in message
 
 
+def zipped_of_unequal_tails() -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    one = accelerator.prepare(DataLoader(torch.arange(5), batch_size=2))
+    other = accelerator.prepare(DataLoader(torch.arange(100, 108), batch_size=2))
+    # The second step holds 1 + 0 samples of one, and 2 + 2 of the other.
+    return [int(sample) for a, _ in zip(one, other, strict=True) for sample in accelerator.gather(a)]
+
+
+def test_a_plain_gather_of_two_zipped_loaders_keeps_every_row(run_ranks) -> None:
+    assert run_ranks(zipped_of_unequal_tails) == [[0, 1, 2, 3, 4, 4]] * 2
+
+
 def plain_gather_in_a_tail() -> list[list[int]]:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(7)), batch_size=2))
@@ -191,3 +204,79 @@ def gathered_items(even: str) -> tuple[list[int], list[float]]:
 def test_items_that_are_batches_already_come_once(run_ranks, num_processes: int, even: str) -> None:
     expected = ([i for i in range(5) for _ in range(i + 1)], [0.0, 1.0, 2.0, 3.0, 4.0])
     assert run_ranks(gathered_items, even, num_processes=num_processes) == [expected] * num_processes
+
+
+def gathered_after_a_filter(even: str) -> list[int]:
+    accelerator = Accelerator(cpu=True, data={"even": even})
+    found: list[int] = []
+    for batch in accelerator.prepare(DataLoader(torch.arange(15), batch_size=4)):
+        found += accelerator.gather_for_metrics(batch[batch % 3 != 0]).tolist()
+    return found
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_rows_that_a_rank_leaves_out_are_left_out(run_ranks, num_processes: int) -> None:
+    expected = [number for number in range(15) if number % 3]
+    assert (
+        run_ranks(gathered_after_a_filter, "uneven", num_processes=num_processes)
+        == [expected] * num_processes
+    )
+
+
+def filtered_with_padding() -> str:
+    try:
+        return str(gathered_after_a_filter("pad"))
+    except TrimError as error:
+        return str(error)
+
+
+def test_rows_left_out_of_a_batch_with_padding_are_an_error_on_every_rank(run_ranks) -> None:
+    for said in run_ranks(filtered_with_padding):
+        assert "rank 1 gave 2 rows or elements for a batch of 4 samples, of which 3 count" in said
+
+
+def gathered_of_unequal_widths() -> str:
+    accelerator = Accelerator(cpu=True)
+    try:
+        for batch in accelerator.prepare(DataLoader(torch.arange(4), batch_size=2)):
+            accelerator.gather_for_metrics({"logits": torch.zeros(len(batch), 3 + accelerator.process_index)})
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_unequal_sizes_beyond_the_first_are_named(run_ranks) -> None:
+    for said in run_ranks(gathered_of_unequal_widths):
+        assert "data['logits'] may differ between ranks, but it has rank 0: (2, 3); rank 1: (2, 4)" in said
+
+
+class Scaled:
+    """A loader of another library; a part of each batch is no row of a sample."""
+
+    dataset = range(23)
+
+    def __iter__(self):
+        return ({"scale": torch.tensor([2.0]), "x": part} for part in torch.arange(23).split([8, 2, 3, 8, 2]))
+
+
+def gathered_of_guessed_sizes(data: dict[str, Any]) -> tuple[list[int], list[int]]:
+    accelerator = Accelerator(cpu=True, data=data)
+    found: list[int] = []
+    rows: list[int] = []
+    for batch in accelerator.prepare(Scaled()):
+        found += accelerator.gather_for_metrics({"rows": batch["x"], "scale": batch["scale"]})[
+            "rows"
+        ].tolist()
+        rows.append(len(accelerator.gather(batch["x"])))
+    return found, rows
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("even", ["uneven", "pad"])
+def test_batches_that_do_not_say_their_sizes_are_gathered_exactly(
+    run_ranks, even: str, dispatch: bool
+) -> None:
+    repeated = {"uneven": 2, "pad": 8}[even]
+    for found, rows in run_ranks(gathered_of_guessed_sizes, {"even": even, "dispatch": dispatch}):
+        assert found == list(range(23))
+        assert rows == [10, 11, 2 + repeated]

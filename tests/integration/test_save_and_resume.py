@@ -43,7 +43,7 @@ def run(
     if resume:
         accelerator.load_state()
     seen: list[list[int]] = []
-    while loader.epoch < 2:
+    for epoch in range(loader.epoch, 2):
         for index, x in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(x).square().sum(), count=len(x))
@@ -55,6 +55,7 @@ def run(
             if counter.value == stop_at:
                 accelerator.save_state()
                 return seen, torch.empty(0), counter.value
+        assert loader.epoch == epoch
     weights = torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()])
     return seen, weights, counter.value
 
@@ -65,6 +66,8 @@ def test_a_run_goes_on_exactly_where_it_was_saved(run_ranks, tmp_path, before: i
     first, _, _ = run_ranks(first_part, tmp_path / "parts", num_processes=before)[0]
     rest, resumed_weights, resumed_total = run_ranks(second_part, tmp_path / "parts", num_processes=after)[0]
     assert first + rest == whole
+    assert len(whole) == total == 2 * SAMPLES // GLOBAL_BATCH
+    assert sorted(sample for step in whole[: total // 2] for sample in step) == list(range(SAMPLES))
     assert resumed_total == total
     if before == after or before > 1 < after:
         torch.testing.assert_close(resumed_weights, weights, rtol=1e-6, atol=1e-7)

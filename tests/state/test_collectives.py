@@ -21,6 +21,7 @@ from drivetrain_state import (
     pad_across_processes,
     reduce,
 )
+from drivetrain_state.collectives import gather_rows
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -226,6 +227,20 @@ def test_uneven_gather_concatenates_what_there_is(run_ranks) -> None:
             "again": [7, 7, 7],
             "loss": [0.5, 1.5],
         }
+
+
+def _gather_rows() -> tuple[str, str]:
+    context = _connect()
+    rank = context.topology.rank
+    data = {"x": torch.full((rank + 1, 2), rank), "one": torch.tensor(rank)}
+    gathered, rows = gather_rows(context, data)
+    assert torch.equal(gathered["x"], gather(context, data, uneven=True)["x"])
+    return str(gathered["one"].tolist()), str({name: count.tolist() for name, count in rows.items()})
+
+
+def test_a_gather_can_tell_the_rows_of_each_rank(run_ranks) -> None:
+    assert run_ranks(_gather_rows) == [("[0, 1]", "{'x': [1, 2], 'one': [1, 1]}")] * 2
+    assert run_ranks(_gather_rows, num_processes=1) == [("[0]", "{'x': [1], 'one': [1]}")]
 
 
 def _gather_uneven_elsewhere() -> str:

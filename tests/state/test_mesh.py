@@ -68,6 +68,7 @@ def test_plans_cover_the_world_and_number_the_data_shards(said: dict[str, int], 
     assert {of for _, of in shards} == {count}
     for index in range(count):
         assert sum(shard == index for shard, _ in shards) == world_size // count
+    assert list(plan.data_readers()) == [shards.index((index, count)) for index in range(count)]
 
 
 def _mesh_of_rank() -> tuple[object, ...]:

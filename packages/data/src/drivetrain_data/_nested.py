@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
@@ -43,22 +44,41 @@ def to_device(batch: Nested, device: torch.device, *, non_blocking: bool) -> Nes
 
 
 def leading_size(batch: Nested) -> int | None:
-    """The size of dimension 0 of the first tensor of a batch, or the length of the first list of other things."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else None
+    """How many samples a batch holds, if all that it is made of agrees: a guess.
+
+    Said by dimension 0 of every tensor and array, the sequences of a `PackedSequence`, and the length of every list
+    that holds no such things. A number of its own, a text, or a tensor of shape () says nothing.
+
+    Returns:
+        None if nothing says how many, or two parts disagree.
+    """
+    sizes = leading_sizes(batch)
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def leading_sizes(batch: Nested) -> set[int]:
+    """All sizes that parts of a batch speak for."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return {batch.shape[0]} if batch.ndim else set()
+    if isinstance(batch, PackedSequence):
+        return {int(batch.batch_sizes[0])}
     if isinstance(batch, Mapping):
         children = list(cast("Mapping[Any, Any]", batch).values())
     elif isinstance(batch, (list, tuple)):
         children = list(cast("Sequence[Any]", batch))
-        if children and not any(
-            isinstance(child, (torch.Tensor, Mapping, list, tuple)) for child in children
-        ):
-            return len(children)
+        if not any(_has_parts(child) for child in children):
+            return {len(children)} if children else set()
     elif is_dataclass(batch) and not isinstance(batch, type):
         children = [getattr(batch, f.name) for f in fields(batch)]
     else:
-        return None
-    return next((size for size in map(leading_size, children) if size is not None), None)
+        return set()
+    return set[int]().union(*map(leading_sizes, children))
+
+
+def _has_parts(data: Nested) -> bool:
+    if isinstance(data, torch.Tensor | np.ndarray | Mapping | list | tuple):
+        return True
+    return is_dataclass(data) and not isinstance(data, type)
 
 
 def _map_mapping(data: Mapping[Any, Any], change: Callable[[Any], Any]) -> Mapping[Any, Any]:

@@ -220,9 +220,7 @@ class DispatchSource:
         plan = layout.note
         if not isinstance(plan, BatchPlan):
             return layout
-        assert plan.real_counts is not None
-        replayed = plan.real_counts[self._shard.index] == 0 and not self._padded
-        return replace(layout, note=replace(plan, replayed=replayed))
+        return replace(layout, note=replace(plan, replayed=plan.replays(self._shard.index)))
 
 
 def _next_read(readings: Iterator[Reading]) -> _Read | None:

@@ -18,4 +18,4 @@ class AmbiguousLoaderError(RuntimeError):
 
 
 class DispatchError(RuntimeError):
-    """Another rank failed or ended: the one that reads for all, whose traceback the message holds, or one it serves."""
+    """Another rank failed or ended: the one that reads for all, whose traceback is told, or one it serves."""

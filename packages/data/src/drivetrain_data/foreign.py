@@ -2,11 +2,14 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from inspect import isgenerator
 from itertools import islice
 from typing import Any
 
-from drivetrain_data._nested import leading_size
+from drivetrain_data._nested import leading_size, leading_sizes
 from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.rng import KeyedDraws, load_plain_states
 from drivetrain_data.sampler_state import prepare_sampler
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
@@ -23,7 +26,8 @@ class ForeignSource:
         loader: Anything that can be iterated anew for each epoch.
         shard: Whose batches are given.
         even: What becomes of the last step, if there are fewer batches than shards.
-        seed: What generators that the loader holds are seeded from, with the epoch.
+        seed: What the generators that the loader holds, and the global ones while it reads, are seeded from, with the
+            epoch.
         reads_for_all: Give the batches of all shards.
     """
 
@@ -36,6 +40,7 @@ class ForeignSource:
         self._snapshots = Snapshots(loader)
         self._received = 0  # batches, of the epoch
         self._stand: Stand | None = None
+        self._told = False  # of batches that do not say how many samples they hold
 
     @property
     def order_source(self) -> str:
@@ -48,19 +53,21 @@ class ForeignSource:
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch, one step ahead, since only the loader knows when it ends."""
         prepare_sampler(self._loader, self.seed, epoch)
-        batches = self._batches_from(position)
+        drawing = KeyedDraws(self.seed, epoch).active
         count = self._shard.count
-        first = group = list(islice(batches, count))
-        snapshot = self._snapshots.take()  # at once: another step is read before this one is given
+        with drawing():
+            batches = self._batches_from(position)
+            first = group = list(islice(batches, count))
+            snapshot = self._snapshots.take()  # at once: another step is read before this one is given
         while group and not (len(group) < count and self._even == "drop"):
-            following = list(islice(batches, count))
-            following_snapshot = self._snapshots.take()
+            with drawing():
+                following = list(islice(batches, count))
+                following_snapshot = self._snapshots.take()
             ends = not following or (len(following) < count and self._even == "drop")
             advance = len(group)
-            real = [leading_size(batch) for batch in group] + [0] * (count - advance)
             if self._even == "pad":
                 group += [first[i % len(first)] for i in range(count - advance)]
-            plan = self._plan(group, real, is_last=ends, advance=advance)
+            plan = self._plan(group, is_last=ends, advance=advance)
             mark = Mark(0, snapshot)
             if self.reads_for_all:
                 yield plan, group, mark
@@ -111,20 +118,43 @@ class ForeignSource:
             type(self._loader).__name__,
             "up to there" if stand is None else f"from batch {stand.received} on, where its own state ends",
         )
-        if stand is not None:
-            self._loader.load_state_dict(stand.snapshot["reader"])
-        return islice(iter(self._loader), position - (0 if stand is None else stand.received), None)
+        if stand is None:
+            return islice(iter(self._loader), position, None)
+        self._loader.load_state_dict(stand.snapshot["reader"])
+        batches = iter(self._loader)
+        if not isgenerator(batches):  # which would only begin now, and draw what it drew when the epoch began
+            load_plain_states(stand.snapshot["generators"])
+        return islice(batches, position - stand.received, None)
 
-    def _plan(self, group: list[Any], real: list[int | None], *, is_last: bool, advance: int) -> BatchPlan:
-        held = [leading_size(batch) for batch in group]
-        held += held[-1:] * (self._shard.count - len(held))
-        known = None not in held
+    def _plan(self, group: list[Any], *, is_last: bool, advance: int) -> BatchPlan:
+        count = self._shard.count
+        read = [leading_size(batch) for batch in group]
+        held = [size for size in read if size is not None]
+        known = len(held) == len(read)
+        if known:
+            held += held[-1:] * (count - len(held))
+        elif count > 1 and not self._told:
+            self._tell_unknown(group[read.index(None)])
+        real = (held[:advance] if known else [1] * advance) + [0] * (count - advance)
         padded = self._even == "pad"
-        return BatchPlan(
-            real_counts=tuple(1 if size is None else size for size in real),
-            sizes=tuple(size or 0 for size in held) if known else None,
-            even=padded or (advance == self._shard.count and len(set(held)) == 1),
+        plan = BatchPlan(
+            real_counts=tuple(real),
+            sizes=tuple(held) if known else None,
+            even=padded or (0 not in real and len(set(real)) == 1),
             is_last=is_last,
-            replayed=self._shard.index >= advance and not padded,
+            replayed=False,
             advance=advance,
+            guessed=True,
+        )
+        return replace(plan, replayed=plan.replays(self._shard.index))
+
+    def _tell_unknown(self, batch: Any) -> None:
+        self._told = True
+        sizes = ", ".join(map(str, sorted(leading_sizes(batch))))
+        logger.warning(
+            "a batch of %s does not say how many samples it holds (%s): every batch weighs the same, whatever its "
+            "size, in a mean over ranks; to weigh samples, give a sum and their number: "
+            "backward(loss_sum, count=...)",
+            type(self._loader).__name__,
+            f"its parts have sizes {sizes}" if sizes else "no part of it has a size",
         )

@@ -22,7 +22,13 @@ def row_counts(data: Nested) -> Nested:
     return map_leaves(data, count)
 
 
-def trim(plan: BatchPlan | None, gathered: Nested, *, rows: Nested | None = None) -> Nested:
+def trim(
+    plan: BatchPlan | None,
+    gathered: Nested,
+    *,
+    rows: Nested | None = None,
+    readers: Sequence[int] | None = None,
+) -> Nested:
     """Leave out padding and replays from nested tensors that were concatenated rank by rank.
 
     Args:
@@ -31,14 +37,19 @@ def trim(plan: BatchPlan | None, gathered: Nested, *, rows: Nested | None = None
             hold no sample of their own. Leaves that are no tensors stay.
         rows: How many rows each rank gave of each tensor, where the caller knows: the same structure, gathered from
             `row_counts`. By default they are one a sample held, or equally many on every rank.
+        readers: The rank whose rows are taken for each shard, where several ranks read one, as in tensor parallelism;
+            `rows` must then be given. By default every rank reads a shard of its own.
 
     Returns:
         The same structure; each tensor holds exactly the real samples.
 
     Raises:
         TrimError: Which rows belong to which rank is not certain.
+        ValueError: `readers` without `rows`.
     """
-    if plan is None or plan.is_whole or plan.real_counts is None:
+    if readers is not None and rows is None:
+        raise ValueError("readers=: which rows are whose must be said too; gather row_counts() for rows=")
+    if readers is None and _is_whole(plan):
         return gathered
 
     given: list[list[int]] = []
@@ -47,7 +58,7 @@ def trim(plan: BatchPlan | None, gathered: Nested, *, rows: Nested | None = None
     known = iter(given)
 
     def cut(leaf: Any) -> Any:
-        return _cut(plan, leaf, next(known, None)) if isinstance(leaf, torch.Tensor) else leaf
+        return _cut(plan, leaf, next(known, None), readers) if isinstance(leaf, torch.Tensor) else leaf
 
     return map_leaves(gathered, cut)
 
@@ -57,15 +68,17 @@ def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
 
     Args:
         plan: What was known of the batch; None leaves all.
-        by_rank: Each rank's object, in rank order. Lists, if all are, hold one element a sample and are joined. Of
-            other objects, the lists and tensors inside hold one element or row a sample.
+        by_rank: The object of a rank for each shard, in shard order. Lists, if all are, hold one element a sample and
+            are joined. Of other objects, the lists and tensors inside hold one element or row a sample.
 
     Raises:
         TrimError: Not all of a rank's batch counts, and an object holds nothing that could be cut to what does.
     """
     lists = all(isinstance(value, list) for value in by_rank)
-    if plan is None or plan.is_whole or plan.real_counts is None:
+    if _is_whole(plan):
         return [element for value in by_rank for element in value] if lists else list(by_rank)
+    assert plan is not None
+    assert plan.real_counts is not None
     cut = [_cut_object(plan, rank, value) for rank, value in enumerate(by_rank) if plan.real_counts[rank]]
     return [element for value in cut for element in value] if lists else cut
 
@@ -80,8 +93,10 @@ def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
     Raises:
         TrimError: Samples were repeated in that batch, and `data` may hold them.
     """
-    if left is None or left.is_whole or left.real_counts is None:
+    if _is_whole(left):
         return
+    assert left is not None
+    assert left.real_counts is not None
     leaves: list[Any] = []
     map_leaves(data, leaves.append)
     if all(isinstance(leaf, torch.Tensor | int | float | complex) and not _has_rows(leaf) for leaf in leaves):
@@ -118,13 +133,23 @@ def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:
     )
 
 
-def _cut(plan: BatchPlan, tensor: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
-    given = _rows_given(plan, tensor.shape[0]) if rows is None else rows
-    starts = [0, *accumulate(given)]
-    pieces = [
-        tensor[start : start + _rows_kept(plan, rank, num_rows)]
-        for rank, (start, num_rows) in enumerate(zip(starts[:-1], given, strict=True))
-    ]
+def _is_whole(plan: BatchPlan | None) -> bool:
+    """Whether nothing is known that could be left out."""
+    return plan is None or plan.is_whole or plan.real_counts is None
+
+
+def _cut(
+    plan: BatchPlan | None, tensor: torch.Tensor, rows: Sequence[int] | None, readers: Sequence[int] | None
+) -> torch.Tensor:
+    if rows is None:
+        assert plan is not None
+        rows = _rows_given(plan, tensor.shape[0])
+    starts = [0, *accumulate(rows)]
+    whole = _is_whole(plan)
+    pieces: list[torch.Tensor] = []
+    for shard, rank in enumerate(range(len(rows)) if readers is None else readers):
+        kept = rows[rank] if whole or plan is None else _rows_kept(plan, shard, rows[rank])
+        pieces.append(tensor[starts[rank] : starts[rank] + kept])
     return torch.cat(pieces)
 
 

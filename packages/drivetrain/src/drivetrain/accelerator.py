@@ -93,7 +93,7 @@ class Accelerator(Ranks):
             registry=registry or BackendRegistry(),
             layers=read_layers(config),
         )
-        super().__init__(self._parts.context, self._parts.loaders)
+        super().__init__(self._parts.context, self._parts.loaders, self._parts.readers)
         self._prepared = PreparedModels(self._parts.loaders.mark_stepped)
         self._loaders: list[ShardedLoader[Any]] = []
         self._custom: dict[str, resume.Stateful] = {}

@@ -38,6 +38,7 @@ class Parts:
         resolved: Every section with its sources, by name.
         context: Ranks, device, group.
         shard: Which part of the data is this rank's.
+        readers: For each part of the data, in order, the first of the ranks that read it.
         policy: The precision.
         backend: What trains the models.
         loaders: Which loaders are being read.
@@ -48,6 +49,7 @@ class Parts:
     resolved: Mapping[str, Resolved[Any]]
     context: Context
     shard: Shard
+    readers: tuple[int, ...]
     policy: Policy
     backend: Backend
     loaders: ActiveLoaders
@@ -132,7 +134,8 @@ def compose(
     settings: RunSettings = resolved["run"].value
     if settings.cpu:
         _say_cpu(said.setdefault("state", {}))
-    said.setdefault("data", {}).setdefault("seed", settings.seed)
+    _check_strategy(said.setdefault("data", {}).get("strategy"))
+    said["data"].setdefault("seed", settings.seed)
     for name, kind in _SECTIONS.items():
         resolved[name] = resolve(kind, section=name, code=said.pop(name, None), layers=layers)
     context = connect(_state(resolved["state"].value, settings), parallelism=parallelism)
@@ -153,6 +156,7 @@ def compose(
         resolved=resolved,
         context=context,
         shard=_shard(context, parallelism),
+        readers=_readers(context, parallelism),
         policy=policy,
         backend=backend,
         loaders=ActiveLoaders(),
@@ -175,6 +179,21 @@ def _say_cpu(state: dict[str, object]) -> None:
             f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: say one of them"
         )
     state["device"] = "cpu"
+
+
+def _check_strategy(strategy: object) -> None:
+    """Say where a function goes, which no file and no command line could hold.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if callable(strategy):
+        name = getattr(strategy, "__name__", type(strategy).__name__)
+        raise ValueError(
+            f"data.strategy={name}: settings hold 'interleaved', 'block' or 'node'; a function of your own goes to "
+            "drivetrain_data.shard_loader(loader, shard, strategy=...) in place of prepare(), and what it returns is "
+            "named in backward(loader=) and gather_for_metrics(loader=)"
+        )
 
 
 def _check_unused(said: Mapping[str, Mapping[str, object]]) -> None:
@@ -211,6 +230,11 @@ def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:
     if parallelism is None:
         return Shard(topology.rank, topology.world_size)
     return Shard(*parallelism.plan(topology.world_size).data_shard(topology.rank))
+
+
+def _readers(context: Context, parallelism: ParallelDims | None) -> tuple[int, ...]:
+    world_size = context.topology.world_size
+    return tuple(range(world_size)) if parallelism is None else parallelism.plan(world_size).data_readers()
 
 
 def _directory(settings: RunSettings) -> Path:

@@ -1,5 +1,6 @@
 """What an epoch's tail means for losses and for gathering: decided on what every rank knows without asking."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -8,11 +9,10 @@ from torch import Tensor
 
 from drivetrain_data import (
     ActiveLoaders,
+    AmbiguousLoaderError,
     BatchPlan,
     ShardedLoader,
-    TrimError,
     check_after_loop,
-    row_counts,
     trim,
     trim_objects,
 )
@@ -25,7 +25,7 @@ def weigh(
     """Weigh a loss of the tail, where ranks hold different numbers of samples, or none.
 
     A mean is weighed by this rank's share of the samples, so that the mean over ranks is the mean over samples. A sum
-    counts what it counts. A replayed batch weighs nothing either way, and its NaN stays out.
+    counts what it counts. A replayed batch weighs nothing either way, and a NaN of its loss stays out.
 
     Args:
         loss: Shape ().
@@ -39,17 +39,14 @@ def weigh(
     if batch.replayed:
         nothing = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
         return nothing, None if count is None else 0.0
-    counts = batch.real_counts
-    if count is not None or counts is None:
-        return loss, count
-    return loss * (counts[shard] * len(counts) / sum(counts)), None
+    return (loss, count) if count is not None else (loss * batch.weight(shard), None)
 
 
 def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
     """Gather over ranks; in a tail, where every rank knows that sizes may differ, by their sizes."""
     try:
         plan = reading.plan() or reading.left
-    except TrimError:  # of two loaders read side by side, one is in its tail: either may be meant
+    except AmbiguousLoaderError:  # of two loaders read side by side, one is in its tail: either may be meant
         uneven = True
     else:
         uneven = plan is not None and not plan.equal_sizes
@@ -61,25 +58,29 @@ def gather_for_metrics(
     data: Any,
     reading: ActiveLoaders,
     *,
+    readers: Sequence[int],
     as_objects: bool,
     loader: ShardedLoader[Any] | None,
 ) -> Any:
-    """Gather what was computed from the current batch, each sample once and in the dataset's order."""
+    """Gather what was computed from the current batch, each sample once and in the dataset's order.
+
+    Args:
+        context: This process among the others.
+        data: Nested tensors, or objects.
+        reading: The loaders being read.
+        readers: For each shard, in order, the rank whose data is taken; of ranks that share a shard, one.
+        as_objects: Gather a list of objects.
+        loader: Whose batch it is, where it is not clear.
+    """
     plan = reading.plan(loader)
-    sizes = plan
     if plan is None:
         check_after_loop(reading.left, data)
-        sizes = reading.left  # what a loop with a tail has left is as uneven as that
     if not as_objects:
         # What holds something that is no tensor does so on every rank alike: all of it goes as objects.
         with suppress(LeafError):
-            return _gather_tensors(context, data, plan, uneven=sizes is not None and not sizes.equal_sizes)
-    return trim_objects(plan, collectives.gather_object(context, data))
-
-
-def _gather_tensors(context: Context, data: Any, plan: BatchPlan | None, *, uneven: bool) -> Any:
-    rows = None
-    if plan is not None and plan.sizes is None and not plan.is_whole:
-        rows = collectives.gather(context, row_counts(data))
-    gathered = collectives.gather(context, data, uneven=uneven)
-    return trim(plan, gathered, rows=rows)
+            # What a step holds says little of what a user made of it, rows left out say: sizes are always exchanged.
+            gathered, rows = collectives.gather_rows(context, data)
+            shared = len(readers) < context.topology.world_size
+            return trim(plan, gathered, rows=rows, readers=readers if shared else None)
+    by_rank = collectives.gather_object(context, data)
+    return trim_objects(plan, [by_rank[rank] for rank in readers])

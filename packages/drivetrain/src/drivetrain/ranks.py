@@ -1,6 +1,6 @@
 """What a process is among its peers, and what they say to each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -17,14 +17,16 @@ class Ranks:
     Args:
         context: Ranks, device and process group.
         reading: Which loaders are being read: the current one knows its epoch's tail.
+        readers: For each part of the data, in order, the first of the ranks that read it.
 
     Attributes:
         context: The same.
     """
 
-    def __init__(self, context: Context, reading: ActiveLoaders) -> None:
+    def __init__(self, context: Context, reading: ActiveLoaders, readers: Sequence[int]) -> None:
         self.context = context
         self._reading = reading
+        self._readers = readers
         self._triggered = False
 
     @property
@@ -75,15 +77,26 @@ class Ranks:
     ) -> Any:
         """Gather what was computed from the current batch: each sample once, in the dataset's order.
 
-        Called on all ranks.
+        Called on all ranks. Of ranks that see the same batch, as in tensor parallelism, the first one counts.
+        Ranks that left rows out, by a filter, may give unequal numbers of them: they come rank by rank.
 
         Args:
             input_data: Nested tensors with samples in dimension 0 (or of shape (), one a rank); or any objects.
             use_gather_object: Gather a list of any objects, one a sample.
             loader: The loader whose batch it is, where two loaders are read side by side.
+
+        Raises:
+            TrimError: Only some of a rank's samples count, and which of its rows are theirs is not certain.
+            AmbiguousLoaderError: Two loaders are read side by side, and `loader` is needed to tell what counts.
+            CollectiveMismatchError: Sizes beyond the first differ between ranks.
         """
         return metrics.gather_for_metrics(
-            self.context, input_data, self._reading, as_objects=use_gather_object, loader=loader
+            self.context,
+            input_data,
+            self._reading,
+            readers=self._readers,
+            as_objects=use_gather_object,
+            loader=loader,
         )
 
     def set_trigger(self) -> None:

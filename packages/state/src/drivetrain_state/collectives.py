@@ -1,9 +1,9 @@
 """Collectives over nested data: one call for each dtype, whatever the number of tensors.
 
 `gather`, `reduce` and `broadcast` require the same structure and shapes on all ranks and exchange no metadata;
-`gather(uneven=True)` and `pad_across_processes` exchange shapes once. With `StateSettings(debug=True)` every call
-is compared between the ranks first. In one process the data comes back as it is. No gradient flows through any
-of them.
+`gather(uneven=True)`, `gather_rows` and `pad_across_processes` exchange shapes once. With
+`StateSettings(debug=True)` every call is compared between the ranks first. In one process the data comes back as it
+is. No gradient flows through any of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,20 +58,48 @@ def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
         LeafError: If `data` holds something that is no tensor.
         CollectiveMismatchError: In debug mode if ranks differ; with `uneven` if sizes beyond the first do.
     """
-    check_agreement(context, f"gather(uneven={uneven})", data, free_dim=0 if uneven else None)
+    if uneven:
+        return gather_rows(context, data)[0]
+    check_agreement(context, "gather(uneven=False)", data)
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors))
     context.watch.mark("gather")
-    if uneven:
-        shapes = _shapes_by_rank(context, tensors)
-        _check_trailing_sizes(data, shapes)
-        results = map_buckets(tensors, lambda bucket: _gather_uneven(context, tensors, bucket, shapes))
-    else:
-        results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
-    gathered = rebuild(data, results)
+    gathered = rebuild(data, map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket)))
     context.watch.mark("gather done")
     return gathered
+
+
+@torch.no_grad()
+def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
+    """Every rank's tensors as `gather` gives them, whatever their first sizes, and how many rows each rank gave.
+
+    Called on all ranks, with the same structure and dtypes. The first sizes are exchanged before.
+
+    Returns:
+        The gathered tensors; and the same structure with a tensor of shape (world_size,) on the CPU for each of them.
+
+    Raises:
+        LeafError: If `data` holds something that is no tensor.
+        CollectiveMismatchError: If sizes beyond the first differ between ranks.
+    """
+    check_agreement(context, "gather(uneven=True)", data, free_dim=0)
+    tensors = tensors_in(data)
+    if context.topology.world_size == 1:
+        single = [tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors]
+        counts = [torch.tensor([tensor.shape[0]]) for tensor in single]
+        return rebuild(data, iter(single)), rebuild(data, iter(counts))
+    context.watch.mark("gather")
+    shapes = _shapes_by_rank(context, tensors)
+    if all(of_rank == shapes[0] for of_rank in shapes):
+        results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
+    else:
+        _check_trailing_sizes(data, shapes)
+        results = map_buckets(tensors, lambda bucket: _gather_uneven(context, tensors, bucket, shapes))
+    gathered = rebuild(data, results)
+    context.watch.mark("gather done")
+    by_tensor = zip(*shapes, strict=True)
+    return gathered, rebuild(data, (torch.tensor([shape[0] for shape in shapes]) for shapes in by_tensor))
 
 
 def _gather_even(context: Context, tensors: Sequence[Tensor], bucket: Bucket) -> Iterator[Tensor]:
@@ -125,7 +153,7 @@ def _check_trailing_sizes(data: Nested, shapes: list[list[list[int]]]) -> None:
         if any(shape[1:] != of_leaf[0][1:] for shape in of_leaf):
             shown = "; ".join(f"rank {rank}: {tuple(shape)}" for rank, shape in enumerate(of_leaf))
             raise CollectiveMismatchError(
-                f"gather(uneven=True): only the first size of data{path} may differ between ranks, but it has {shown}"
+                f"gather: only the first size of data{path} may differ between ranks, but it has {shown}"
                 ". Use pad_across_processes on the other dimension first"
             )
 

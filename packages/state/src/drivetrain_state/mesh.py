@@ -37,6 +37,13 @@ class MeshPlan:
         shards = self.size("shard")
         return where.get("data", 0) * shards + where.get("shard", 0), self.size("data") * shards
 
+    def data_readers(self) -> tuple[int, ...]:
+        """For each part of the data, in order, the first of the ranks that read it."""
+        first: dict[int, int] = {}
+        for rank in range(prod(self.sizes)):
+            first.setdefault(self.data_shard(rank)[0], rank)
+        return tuple(first[index] for index in sorted(first))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
