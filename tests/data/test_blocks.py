@@ -183,9 +183,8 @@ def test_a_function_or_inverse_that_is_wrong_is_refused(make_shards, read_togeth
     alone.load_state_dict(part.states[-1])
     with pytest.raises(IndexRangeError, match="its inverse says position 2 of shard 0: one of them is wrong"):
         next(iter(alone))
-    (outside,) = make_shards(build, 1, strategy=lambda position, shard: position + 5)
     with pytest.raises(IndexRangeError, match=r"gave index 8 for position 3 of shard 0 of 1.*8 samples"):
-        list(outside)
+        make_shards(build, 1, strategy=lambda position, shard: position + 5)
 
 
 class Stream(IterableDataset[int]):

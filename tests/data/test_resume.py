@@ -118,7 +118,12 @@ def test_a_state_is_a_handful_of_plain_values() -> None:
         "epoch": 0,
         "position": 2,
         "seed": 0,
-        "identity": {"order": "shuffled/1", "num_positions": 10**6},
+        "identity": {
+            "order": "shuffled/1",
+            "num_samples": 10**6,
+            "num_positions": 10**6,
+            "built_from": 10**6,
+        },
         "fingerprint": None,
         "extra": {},
     }
@@ -144,7 +149,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     saved = loader(range(8), shuffle=True)
     state = saved.state_dict()
     with pytest.raises(
-        DataStateError, match=r"num_positions=8 and this loader has 9: the dataset changed its length"
+        DataStateError, match=r"num_samples=8 and this loader has 9: the dataset changed its length"
     ):
         loader(range(9), shuffle=True).load_state_dict(state)
     with pytest.raises(DataStateError, match=r"order='shuffled/1' and this loader has 'sequential'"):

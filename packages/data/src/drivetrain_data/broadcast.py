@@ -98,9 +98,9 @@ class DispatchSource:
         """A step has reached the loop."""
         self._inner.note_received(plan, mark)
 
-    def num_steps(self) -> int:
+    def num_steps(self, epoch: int) -> int:
         """The steps of a whole epoch."""
-        return self._inner.num_steps()
+        return self._inner.num_steps(epoch)
 
     def position_after(self, epoch: int, position: int, num_steps: int) -> int:
         """The position when `num_steps` steps from `position` are done."""

@@ -50,4 +50,3 @@ def open_channel(group: dist.ProcessGroup, device: torch.device | None) -> Chann
         device: What they communicate on, if it cannot be the CPU.
     """
     return meet(group) or ScatterChannel(group, transport_device(group, device))
-

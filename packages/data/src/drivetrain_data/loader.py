@@ -94,7 +94,7 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             TypeError: The dataset has no length.
         """
-        return self._source.num_steps()
+        return self._source.num_steps(self._epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.skipping(0)

@@ -24,7 +24,7 @@ def shard_loader(
     device: torch.device | None = None,
     even: Even = "uneven",
     strategy: Strategy | IndexFunction = "interleaved",
-    num_nodes: int = 1,
+    num_nodes: int | None = None,
     split_batches: bool = False,
     dispatch: bool | None = None,
     group: dist.ProcessGroup | None = None,
@@ -41,12 +41,11 @@ def shard_loader(
         shard: Which part.
         device: Where batches are copied; None leaves them on the CPU.
         even: An epoch's tail: "uneven" repeats nothing that counts, "pad" fills all shards, "drop" leaves it out.
-        strategy: "interleaved": shards take turns over one order. "block": each keeps to a contiguous block of the
-            dataset. "node": each node keeps to one. Or a function of (position, shard) to a sample.
-        num_nodes: For "node": how many nodes there are; each has equally many neighbouring shards.
+        strategy: Who reads which samples: by turns, a block for each shard or node, or a function (position, shard).
+        num_nodes: For "node", which needs it: how many nodes there are; each has equally many neighbouring shards.
         split_batches: The loader's batch size is the sum over shards; by default it is that of each.
         dispatch: The group's first rank reads for all; None: where the loader cannot be sharded by index.
-        group: The ranks that share the data; needed to dispatch.
+        group: The ranks that share the data; needed to dispatch, and to compare what they draw as an epoch begins.
         seed: What shuffled orders depend on, with the epoch.
         non_blocking: Copy pinned memory to the device without waiting.
         read_ahead: When dispatching, send a batch while the one before is computed on.
@@ -65,6 +64,7 @@ def shard_loader(
         num_blocks=_num_blocks(strategy, shard, num_nodes),
         seed=seed,
         for_all=_is_dispatched(loader, shard, dispatch, group),
+        group=group,
     )
     source, batch_size = source_of(loader, plan)
     return ShardedLoader(
@@ -79,13 +79,19 @@ def shard_loader(
     )
 
 
-def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int) -> int:
+def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int | None) -> int:
     """Into how many blocks a strategy divides the data."""
     if not callable(strategy) and strategy not in get_args(Strategy):
         raise ValueError(
             f"strategy={strategy!r}: must be one of {', '.join(get_args(Strategy))}, or a function of "
             "(position, shard) that returns an index"
         )
+    if num_nodes is None:
+        if strategy == "node" and shard.count > 1:
+            raise ValueError(
+                f"strategy='node': over how many nodes the {shard.count} shards lie is not known; say num_nodes="
+            )
+        num_nodes = 1
     if strategy == "node" and (num_nodes < 1 or shard.count % num_nodes):
         raise ValueError(
             f"strategy='node': {shard.count} shards over num_nodes={num_nodes}: every node needs equally many"

@@ -126,7 +126,9 @@ class _Line:
 
     def _ended(self) -> DispatchError:
         who = "that is handed batches" if self._rank else "that reads for all"
-        return DispatchError(f"the process {who} has ended, rank {self._rank} of the group; see its own output")
+        return DispatchError(
+            f"the process {who} has ended, rank {self._rank} of the group; see its own output"
+        )
 
 
 def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
