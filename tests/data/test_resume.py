@@ -6,7 +6,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from drivetrain_data import DataStateError, Shard, shard_loader
 
@@ -160,6 +167,75 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         saved.load_state_dict({"step": 3})
     with pytest.raises(DataStateError, match=r"fingerprint was 'a' and is 'b': its content changed"):
         loader(Marked("b")).load_state_dict(loader(Marked("a")).state_dict())
+
+
+class Named(Sampler[list[int]]):
+    """Has its batch size under a name of its own."""
+
+    def __init__(self, length: int, bs: int) -> None:
+        self.length = length
+        self.bs = bs
+
+    def __len__(self) -> int:
+        return self.length // self.bs
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(i, i + self.bs)) for i in range(0, self.length, self.bs)])
+
+
+def subset(n: int, indices: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(n), sampler=SubsetRandomSampler(indices))
+
+
+def numbered(n: int, num_samples: int) -> DataLoader[Any]:
+    return DataLoader(range(n), sampler=RandomSampler(range(n), num_samples=num_samples))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (numbered(20, 16), numbered(17, 16), "num_samples=20 and this loader has 17: the dataset changed"),
+        (numbered(20, 16), numbered(20, 15), "num_positions=16 .* has 15: the sampler gives another number"),
+        (
+            subset(99, range(20)),
+            subset(99, range(50, 70)),
+            "built_from=.*: the sampler was built from other indices",
+        ),
+        (
+            DataLoader(range(24), batch_sampler=Named(24, 2)),
+            DataLoader(range(30), batch_sampler=Named(30, 2)),
+            "num_samples=24 and this loader has 30: the dataset changed its length",
+        ),
+        (
+            DataLoader(range(24), batch_sampler=Named(24, 2)),
+            DataLoader(range(24), batch_sampler=Named(24, 4)),
+            "num_batches=12 and this loader has 6: the batch sampler gives another number",
+        ),
+        (
+            DataLoader(range(12), sampler=range(10)),
+            DataLoader(range(20), sampler=range(10)),
+            "num_samples=12 and this loader has 20: the dataset changed its length",
+        ),
+    ],
+)
+def test_other_data_and_other_samplers_are_refused_with_what_differs(before, after, says: str) -> None:
+    saved = shard_loader(before, Shard(0, 1))
+    next(iter(saved))
+    with pytest.raises(DataStateError, match=says):
+        shard_loader(after, Shard(0, 1)).load_state_dict(saved.state_dict())
+
+
+def test_other_batches_of_the_same_number_are_refused_before_one_is_read() -> None:
+    def build(batches: list[list[int]]) -> Any:
+        return shard_loader(DataLoader(torch.arange(6), batch_sampler=batches), Shard(0, 1))
+
+    saved = build([[0, 1], [2, 3], [4, 5]])
+    next(iter(saved))
+    for batches in ([[2, 3], [0, 1], [4, 5]], []):
+        other = build(batches + [[0]] * (3 - len(batches)))
+        other.load_state_dict(saved.state_dict())
+        with pytest.raises(DataStateError, match="list drew another order of epoch 0"):
+            next(iter(other))
 
 
 class Batches(Sampler[list[int]]):
