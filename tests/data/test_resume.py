@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from drivetrain_data import DataStateError, Shard, shard_loader
+from drivetrain_data import DataStateError, Shard, shard_loader, trim
 
 reused = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
@@ -88,6 +88,97 @@ def test_any_chain_of_interruptions_gives_the_epoch_once_in_order(
         if read == expected:
             break
     assert read == expected
+
+
+class Counting(Shuffling):
+    """Counts its epochs itself."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        random.Random(self.epoch).shuffle(order)
+        self.epoch += 1
+        return iter(order)
+
+
+@pytest.mark.parametrize("kind", [*BUILDERS, "counting"])
+@reused
+@given(
+    length=st.integers(1, 60),
+    chain=runs,
+    even=st.sampled_from(["uneven", "pad", "drop"]),
+    drop_last=st.booleans(),
+    hold=st.integers(1, 3),
+)
+def test_what_was_stepped_on_comes_once_with_any_tail_and_accumulation(
+    make_shards, read_together, kind, length, chain, even, drop_last, hold
+) -> None:
+    """Every run steps on `hold` batches at a time, and is left with some in hand; what was stepped on is a prefix."""
+    make = BUILDERS.get(kind, lambda n, b: DataLoader(torch.arange(n), batch_size=b, sampler=Counting(n)))
+    expected = read_together(make_shards(lambda: make(length, 1), 1)).samples
+
+    def build(size: int) -> DataLoader[Any]:
+        loader = make(length, size)
+        return DataLoader(loader.dataset, batch_size=size, sampler=loader.sampler, drop_last=drop_last)
+
+    dropping = drop_last or even == "drop"
+    state: dict[str, Any] | None = None
+    read: list[int] = []
+    for count, size, num_steps in chain:
+        if dropping and count * size > length:
+            continue
+        shards = make_shards(lambda size=size: build(size), count, even=even)
+        for shard in shards:
+            if state is not None:
+                shard.load_state_dict(state)
+        if state is not None and state["epoch"]:
+            break
+        pending: list[int] = []
+        iterators = [iter(shard) for shard in shards]
+        for step in range(1, num_steps + 1):
+            batches = [next(iterator, None) for iterator in iterators]
+            if batches[0] is None:
+                assert batches == [None] * count
+                break
+            plan = shards[0].current
+            assert not dropping or set(plan.real_counts) == {size}
+            pending += trim(plan, torch.cat(batches)).tolist()
+            if step % hold == 0 or plan.is_last:
+                for shard in shards:
+                    shard.mark_stepped()
+                read, pending = read + pending, []
+        states = [shard.state_dict(stepped=True) for shard in shards]
+        assert states.count(states[0]) == count
+        state = states[0]
+        assert read == expected[: len(read)]
+        assert state["epoch"] or state["position"] == len(read)
+        if state["epoch"]:
+            assert len(read) == length or dropping
+            break
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "custom"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_workers_have_read_ahead_comes_again(make_shards, read_together, kind, num_workers) -> None:
+    def build(size: int) -> DataLoader[Any]:
+        loader = BUILDERS[kind](23, size)
+        return DataLoader(
+            loader.dataset,
+            batch_size=size,
+            sampler=loader.sampler,
+            num_workers=num_workers,
+            prefetch_factor=4,
+        )
+
+    expected = read_together(make_shards(lambda: BUILDERS[kind](23, 1), 1)).samples
+    first = read_together(make_shards(lambda: build(2), 2), 2)
+    shards = make_shards(lambda: build(3), 3)
+    for shard in shards:
+        shard.load_state_dict(first.states[-1])
+    assert first.samples + read_together(shards).samples == expected
 
 
 def stream_of(length: int) -> IterableDataset[int]:
