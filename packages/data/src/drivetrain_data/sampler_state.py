@@ -125,7 +125,10 @@ class EpochStart:
             drawn: What was drawn of it, if any is used up.
         """
         found = self._leads_to(epoch)
-        return found if drawn is None else {**found, "drawn": drawn._asdict()}
+        if drawn is None:
+            return found
+        length, checksum = drawn
+        return {**found, "drawn": {"length": length, "checksum": checksum}}
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Let the epoch begin with what `state` gave."""
