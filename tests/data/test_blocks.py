@@ -10,7 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from drivetrain_data import DataStateError, IndexRangeError, PermutationSampler, Shard, shard_loader
+from drivetrain_data import (
+    DataStateError,
+    IndexRangeError,
+    Permutation,
+    PermutationSampler,
+    Shard,
+    shard_loader,
+)
 from drivetrain_data.blocks import BlockOrder, BlockShuffledOrder
 
 reused = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -183,9 +190,61 @@ def test_a_function_or_inverse_that_is_wrong_is_refused(make_shards, read_togeth
     alone.load_state_dict(part.states[-1])
     with pytest.raises(IndexRangeError, match="its inverse says position 2 of shard 0: one of them is wrong"):
         next(iter(alone))
-    (outside,) = make_shards(build, 1, strategy=lambda position, shard: position + 5)
     with pytest.raises(IndexRangeError, match=r"gave index 8 for position 3 of shard 0 of 1.*8 samples"):
-        list(outside)
+        make_shards(build, 1, strategy=lambda position, shard: position + 5)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (
+            lambda position, shard: position,
+            "sample 0 twice, for position 0 of shard 0 and for position 0 of shard 1",
+        ),
+        (
+            lambda position, shard: 0,
+            "sample 0 twice, for position 0 of shard 0 and for position 1 of shard 0",
+        ),
+        (lambda position, shard: None, "gave None for position 0 of shard 0 of 2: must be a whole number"),
+    ],
+)
+@pytest.mark.parametrize("size", [9, 2**20 + 9])
+def test_a_function_that_gives_samples_twice_is_refused(make_shards, function, says: str, size: int) -> None:
+    if size > 9:
+        says = says.replace("position 1 of", "position 16 of")
+    with pytest.raises(ValueError, match=says):
+        make_shards(lambda: DataLoader(range(size)), 2, strategy=function)
+
+
+@pytest.mark.parametrize("size", [1, 7, 9, 2**20 + 9])
+def test_a_function_that_gives_every_sample_once_passes(make_shards, size: int) -> None:
+    make_shards(lambda: DataLoader(range(size)), min(size, 4), strategy=striped)
+
+
+def test_another_function_of_the_same_name_is_refused(make_shards, read_together) -> None:
+    def build() -> DataLoader[Any]:
+        return DataLoader(torch.arange(8), batch_size=2)
+
+    def halves(position: int, shard: Shard) -> int:
+        return shard.index * 4 + position
+
+    part = read_together(make_shards(build, 2, strategy=lambda p, s: striped(p, s)), 1)
+    for function, fits in [(lambda p, s: p * 2 + s.index, True), (lambda p, s: halves(p, s), False)]:
+        (other, _) = make_shards(build, 2, strategy=function)
+        if fits:
+            other.load_state_dict(part.states[-1])
+            continue
+        with pytest.raises(
+            DataStateError, match="read by another function than <lambda>, or by one that gave"
+        ):
+            other.load_state_dict(part.states[-1])
+
+
+def test_a_shuffled_block_is_shuffled_before_the_function_is_asked(make_shards, read_together) -> None:
+    shards = make_shards(lambda: DataLoader(torch.arange(8), batch_size=4, shuffle=True), 2, strategy=striped)
+    (step,) = read_together(shards).held
+    for index, batch in enumerate(step):
+        assert batch == [position * 2 + index for position in Permutation(4, 0, 0, index).at(np.arange(4))]
 
 
 class Stream(IterableDataset[int]):
@@ -197,7 +256,11 @@ class Stream(IterableDataset[int]):
     ("loader", "options", "says"),
     [
         (DataLoader(torch.arange(4)), {"strategy": "diagonal"}, "must be one of interleaved, block, node"),
-        (DataLoader(torch.arange(1)), {"strategy": "block"}, "1 samples are fewer than 2 blocks"),
+        (
+            DataLoader(torch.arange(1)),
+            {"strategy": "block"},
+            "strategy='block': 1 samples are fewer than 2 blocks",
+        ),
         (DataLoader(torch.arange(4)), {"strategy": "node", "num_nodes": 4}, "2 shards over num_nodes=4"),
         (DataLoader(Stream()), {"strategy": "block"}, "an iterable dataset is dealt out in turn"),
         (

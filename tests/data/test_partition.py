@@ -54,9 +54,9 @@ def test_a_plan_tells_what_shards_hold(partition: Partition) -> None:
             assert plan.is_last == (step == partition.num_steps - 1)
             assert plan.replayed == (plan.real_counts[shard] == 0 and partition.even != "pad")
             assert plan.advance == sum(plan.real_counts)
-            assert plan.even == (
-                held == [partition.batch_size] * partition.num_shards and not plan.replayed
-            ) or (plan.advance < partition.stride)
+            whole = plan.advance == partition.stride
+            assert plan.even == (whole or partition.even == "pad")
+            assert not plan.even or held == [partition.batch_size] * partition.num_shards
         assert partition.holders(step) == (
             partition.num_shards if partition.even == "pad" else sum(count > 0 for count in plan.real_counts)
         )

@@ -6,9 +6,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from drivetrain_data import DataStateError, Shard, shard_loader
+from drivetrain_data import DataStateError, Shard, shard_loader, trim
 
 reused = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
@@ -83,6 +90,97 @@ def test_any_chain_of_interruptions_gives_the_epoch_once_in_order(
     assert read == expected
 
 
+class Counting(Shuffling):
+    """Counts its epochs itself."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        random.Random(self.epoch).shuffle(order)
+        self.epoch += 1
+        return iter(order)
+
+
+@pytest.mark.parametrize("kind", [*BUILDERS, "counting"])
+@reused
+@given(
+    length=st.integers(1, 60),
+    chain=runs,
+    even=st.sampled_from(["uneven", "pad", "drop"]),
+    drop_last=st.booleans(),
+    hold=st.integers(1, 3),
+)
+def test_what_was_stepped_on_comes_once_with_any_tail_and_accumulation(
+    make_shards, read_together, kind, length, chain, even, drop_last, hold
+) -> None:
+    """Every run steps on `hold` batches at a time, and is left with some in hand; what was stepped on is a prefix."""
+    make = BUILDERS.get(kind, lambda n, b: DataLoader(torch.arange(n), batch_size=b, sampler=Counting(n)))
+    expected = read_together(make_shards(lambda: make(length, 1), 1)).samples
+
+    def build(size: int) -> DataLoader[Any]:
+        loader = make(length, size)
+        return DataLoader(loader.dataset, batch_size=size, sampler=loader.sampler, drop_last=drop_last)
+
+    dropping = drop_last or even == "drop"
+    state: dict[str, Any] | None = None
+    read: list[int] = []
+    for count, size, num_steps in chain:
+        if dropping and count * size > length:
+            continue
+        shards = make_shards(lambda size=size: build(size), count, even=even)
+        for shard in shards:
+            if state is not None:
+                shard.load_state_dict(state)
+        if state is not None and state["epoch"]:
+            break
+        pending: list[int] = []
+        iterators = [iter(shard) for shard in shards]
+        for step in range(1, num_steps + 1):
+            batches = [next(iterator, None) for iterator in iterators]
+            if batches[0] is None:
+                assert batches == [None] * count
+                break
+            plan = shards[0].current
+            assert not dropping or set(plan.real_counts) == {size}
+            pending += trim(plan, torch.cat(batches)).tolist()
+            if step % hold == 0 or plan.is_last:
+                for shard in shards:
+                    shard.mark_stepped()
+                read, pending = read + pending, []
+        states = [shard.state_dict(stepped=True) for shard in shards]
+        assert states.count(states[0]) == count
+        state = states[0]
+        assert read == expected[: len(read)]
+        assert state["epoch"] or state["position"] == len(read)
+        if state["epoch"]:
+            assert len(read) == length or dropping
+            break
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "custom"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_workers_have_read_ahead_comes_again(make_shards, read_together, kind, num_workers) -> None:
+    def build(size: int) -> DataLoader[Any]:
+        loader = BUILDERS[kind](23, size)
+        return DataLoader(
+            loader.dataset,
+            batch_size=size,
+            sampler=loader.sampler,
+            num_workers=num_workers,
+            prefetch_factor=4,
+        )
+
+    expected = read_together(make_shards(lambda: BUILDERS[kind](23, 1), 1)).samples
+    first = read_together(make_shards(lambda: build(2), 2), 2)
+    shards = make_shards(lambda: build(3), 3)
+    for shard in shards:
+        shard.load_state_dict(first.states[-1])
+    assert first.samples + read_together(shards).samples == expected
+
+
 def stream_of(length: int) -> IterableDataset[int]:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -118,7 +216,12 @@ def test_a_state_is_a_handful_of_plain_values() -> None:
         "epoch": 0,
         "position": 2,
         "seed": 0,
-        "identity": {"order": "shuffled/1", "num_positions": 10**6},
+        "identity": {
+            "order": "shuffled/1",
+            "num_samples": 10**6,
+            "num_positions": 10**6,
+            "built_from": 10**6,
+        },
         "fingerprint": None,
         "extra": {},
     }
@@ -144,7 +247,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     saved = loader(range(8), shuffle=True)
     state = saved.state_dict()
     with pytest.raises(
-        DataStateError, match=r"num_positions=8 and this loader has 9: the dataset changed its length"
+        DataStateError, match=r"num_samples=8 and this loader has 9: the dataset changed its length"
     ):
         loader(range(9), shuffle=True).load_state_dict(state)
     with pytest.raises(DataStateError, match=r"order='shuffled/1' and this loader has 'sequential'"):
@@ -155,6 +258,75 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         saved.load_state_dict({"step": 3})
     with pytest.raises(DataStateError, match=r"fingerprint was 'a' and is 'b': its content changed"):
         loader(Marked("b")).load_state_dict(loader(Marked("a")).state_dict())
+
+
+class Named(Sampler[list[int]]):
+    """Has its batch size under a name of its own."""
+
+    def __init__(self, length: int, bs: int) -> None:
+        self.length = length
+        self.bs = bs
+
+    def __len__(self) -> int:
+        return self.length // self.bs
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(i, i + self.bs)) for i in range(0, self.length, self.bs)])
+
+
+def subset(n: int, indices: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(n), sampler=SubsetRandomSampler(indices))
+
+
+def numbered(n: int, num_samples: int) -> DataLoader[Any]:
+    return DataLoader(range(n), sampler=RandomSampler(range(n), num_samples=num_samples))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (numbered(20, 16), numbered(17, 16), "num_samples=20 and this loader has 17: the dataset changed"),
+        (numbered(20, 16), numbered(20, 15), "num_positions=16 .* has 15: the sampler gives another number"),
+        (
+            subset(99, range(20)),
+            subset(99, range(50, 70)),
+            "built_from=.*: the sampler was built from other indices",
+        ),
+        (
+            DataLoader(range(24), batch_sampler=Named(24, 2)),
+            DataLoader(range(30), batch_sampler=Named(30, 2)),
+            "num_samples=24 and this loader has 30: the dataset changed its length",
+        ),
+        (
+            DataLoader(range(24), batch_sampler=Named(24, 2)),
+            DataLoader(range(24), batch_sampler=Named(24, 4)),
+            "num_batches=12 and this loader has 6: the batch sampler gives another number",
+        ),
+        (
+            DataLoader(range(12), sampler=range(10)),
+            DataLoader(range(20), sampler=range(10)),
+            "num_samples=12 and this loader has 20: the dataset changed its length",
+        ),
+    ],
+)
+def test_other_data_and_other_samplers_are_refused_with_what_differs(before, after, says: str) -> None:
+    saved = shard_loader(before, Shard(0, 1))
+    next(iter(saved))
+    with pytest.raises(DataStateError, match=says):
+        shard_loader(after, Shard(0, 1)).load_state_dict(saved.state_dict())
+
+
+def test_other_batches_of_the_same_number_are_refused_before_one_is_read() -> None:
+    def build(batches: list[list[int]]) -> Any:
+        return shard_loader(DataLoader(torch.arange(6), batch_sampler=batches), Shard(0, 1))
+
+    saved = build([[0, 1], [2, 3], [4, 5]])
+    next(iter(saved))
+    for batches in ([[2, 3], [0, 1], [4, 5]], []):
+        other = build(batches + [[0]] * (3 - len(batches)))
+        other.load_state_dict(saved.state_dict())
+        with pytest.raises(DataStateError, match="list drew another order of epoch 0"):
+            next(iter(other))
 
 
 class Batches(Sampler[list[int]]):

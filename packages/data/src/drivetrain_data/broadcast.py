@@ -18,7 +18,6 @@ from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.channel import open_channel
 from drivetrain_data.errors import DispatchError
 from drivetrain_data.packing import Incoming, Layout, Outgoing, Step, take_apart
-from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Mark, Reading, Source
 
@@ -45,7 +44,6 @@ class DispatchSource:
         inner: Reads for all shards. It is opened on the first rank alone.
         group: The ranks that receive.
         shard: Which batch of a step is this rank's.
-        even: What becomes of the tail.
         device: What the group communicates on, if it cannot on the CPU.
         read_ahead: Start sending the next message before the batches of the current one are given to the loop.
     """
@@ -58,13 +56,11 @@ class DispatchSource:
         *,
         group: dist.ProcessGroup,
         shard: Shard,
-        even: Even,
         device: torch.device | None,
         read_ahead: bool,
     ) -> None:
         self._inner = inner
         self._shard = shard
-        self._padded = even == "pad"
         self._is_reader = dist.get_rank(group) == 0
         self._channel = open_channel(group, device)
         self._shards = _shards_of(group, shard)
@@ -102,9 +98,9 @@ class DispatchSource:
         """A step has reached the loop."""
         self._inner.note_received(plan, mark)
 
-    def num_steps(self) -> int:
+    def num_steps(self, epoch: int) -> int:
         """The steps of a whole epoch."""
-        return self._inner.num_steps()
+        return self._inner.num_steps(epoch)
 
     def position_after(self, epoch: int, position: int, num_steps: int) -> int:
         """The position when `num_steps` steps from `position` are done."""

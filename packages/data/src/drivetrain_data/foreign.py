@@ -81,7 +81,7 @@ class ForeignSource:
         if mark.snapshot is not None:
             self._stand = Stand(self._received, mark.snapshot)
 
-    def num_steps(self) -> int:
+    def num_steps(self, _epoch: int) -> int:
         """The steps of a whole epoch.
 
         Raises:

@@ -8,7 +8,7 @@ from torch import Generator
 from torch.utils.data import DataLoader
 
 from drivetrain_data.batch_plan import BatchPlan
-from drivetrain_data.orders import DrawnOrder, Resumable
+from drivetrain_data.orders import Resumable
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
 from drivetrain_data.source import Mark, Reading
@@ -21,14 +21,21 @@ class IndexedSource:
         loader: A DataLoader over the sampler; its generator seeds its workers and is seeded here.
         sampler: What lays out the steps.
         generator: The loader's.
+        num_samples: The dataset's length; None if that is not known.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], sampler: OrderSampler | WholeBatchSampler, generator: Generator
+        self,
+        loader: DataLoader[Any],
+        sampler: OrderSampler | WholeBatchSampler,
+        generator: Generator,
+        *,
+        num_samples: int | None,
     ) -> None:
         self._loader = loader
         self._sampler = sampler
         self._generator = generator
+        self._num_samples = num_samples
         self.reads_for_all = sampler.reads_for_all
         # Looked at once: it is asked at every optimizer step.
         self._resumable = self._laid_out_by if isinstance(self._laid_out_by, Resumable) else None
@@ -51,8 +58,8 @@ class IndexedSource:
         """Read an epoch from a position on."""
         sampler = self._sampler
         sampler.epoch, sampler.position = epoch, position
-        # Workers draw alike whatever the number of ranks, and the program's own generators are left alone.
-        self._generator.manual_seed(hash_key(self.seed, epoch, sampler.shard.index) >> 1)
+        # What workers draw depends on nothing that the program draws, and is not drawn again after a resume.
+        self._generator.manual_seed(hash_key(self.seed, epoch, sampler.shard.index, position) >> 1)
         batches = iter(self._loader)
         plans = sampler.plans
         if not self.reads_for_all:
@@ -67,30 +74,23 @@ class IndexedSource:
     def note_received(self, _plan: BatchPlan, _mark: Mark) -> None:
         """Nothing: a position says all."""
 
-    def num_steps(self) -> int:
+    def num_steps(self, epoch: int) -> int:
         """The steps of a whole epoch."""
-        position, self._sampler.position = self._sampler.position, 0
-        try:
-            return len(self._sampler)
-        finally:
-            self._sampler.position = position
+        return self._sampler.num_steps(epoch, 0)
 
     def position_after(self, epoch: int, position: int, num_steps: int) -> int:
         """The position when `num_steps` steps from `position` are done."""
         if isinstance(self._sampler, OrderSampler):
-            self._sampler.epoch = epoch
-            return self._sampler.partition(position).position_after(num_steps)
+            return self._sampler.partition(epoch, position).position_after(num_steps)
         return position + num_steps * (1 if self._sampler.split else self._sampler.shard.count)
 
     def identity(self) -> Mapping[str, Any]:
         """What a saved state must agree on."""
-        sampler = self._sampler
-        if isinstance(sampler, OrderSampler):
-            order = sampler.order
-            # What a sampler draws is not drawn for this: an epoch that nobody reads would move the sampler on.
-            length = len(order.sampler) if isinstance(order, DrawnOrder) else order.length(sampler.epoch)
-            return {"order": order.name, "num_positions": length}
-        return {"order": sampler.name, "batch_size": getattr(sampler.batches, "batch_size", None)}
+        return {
+            "order": self._laid_out_by.name,
+            "num_samples": self._num_samples,
+            **self._laid_out_by.identity(),
+        }
 
     def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
         """What the order needs; for most, a position says all."""

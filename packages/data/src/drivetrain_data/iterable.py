@@ -159,7 +159,7 @@ class StreamSource:
         if mark.snapshot is not None:
             self._stands[mark.worker] = Stand(self._received[mark.worker], mark.snapshot)
 
-    def num_steps(self) -> int:
+    def num_steps(self, _epoch: int) -> int:
         """The steps of a whole epoch, if the dataset has a length; as with torch, right without workers.
 
         Raises:

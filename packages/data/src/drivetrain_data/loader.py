@@ -88,7 +88,7 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             TypeError: The dataset has no length.
         """
-        return self._source.num_steps()
+        return self._source.num_steps(self._epoch)
 
     def __repr__(self) -> str:
         return (

@@ -25,7 +25,7 @@ def shard_loader(
     device: torch.device | str | None = None,
     even: Even = "uneven",
     strategy: Strategy | IndexFunction = "interleaved",
-    num_nodes: int = 1,
+    num_nodes: int | None = None,
     split_batches: bool = False,
     dispatch: bool | None = None,
     group: dist.ProcessGroup | None = None,
@@ -43,11 +43,11 @@ def shard_loader(
         shard: Which part.
         device: Where batches are copied; None leaves them on the CPU.
         even: An epoch's tail: "uneven" repeats nothing that counts, "pad" fills all shards, "drop" leaves it out.
-        strategy: Shards take turns, or keep to a "block", or a "node" does; or a function of (position, shard).
-        num_nodes: For "node": how many nodes there are; each has equally many neighbouring shards.
+        strategy: Who reads which samples: by turns, a block for each shard or node, or a function (position, shard).
+        num_nodes: For "node", which needs it: how many nodes there are; each has equally many neighbouring shards.
         split_batches: The loader's batch size is the sum over shards; by default it is that of each.
         dispatch: The group's first rank reads for all; None: where the loader cannot be sharded by index.
-        group: The ranks that share the data; needed to dispatch.
+        group: The ranks that share the data; needed to dispatch, and to compare what they draw as an epoch begins.
         seed: What shuffled orders depend on, with the epoch.
         non_blocking: Copy pinned memory to the device without waiting.
         copy_ahead: Batches copied to the device before the loop asks for them.
@@ -59,15 +59,10 @@ def shard_loader(
         TypeError, ValueError: It is no loader, or the settings do not fit it; the message says which and why.
     """
     _check(loader, shard, even, seed, copy_ahead)
-    plan = ReadPlan(
-        shard=shard,
-        even="drop" if getattr(loader, "drop_last", False) else even,
-        split=split_batches,
-        strategy=strategy,
-        num_blocks=_num_blocks(strategy, shard, num_nodes),
-        seed=seed,
-        for_all=_is_dispatched(loader, shard, dispatch, group),
-    )
+    tail = "drop" if getattr(loader, "drop_last", False) else even
+    for_all = _is_dispatched(loader, shard, dispatch, group)
+    num_blocks = _num_blocks(strategy, shard, num_nodes)
+    plan = ReadPlan(shard, tail, split_batches, strategy, num_blocks, seed, for_all, group)
     source, batch_size = source_of(loader, plan)
     return ShardedLoader(
         _handed_out(source, plan, group, device, read_ahead) if plan.for_all else source,
@@ -88,13 +83,19 @@ def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: in
     return DeviceCopies(place, non_blocking=non_blocking, num_ahead=num_ahead)
 
 
-def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int) -> int:
+def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int | None) -> int:
     """Into how many blocks a strategy divides the data."""
     if not callable(strategy) and strategy not in get_args(Strategy):
         raise ValueError(
             f"strategy={strategy!r}: must be one of {', '.join(get_args(Strategy))}, or a function of "
             "(position, shard) that returns an index"
         )
+    if num_nodes is None:
+        if strategy == "node" and shard.count > 1:
+            raise ValueError(
+                f"strategy='node': over how many nodes the {shard.count} shards lie is not known; say num_nodes="
+            )
+        num_nodes = 1
     if strategy == "node" and (num_nodes < 1 or shard.count % num_nodes):
         raise ValueError(
             f"strategy='node': {shard.count} shards over num_nodes={num_nodes}: every node needs equally many"
@@ -125,9 +126,7 @@ def _handed_out(
     """What the group's first rank reads, on all of its ranks."""
     assert group is not None
     place = None if device is None else torch.device(device)
-    return DispatchSource(
-        source, group=group, shard=plan.shard, even=plan.even, device=place, read_ahead=read_ahead
-    )
+    return DispatchSource(source, group=group, shard=plan.shard, device=place, read_ahead=read_ahead)
 
 
 def _check(loader: Any, shard: Shard, even: Even, seed: int, copy_ahead: int) -> None:

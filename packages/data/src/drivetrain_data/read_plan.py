@@ -1,25 +1,29 @@
 """How a loader is to be read for a shard, and the source that reads it so."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from drivetrain_data.agreement import Agree, check_agreement
 from drivetrain_data.blocks import IndexFunction
 from drivetrain_data.foreign import ForeignSource
 from drivetrain_data.indexed import IndexedSource
 from drivetrain_data.iterable import DealingCollate, StreamSource
 from drivetrain_data.orders import Order
+from drivetrain_data.sampler_parts import length_of
 from drivetrain_data.samplers import ItemSampler, OrderSampler, WholeBatchSampler
 from drivetrain_data.settings import Even, Strategy
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
 from drivetrain_data.stream_state import Snapshots
-from drivetrain_data.torch_samplers import block_order_of, order_of
+from drivetrain_data.torch_samplers import block_order_of, check_undivided, order_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReadPlan:
     """How a loader is to be read.
 
@@ -31,6 +35,7 @@ class ReadPlan:
         num_blocks: The blocks of the data that shards keep to; 1 if they take turns over all of it.
         seed: What shuffled orders depend on.
         for_all: One rank reads for all shards.
+        group: The ranks that share the data, if they are known.
     """
 
     shard: Shard
@@ -40,11 +45,19 @@ class ReadPlan:
     num_blocks: int
     seed: int
     for_all: bool
+    group: dist.ProcessGroup | None = None
 
     @property
     def in_blocks(self) -> bool:
         """Whether shards keep to blocks of the data."""
         return self.strategy != "interleaved"
+
+    @property
+    def agree(self) -> Agree | None:
+        """Holds what ranks draw against each other; None where one alone draws, or the others are not known."""
+        if self.group is None or self.for_all or dist.get_world_size(self.group) == 1:
+            return None
+        return partial(check_agreement, self.group)
 
     def check_interleaved(self, what: str) -> None:
         """Refuse blocks where what is read cannot be laid out by index."""
@@ -57,6 +70,8 @@ class ReadPlan:
 def source_of(loader: Any, plan: ReadPlan) -> tuple[Source, int | None]:
     """The source of a loader's batches, and the samples of a batch on each shard."""
     if not is_stock(loader):
+        for name in ("sampler", "batch_sampler"):
+            check_undivided(getattr(loader, name, None))
         if plan.split:
             raise ValueError(
                 f"split_batches=True: batches of {type(loader).__name__} are dealt out whole; leave it out"
@@ -127,12 +142,14 @@ def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int 
     else:
         size = _size_on_each(reads.batch_size, plan)
         order = _order(reads.sampler, plan, num_samples)
-        laid_out = OrderSampler(order, size, plan.shard, plan.even, reads_for_all=plan.for_all)
+        laid_out = OrderSampler(
+            order, size, plan.shard, plan.even, reads_for_all=plan.for_all, agree=plan.agree
+        )
         _check_drop(laid_out)
         layout = {"batch_sampler": laid_out}
     generator = torch.Generator()
     rebuilt = _rebuild(loader, dataset, generator, collate_fn=loader.collate_fn, **layout)
-    return IndexedSource(rebuilt, laid_out, generator), size
+    return IndexedSource(rebuilt, laid_out, generator, num_samples=num_samples), size
 
 
 class _ReadsBy(NamedTuple):
@@ -161,7 +178,13 @@ def _reads_by(loader: DataLoader[Any], *, drop_last: bool) -> _ReadsBy:
 
 def _lay_out_batches(batches: Any, plan: ReadPlan, num_samples: int | None) -> WholeBatchSampler:
     plan.check_interleaved(f"the batches of {type(batches).__name__} are dealt out whole")
-    return WholeBatchSampler(
+    check_undivided(batches)
+    if plan.split and plan.even == "pad":
+        raise ValueError(
+            f"even='pad' with split_batches=True: batches of {type(batches).__name__} have sizes of their own, and "
+            "are split as they are; use even='uneven', or a batch_size instead of the batch sampler"
+        )
+    sampler = WholeBatchSampler(
         batches,
         seed=plan.seed,
         size=num_samples,
@@ -169,7 +192,15 @@ def _lay_out_batches(batches: Any, plan: ReadPlan, num_samples: int | None) -> W
         even=plan.even,
         split=plan.split,
         reads_for_all=plan.for_all,
+        agree=plan.agree,
     )
+    count = length_of(batches)
+    if plan.even == "drop" and count and not len(sampler):
+        raise ValueError(
+            f"{count} batches are fewer than one on each of {plan.shard.count} shards, and the tail is dropped: "
+            'nothing would be left; use even="uneven"'
+        )
+    return sampler
 
 
 def _lay_out_items(sampler: Any, plan: ReadPlan, num_samples: int | None) -> ItemSampler:
@@ -178,7 +209,9 @@ def _lay_out_items(sampler: Any, plan: ReadPlan, num_samples: int | None) -> Ite
             "split_batches=True: with batch_size=None there are no batches to split; leave it out"
         )
     order = _order(sampler, plan, num_samples)
-    return ItemSampler(order, 1, plan.shard, plan.even, reads_for_all=plan.for_all)
+    laid_out = ItemSampler(order, 1, plan.shard, plan.even, reads_for_all=plan.for_all, agree=plan.agree)
+    _check_drop(laid_out)
+    return laid_out
 
 
 def _order(sampler: Any, plan: ReadPlan, num_samples: int | None) -> Order:
@@ -188,7 +221,12 @@ def _order(sampler: Any, plan: ReadPlan, num_samples: int | None) -> Order:
         plan.check_interleaved("one rank reads for all, and none has data of its own")
     function = plan.strategy if callable(plan.strategy) else None
     return block_order_of(
-        sampler, plan.num_blocks, seed=plan.seed, strategy=_said(plan.strategy), function=function
+        sampler,
+        plan.num_blocks,
+        seed=plan.seed,
+        num_samples=num_samples,
+        strategy=_said(plan.strategy),
+        function=function,
     )
 
 
@@ -203,7 +241,7 @@ def _size_on_each(batch_size: int, plan: ReadPlan) -> int:
 
 
 def _check_drop(sampler: OrderSampler) -> None:
-    partition = sampler.partition(0)
+    partition = sampler.partition(0, 0)
     if partition.stop > 0 and partition.num_steps == 0:
         raise ValueError(
             f"{partition.stop} samples are fewer than one batch of {partition.batch_size} on each of "

@@ -94,8 +94,13 @@ def _is_count(value: object) -> bool:
 
 
 _WHY = {
-    "order": "the samples would come in another order; build the loader with the same sampler",
-    "num_positions": "the dataset changed its length; load it as it was, or start the epoch anew",
+    "order": "the samples would come in another order; build the loader with the same sampler, and shard it with the "
+    "same strategy",
+    "num_samples": "the dataset changed its length; load it as it was, or start the epoch anew",
+    "num_positions": "the sampler gives another number of samples; build it as it was, or start the epoch anew",
+    "built_from": "the sampler was built from other indices, weights or lengths; build it as it was, or start the "
+    "epoch anew",
+    "num_batches": "the batch sampler gives another number of batches; build it as it was, or start the epoch anew",
     "batch_size": "a batch sampler goes on in whole batches; build it with the same batch size",
     "num_workers": "each worker reads a part of a stream of its own; use as many workers as before",
 }

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from drivetrain_data.permutation import hash_key
+from drivetrain_data.sampler_parts import parts_of
 
 
 class _States(NamedTuple):
@@ -64,27 +65,25 @@ def load_plain_states(states: Mapping[str, Any]) -> None:
 
 
 def seed_own_generators(sampler: object, *key: int) -> None:
-    """Seed every generator that a sampler, or a sampler inside it, holds as an attribute."""
-    seed = hash_key(*key)
-    seen: set[int] = set()
-    waiting = [sampler]
-    while waiting:
-        holder = waiting.pop()
-        if id(holder) in seen:
+    """Seed every generator that a sampler holds, at any depth, each by its own number; the global ones are left."""
+    numpy_random: Any = np.random  # whose global generator has no public name
+    shared = (torch.default_generator, numpy_random.mtrand._rand)
+    number = 0
+    for part in parts_of(sampler):
+        if any(part is one for one in shared):
             continue
-        seen.add(id(holder))
-        attributes: dict[str, Any] = getattr(holder, "__dict__", {})
-        for name, value in attributes.items():
-            if isinstance(value, torch.Generator):
-                value.manual_seed(seed)
-            elif isinstance(value, np.random.Generator):
-                value.bit_generator.state = type(value.bit_generator)(seed).state
-            elif isinstance(value, np.random.RandomState):
-                value.seed(seed % 2**32)
-            elif isinstance(value, random.Random):
-                value.seed(seed)
-            elif name in ("sampler", "batch_sampler", "base_sampler"):
-                waiting.append(value)
+        seed = hash_key(*key, number) if number else hash_key(*key)
+        if isinstance(part, torch.Generator):
+            part.manual_seed(seed)
+        elif isinstance(part, np.random.Generator):
+            part.bit_generator.state = type(part.bit_generator)(seed).state
+        elif isinstance(part, np.random.RandomState):
+            part.seed(seed % 2**32)
+        elif isinstance(part, random.Random):
+            part.seed(seed)
+        else:
+            continue
+        number += 1
 
 
 def _capture() -> _States:

@@ -1,20 +1,22 @@
 """Samplers for torch's DataLoader that give one shard's batches, and note for each step what all shards do."""
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import Sampler
 
+from drivetrain_data.agreement import Agree
 from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.blocks import BlockOrder, BlockShuffledOrder
-from drivetrain_data.orders import Order, ShuffledOrder, check_indices
+from drivetrain_data.orders import DrawnOrder, Order, ShuffledOrder, as_indices, checksum_of
 from drivetrain_data.partition import Partition, balanced
 from drivetrain_data.rng import KeyedDraws
-from drivetrain_data.sampler_state import EpochStart
+from drivetrain_data.sampler_state import Drawn, EpochStart
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 
@@ -33,12 +35,15 @@ class PermutationSampler(Sampler[int]):
             best in sequence; None shuffles all.
 
     Raises:
-        ValueError: `block_size` is less than 1.
+        ValueError: A number is no whole one, or out of range.
     """
 
     def __init__(
         self, num_samples: int, *, seed: int = 0, epoch: int = 0, block_size: int | None = None
     ) -> None:
+        for name, given in (("num_samples", num_samples), ("seed", seed), ("epoch", epoch)):
+            if not hasattr(given, "__index__") or given < 0:
+                raise ValueError(f"{name}={given!r}: must be a whole number, 0 or more")
         self.num_samples = num_samples
         self.seed = seed
         self.epoch = epoch
@@ -46,7 +51,7 @@ class PermutationSampler(Sampler[int]):
         self.order(seed)  # checks them
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
+        """Choose the order of an epoch. A loader that is sharded counts its epochs itself, and does not hear it."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -91,8 +96,19 @@ class StepSampler:
         self.plans = deque()
         return self.steps(self.plans)
 
+    def __len__(self) -> int:
+        return self.num_steps(self.epoch, self.position)
+
     def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
         """Give batches of indices, noting each step's plan before its first batch."""
+        raise NotImplementedError
+
+    def num_steps(self, epoch: int, position: int) -> int:
+        """The steps of an epoch from a position on.
+
+        Raises:
+            TypeError: They cannot be known beforehand.
+        """
         raise NotImplementedError
 
 
@@ -105,33 +121,48 @@ class OrderSampler(StepSampler):
         shard: Whose batches are given.
         even: What becomes of the tail.
         reads_for_all: Give every shard's batches.
+        agree: Told what an epoch was drawn by each time one begins, to hold it against that of the other ranks.
     """
 
     def __init__(
-        self, order: Order, batch_size: int, shard: Shard, even: Even, *, reads_for_all: bool = False
+        self,
+        order: Order,
+        batch_size: int,
+        shard: Shard,
+        even: Even,
+        *,
+        reads_for_all: bool = False,
+        agree: Agree | None = None,
     ) -> None:
         super().__init__(shard, even, reads_for_all=reads_for_all)
         self.order = order
         self.batch_size = batch_size
+        self._agree = agree
 
-    def partition(self, position: int) -> Partition:
-        """The rest of the current epoch; shards keep to the order's blocks where these are as many or a divisor."""
-        num_blocks = self.order.num_blocks(self.epoch) if isinstance(self.order, BlockOrder) else 1
+    def partition(self, epoch: int, position: int) -> Partition:
+        """The rest of an epoch; shards keep to the order's blocks where these are as many or a divisor."""
+        num_blocks = self.order.num_blocks(epoch) if isinstance(self.order, BlockOrder) else 1
         return Partition(
             start=position,
-            stop=self.order.length(self.epoch),
+            stop=self.order.length(epoch),
             num_shards=self.shard.count,
             batch_size=self.batch_size,
             even=self.even,
             num_blocks=num_blocks if self.shard.count % num_blocks == 0 else 1,
         )
 
-    def __len__(self) -> int:
-        return self.partition(self.position).num_steps
+    def num_steps(self, epoch: int, position: int) -> int:
+        """The steps of an epoch from a position on."""
+        return self.partition(epoch, position).num_steps
 
     def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
         """Give batches of indices: whole steps in blocks, then the tail."""
-        partition, epoch = self.partition(self.position), self.epoch
+        epoch = self.epoch
+        if isinstance(self.order, DrawnOrder):
+            checksum = self.order.checksum(epoch)  # draws it, so that the partition knows how much that is
+            if self._agree is not None:
+                self._agree(type(self.order.sampler).__name__, checksum)
+        partition = self.partition(epoch, self.position)
         readers = range(self.shard.count) if self.reads_for_all else [self.shard.index]
         num_full, size = partition.num_full_steps, self.batch_size
         full = partition.plan(0, self.shard.index) if partition.num_steps > 1 else None
@@ -182,6 +213,7 @@ class WholeBatchSampler(StepSampler):
         even: What becomes of the last step, if there are fewer batches than shards.
         split: Divide each batch among the shards, instead of giving each shard a whole one.
         reads_for_all: Give every shard's batches.
+        agree: Told what was drawn first each time an epoch begins, to hold it against that of the other ranks.
     """
 
     def __init__(
@@ -194,6 +226,7 @@ class WholeBatchSampler(StepSampler):
         even: Even,
         split: bool = False,
         reads_for_all: bool = False,
+        agree: Agree | None = None,
     ) -> None:
         super().__init__(shard, even, reads_for_all=reads_for_all)
         self.batches = batches
@@ -201,6 +234,8 @@ class WholeBatchSampler(StepSampler):
         self.size = size
         self.split = split
         self._start = EpochStart(batches)
+        self._agree = agree
+        self._checksums = (0, array("Q"))  # of an epoch: that of all batches up to each one, as far as drawn
 
     @property
     def name(self) -> str:
@@ -212,16 +247,26 @@ class WholeBatchSampler(StepSampler):
         """Where the order comes from, as one phrase for people."""
         return f"whole batches of {type(self.batches).__name__}, {self._start.how(self.seed)}"
 
-    def extra_state(self, epoch: int, _position: int) -> dict[str, Any]:
-        """The sampler's own state at the start of an epoch, if it has one."""
-        return self._start.state(epoch)
+    def identity(self) -> dict[str, Any]:
+        """What the batches must agree on in a saved position, as far as it can be seen."""
+        size = getattr(self.batches, "batch_size", None)
+        return {"batch_size": size, "num_batches": self._start.fixed_length}
+
+    def extra_state(self, epoch: int, position: int) -> dict[str, Any]:
+        """What leads to an epoch, and a checksum of the batches up to a position."""
+        begun, checksums = self._checksums
+        if begun != epoch or not 0 < position <= len(checksums):
+            return self._start.state(epoch)
+        return self._start.state(epoch, Drawn(position, checksums[position - 1]))
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Draw an epoch as the run did that was saved in it."""
         self._start.resume(epoch, state)
+        self._checksums = (epoch, array("Q"))
 
-    def __len__(self) -> int:
-        num_batches = len(self.batches) - self.position  # pyright: ignore[reportArgumentType]
+    def num_steps(self, epoch: int, position: int) -> int:
+        """The steps of an epoch from a position on."""
+        num_batches = self._start.length(self.seed, epoch) - position
         if self.split:
             return num_batches
         whole, rest = divmod(num_batches, self.shard.count)
@@ -230,7 +275,7 @@ class WholeBatchSampler(StepSampler):
     def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
         """Give batches of indices."""
         taken_a_step = 1 if self.split else self.shard.count
-        batches = islice(self._draw(), self.position, None)
+        batches = self._rest()
         first = group = list(islice(batches, taken_a_step))
         while group:
             following = list(islice(batches, taken_a_step))
@@ -271,17 +316,47 @@ class WholeBatchSampler(StepSampler):
             advance=advance,
         )
 
-    def _draw(self) -> Iterator[list[Any]]:
+    def _rest(self) -> Iterator[list[Any]]:
+        """The batches from the position on, if those before it are what they were in the run that was saved."""
+        checksums = array("Q")
+        batches = self._draw(checksums)
+        deque(islice(batches, self.position), maxlen=0)
+        expected = self._start.expected(self.epoch)
+        if expected is not None and expected.length <= self.position:
+            known = expected.length <= len(checksums)
+            drawn = Drawn(expected.length, checksums[expected.length - 1]) if known else None
+            self._start.check(self.epoch, drawn)
+        self._checksums = (self.epoch, checksums)
+        return batches
+
+    def _draw(self, checksums: "array[int]") -> Iterator[list[Any]]:
         """The user's batches of the epoch, drawn in blocks so that generators are exchanged seldom."""
         self._start.begin(self.seed, self.epoch)
         draws = KeyedDraws(self.seed, self.epoch)
+        checksum, first = 0, True
         with draws.active():
             drawn = iter(self.batches)
         while True:
             with draws.active():
-                block = [list(batch) for batch in islice(drawn, _DRAWN_STEPS)]
-            for batch in block:
-                check_indices(batch, self.size, self.batches)
-                yield batch
+                block = [_listed(batch, self.batches) for batch in islice(drawn, _DRAWN_STEPS)]
+            held = [as_indices(batch, self.size, self.batches) for batch in block]
+            for batch in held:
+                checksum = checksum_of(batch, checksum)
+                checksums.append(checksum)
+            if first and self._agree is not None:
+                self._agree(type(self.batches).__name__, checksum)
+            first = False
+            for batch in held:
+                yield batch.tolist() if isinstance(batch, np.ndarray) else batch
             if len(block) < _DRAWN_STEPS:
+                self._start.finish()
                 return
+
+
+def _listed(batch: Any, batches: object) -> list[Any]:
+    if isinstance(batch, Iterable) and not isinstance(batch, str):
+        return list(cast("Iterable[Any]", batch))
+    raise ValueError(
+        f"a batch sampler gives lists of indices, and {type(batches).__name__} gave {batch!r}; a sampler of single "
+        "indices goes to DataLoader(sampler=..., batch_size=...)"
+    )

@@ -57,7 +57,7 @@ class Source(Protocol):
         """A step has reached the loop."""
         ...
 
-    def num_steps(self) -> int:
+    def num_steps(self, epoch: int, /) -> int:
         """The steps of a whole epoch.
 
         Raises:
