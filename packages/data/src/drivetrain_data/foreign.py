@@ -105,12 +105,13 @@ class ForeignSource:
             self._stand = None
             return iter(self._loader)
         stand = self._stand
-        logger.warning(
-            "going on at batch %d of %s: it is read and dropped %s, on each rank that reads",
-            position,
-            type(self._loader).__name__,
-            "up to there" if stand is None else f"from batch {stand.received} on, where its own state ends",
-        )
+        if (stand is None or stand.received < position) and (self.reads_for_all or self._shard.index == 0):
+            logger.warning(
+                "going on at batch %d of %s: it is read and dropped %s",
+                position,
+                type(self._loader).__name__,
+                "up to there" if stand is None else f"from batch {stand.received} on, where its own state ends",
+            )
         if stand is not None:
             self._loader.load_state_dict(stand.snapshot["reader"])
         return islice(iter(self._loader), position - (0 if stand is None else stand.received), None)

@@ -10,12 +10,13 @@ from drivetrain_data.blocks import IndexFunction
 from drivetrain_data.foreign import ForeignSource
 from drivetrain_data.indexed import IndexedSource
 from drivetrain_data.iterable import DealingCollate, StreamSource
+from drivetrain_data.known_streams import check_undivided, left_out_of_state
 from drivetrain_data.orders import Order
 from drivetrain_data.samplers import ItemSampler, OrderSampler, WholeBatchSampler
 from drivetrain_data.settings import Even, Strategy
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
-from drivetrain_data.stream_state import Snapshots
+from drivetrain_data.stream_state import EpochReader, EpochStream, Snapshots
 from drivetrain_data.torch_samplers import block_order_of, order_of
 
 
@@ -56,6 +57,8 @@ class ReadPlan:
 
 def source_of(loader: Any, plan: ReadPlan) -> tuple[Source, int | None]:
     """The source of a loader's batches, and the samples of a batch on each shard."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        check_undivided(loader.dataset, alone=plan.shard.count == 1 and not plan.for_all)
     if not is_stock(loader):
         if plan.split:
             raise ValueError(
@@ -87,7 +90,16 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
             "split_batches=True: with batch_size=None there are no batches to split; leave it out"
         )
     dataset = cast("IterableDataset[Any]", loader.dataset)
-    snapshots = Snapshots(dataset if loader.num_workers == 0 else None)
+    left_out = left_out_of_state(dataset)
+    stride = (size or 1) * plan.shard.count
+    reader = EpochReader(
+        dataset,
+        num_workers=loader.num_workers,
+        stride=stride,
+        persistent=loader.persistent_workers,
+        trusted=left_out is None,
+    )
+    snapshots = Snapshots(dataset if loader.num_workers == 0 else None, trusted=left_out is None)
     collate = DealingCollate(
         loader.collate_fn,
         size,
@@ -98,17 +110,25 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
     )
     generator = torch.Generator()
 
-    def build(dataset: IterableDataset[Any]) -> DataLoader[Any]:
+    def build() -> DataLoader[Any]:
         return _rebuild(
             loader,
-            dataset,
+            EpochStream(reader),
             generator,
-            batch_size=(size or 1) * plan.shard.count,
+            batch_size=stride,
             collate_fn=collate,
             drop_last=plan.even == "drop",
         )
 
-    source = StreamSource(build, dataset, collate, generator, num_workers=loader.num_workers, seed=plan.seed)
+    source = StreamSource(
+        build,
+        reader,
+        collate,
+        generator,
+        num_workers=loader.num_workers,
+        seed=plan.seed,
+        left_out=left_out,
+    )
     return source, size
 
 
