@@ -67,10 +67,11 @@ def test_a_stream_of_hugging_face_goes_on_and_begins_anew(
     epochs = [numbers(first) for _ in range(3)]
     assert [sorted(one) for one in epochs] == [list(range(50))] * 3
     assert not buffer_size or epochs[0] != epochs[1]
+    first = build()  # which takes a state at once
     first.set_epoch(epoch)
     begun = numbers(first, 5)
     state = json.loads(json.dumps(first.state_dict()))
-    assert ("stands" in state["extra"]) == (buffer_size < 10)
+    assert ("stands" in state["extra"]) == (buffer_size == 0 or (buffer_size == 1 and num_workers == 0))
     again = build()
     again.load_state_dict(state)
     assert begun + numbers(again) == epochs[epoch]
@@ -79,6 +80,8 @@ def test_a_stream_of_hugging_face_goes_on_and_begins_anew(
     assert numbers(again) == epochs[epoch]
     said = "read and dropped up to there, since its own state leaves out its shuffle buffer of 10 samples"
     assert (said in caplog.text) == (buffer_size == 10)
+    said = "leaves out which of its sources are read by which of 2 workers"
+    assert (said in caplog.text) == (buffer_size == 1 and num_workers == 2)
 
 
 def test_a_stream_of_hugging_face_that_is_shuffled_without_a_seed_is_not_gone_on_with() -> None:

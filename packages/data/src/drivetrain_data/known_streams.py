@@ -4,7 +4,7 @@ They are told by what they are made of, by name: none of these libraries need be
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Any, cast
 
@@ -38,8 +38,12 @@ def check_undivided(stream: Any, *, alone: bool) -> None:
             )
 
 
-def left_out_of_state(stream: Any) -> str | None:
+def left_out_of_state(stream: Any, num_workers: int) -> str | None:
     """What a stream's own state does not hold, as a phrase; None if nothing is known to be missing.
+
+    Args:
+        stream: A dataset.
+        num_workers: That read it, each with a state of its own.
 
     Raises:
         TypeError: The stream has a state that cannot be asked for.
@@ -59,7 +63,13 @@ def left_out_of_state(stream: Any) -> str | None:
         for part in _parts(stream)
         if type(part).__name__ == "BufferShuffledExamplesIterable" and part.buffer_size > 1
     ]
-    return f"its shuffle buffer of {max(sizes)} samples" if sizes else None
+    if sizes:
+        return f"its shuffle buffer of {max(sizes)} samples"
+    # A worker's state is loaded into the undivided stream first, where the lists are longer: as of datasets 5.2 that
+    # raises IndexError, or repeats samples.
+    if num_workers > 1 and _package(type(stream)) == "datasets" and _has_list(state_dict()):
+        return f"which of its sources are read by which of {num_workers} workers"
+    return None
 
 
 def own_draws(stream: Any) -> str | None:
@@ -87,6 +97,12 @@ def _parts(stream: Any) -> Iterator[Any]:
         for value in getattr(part, "__dict__", {}).values():
             inner = cast("list[Any]", list(value[:64]) if isinstance(value, list | tuple) else [value])
             waiting += [one for one in inner if _is_stream(one)]
+
+
+def _has_list(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return any(_has_list(value) for value in cast("Mapping[str, Any]", state).values())
+    return isinstance(state, list)
 
 
 def _is_stream(value: Any) -> bool:

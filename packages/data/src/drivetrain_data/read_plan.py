@@ -90,7 +90,7 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
             "split_batches=True: with batch_size=None there are no batches to split; leave it out"
         )
     dataset = cast("IterableDataset[Any]", loader.dataset)
-    left_out = left_out_of_state(dataset)
+    left_out = left_out_of_state(dataset, loader.num_workers)
     stride = (size or 1) * plan.shard.count
     reader = EpochReader(
         dataset,
