@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from drivetrain_data import Shard, shard_loader, skip_first_batches
 
@@ -291,6 +292,25 @@ def test_going_on_is_said_by_one_of_the_ranks_that_read(
     assert caplog.messages == [
         "going on at sample 24 of a stream: Stream is read and dropped up to there",
     ]
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, False), (2, True)])
+def test_a_pipe_of_torchs_is_shared_out_and_shuffled_alike(workers: int, persistent: bool) -> None:
+    def build() -> Any:
+        pipe = IterableWrapper(range(20)).shuffle().sharding_filter()
+        return shard_loader(
+            DataLoader(pipe, batch_size=2, num_workers=workers, persistent_workers=persistent), Shard(0, 1)
+        )
+
+    first = build()
+    whole, second = samples_of(first), samples_of(first)
+    assert sorted(whole) == sorted(second) == list(range(20))
+    assert whole != second
+    first.set_epoch(0)
+    begun = samples_of(islice(first, 4))
+    again = build()
+    again.load_state_dict(first.state_dict())
+    assert begun + samples_of(again) == whole
 
 
 def samples_of(loader: Any) -> list[int]:

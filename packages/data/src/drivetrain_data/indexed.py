@@ -8,6 +8,7 @@ from torch import Generator
 from torch.utils.data import DataLoader
 
 from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.loop_seeds import LoopSeedSampler
 from drivetrain_data.orders import DrawnOrder, Resumable
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
@@ -21,14 +22,20 @@ class IndexedSource:
         loader: A DataLoader over the sampler; its generator seeds its workers and is seeded here.
         sampler: What lays out the steps.
         generator: The loader's.
+        loop_seeds: Seeds its workers, if they live on.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], sampler: OrderSampler | WholeBatchSampler, generator: Generator
+        self,
+        loader: DataLoader[Any],
+        sampler: OrderSampler | WholeBatchSampler,
+        generator: Generator,
+        loop_seeds: LoopSeedSampler | None,
     ) -> None:
         self._loader = loader
         self._sampler = sampler
         self._generator = generator
+        self._loop_seeds = loop_seeds
         self.reads_for_all = sampler.reads_for_all
         # Looked at once: it is asked at every optimizer step.
         self._resumable = self._laid_out_by if isinstance(self._laid_out_by, Resumable) else None
@@ -52,7 +59,10 @@ class IndexedSource:
         sampler = self._sampler
         sampler.epoch, sampler.position = epoch, position
         # Workers draw alike whatever the number of ranks, and the program's own generators are left alone.
-        self._generator.manual_seed(hash_key(self.seed, epoch, sampler.shard.index) >> 1)
+        seed = hash_key(self.seed, epoch, sampler.shard.index)
+        self._generator.manual_seed(seed >> 1)
+        if self._loop_seeds is not None:
+            self._loop_seeds.begin(seed)
         batches = iter(self._loader)
         plans = sampler.plans
         if not self.reads_for_all:

@@ -11,6 +11,7 @@ from drivetrain_data.foreign import ForeignSource
 from drivetrain_data.indexed import IndexedSource
 from drivetrain_data.iterable import DealingCollate, StreamSource
 from drivetrain_data.known_streams import check_undivided, left_out_of_state
+from drivetrain_data.loop_seeds import LoopSeededDataset, LoopSeedSampler
 from drivetrain_data.orders import Order
 from drivetrain_data.samplers import ItemSampler, OrderSampler, WholeBatchSampler
 from drivetrain_data.settings import Even, Strategy
@@ -140,19 +141,27 @@ def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int 
     size = None
     if reads.batches is not None:
         laid_out: Any = _lay_out_batches(reads.batches, plan, num_samples)
-        layout: dict[str, Any] = {"batch_sampler": laid_out}
+        layout: dict[str, Any] = {}
     elif reads.batch_size is None:
         laid_out = _lay_out_items(reads.sampler, plan, num_samples)
-        layout = {"sampler": laid_out, "batch_size": None}
+        layout = {"batch_size": None}
     else:
         size = _size_on_each(reads.batch_size, plan)
         order = _order(reads.sampler, plan, num_samples)
         laid_out = OrderSampler(order, size, plan.shard, plan.even, reads_for_all=plan.for_all)
         _check_drop(laid_out)
-        layout = {"batch_sampler": laid_out}
+        layout = {}
+    seeds = LoopSeedSampler(laid_out) if loader.persistent_workers else None
+    layout["sampler" if "batch_size" in layout else "batch_sampler"] = laid_out if seeds is None else seeds
     generator = torch.Generator()
-    rebuilt = _rebuild(loader, dataset, generator, collate_fn=loader.collate_fn, **layout)
-    return IndexedSource(rebuilt, laid_out, generator), size
+    rebuilt = _rebuild(
+        loader,
+        dataset if seeds is None else LoopSeededDataset(dataset),
+        generator,
+        collate_fn=loader.collate_fn,
+        **layout,
+    )
+    return IndexedSource(rebuilt, laid_out, generator, seeds), size
 
 
 class _ReadsBy(NamedTuple):

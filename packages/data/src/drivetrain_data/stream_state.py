@@ -7,7 +7,8 @@ from itertools import islice, repeat
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.rng import load_plain_states, plain_states, seed_global_generators
@@ -136,11 +137,21 @@ class EpochReader:
         seed, epoch = self._seed_and_epoch.tolist()
         if hasattr(stream, "set_epoch"):
             stream.set_epoch(epoch)
+        if isinstance(stream, IterDataPipe):
+            _prepare_pipe(stream, hash_key(seed, epoch))
         if worker is not None:  # without workers, the loop itself keeps the program's draws apart
             seed_global_generators(hash_key(seed, epoch, worker))
         if stand is not None:
             stream.load_state_dict(deepcopy(stand.snapshot["reader"]))
             load_plain_states(stand.snapshot["generators"])
+
+
+def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
+    """What torch's loader does for its pipes: all workers shuffle alike, and each keeps its part."""
+    apply_random_seed(pipe, torch.Generator().manual_seed(seed))
+    info = get_worker_info()
+    if info is not None:
+        apply_sharding(pipe, info.num_workers, info.id)
 
 
 class EpochStream(IterableDataset[Any]):
