@@ -67,7 +67,8 @@ def left_out_of_state(stream: Any, num_workers: int) -> str | None:
         return f"its shuffle buffer of {max(sizes)} samples"
     # A worker's state is loaded into the undivided stream first, where the lists are longer: as of datasets 5.2 that
     # raises IndexError, or repeats samples.
-    if num_workers > 1 and _package(type(stream)) == "datasets" and _has_list(state_dict()):
+    made_of_theirs = any(_package(type(part)) == "datasets" for part in _parts(stream))
+    if num_workers > 1 and made_of_theirs and _has_list(state_dict()):
         return f"which of its sources are read by which of {num_workers} workers"
     return None
 
