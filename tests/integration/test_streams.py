@@ -194,6 +194,25 @@ def test_a_loader_of_torchdata_goes_on_from_its_own_state(build: Callable[[], An
     assert samples(again) == list(range(20))
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("buffer_size", [1, 10])
+def test_a_loader_of_torchdata_over_a_shuffled_stream_goes_on(buffer_size: int) -> None:
+    def build() -> ShardedLoader[Any]:
+        stream = hugging_face(buffer_size=buffer_size).dataset
+        return shard_loader(StatefulDataLoader(stream, batch_size=4), Shard(0, 1))
+
+    first = build()
+    epochs = [numbers(first), numbers(first)]
+    assert [sorted(one) for one in epochs] == [list(range(50))] * 2
+    assert epochs[0] != epochs[1]
+    first = build()
+    begun = numbers(first, 5)
+    again = build()
+    again.load_state_dict(first.state_dict())
+    assert begun + numbers(again) == epochs[0]
+    assert numbers(again) == epochs[1]
+
+
 def prepared_nodes() -> list[int]:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(nodes())
