@@ -1,12 +1,14 @@
 import logging
 import random
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from drivetrain_data import Shard, shard_loader, skip_first_batches
 
@@ -159,3 +161,155 @@ def test_a_workers_set_up_reaches_the_dataset_after_a_resume_too() -> None:
 def test_a_stream_without_a_length_has_none() -> None:
     with pytest.raises(TypeError, match="no len"):
         len(shard_loader(DataLoader(Stream(9)), Shard(0, 1)))
+
+
+@pytest.mark.parametrize(("before", "after"), [((0, False), (1, False)), ((1, True), (0, False))])
+def test_one_worker_draws_as_none(before: tuple[int, bool], after: tuple[int, bool]) -> None:
+    def build(workers: tuple[int, bool]) -> Any:
+        loader = DataLoader(Shuffled(31), batch_size=2, num_workers=workers[0], persistent_workers=workers[1])
+        return shard_loader(loader, Shard(0, 1), seed=3)
+
+    first = build(before)
+    list(first)
+    whole = samples_of(first)
+    first.set_epoch(1)
+    begun = samples_of(islice(first, 5))
+    again = build(after)
+    again.load_state_dict(first.state_dict())
+    assert begun + samples_of(again) == whole
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_workers_that_live_on_draw_depends_on_the_epoch_alone(workers: int) -> None:
+    def build(*, persistent: bool) -> Any:
+        loader = DataLoader(
+            Shuffled(40, shared=True), batch_size=2, num_workers=workers, persistent_workers=persistent
+        )
+        return shard_loader(loader, Shard(0, 1), seed=3)
+
+    living = build(persistent=True)
+    epochs = [samples_of(living) for _ in range(3)]
+    assert epochs[0] != epochs[1]
+    anew = build(persistent=False)
+    anew.set_epoch(2)
+    assert samples_of(anew) == epochs[2]
+    living.set_epoch(1)
+    begun = samples_of(islice(living, 5))
+    state = living.state_dict()
+    again = build(persistent=True)
+    again.load_state_dict(state)
+    assert begun + samples_of(again) == epochs[1]
+    assert samples_of(again) == epochs[2]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 17))
+def test_several_workers_go_on_in_the_same_order(num_steps: int) -> None:
+    def build() -> Any:
+        return shard_loader(
+            DataLoader(Lopsided(32), batch_size=2, num_workers=2, prefetch_factor=1), Shard(0, 1)
+        )
+
+    whole = samples_of(build())
+    first = build()
+    begun = samples_of(islice(first, num_steps))
+    again = build()
+    again.load_state_dict(first.state_dict())
+    assert begun + samples_of(again) == whole
+
+
+class Lopsided(Stream):
+    """Worker 0 has a quarter of the numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        quarter = self.length // 4
+        return iter(range(quarter) if info.id == 0 else range(quarter, self.length))
+
+
+class Told(Stream):
+    """A stream whose order is that of the epoch that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        random.Random(self.epoch).shuffle(order)
+        info = get_worker_info()
+        return iter(order if info is None else order[info.id :: info.num_workers])
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_a_stream_is_told_the_epoch(workers: int, persistent: bool) -> None:
+    def build() -> Any:
+        loader = DataLoader(Told(20), batch_size=2, num_workers=workers, persistent_workers=persistent)
+        return shard_loader(loader, Shard(0, 1))
+
+    loader = build()
+    first, second = samples_of(loader), samples_of(loader)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    loader.set_epoch(1)
+    begun = samples_of(islice(loader, 3))
+    again = build()
+    again.load_state_dict(loader.state_dict())
+    assert begun + samples_of(again) == second
+
+
+def test_a_stream_that_several_workers_read_has_no_length() -> None:
+    def build(workers: int) -> Any:
+        return shard_loader(DataLoader(Sized(10), batch_size=4, num_workers=workers), Shard(0, 1))
+
+    assert len(build(0)) == len(build(1)) == len(list(build(1))) == 3
+    with pytest.raises(TypeError, match="steps of a stream that 2 workers read cannot be counted"):
+        len(build(2))
+
+
+def test_another_length_is_refused() -> None:
+    def build(length: int) -> Any:
+        return shard_loader(DataLoader(Sized(length), batch_size=4), Shard(0, 1))
+
+    with pytest.raises(ValueError, match="num_positions=10 and this loader has 30"):
+        build(30).load_state_dict(build(10).state_dict())
+
+
+def test_going_on_is_said_by_one_of_the_ranks_that_read(
+    make_shards, read_together, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(Stream(40), batch_size=2)
+
+    part = read_together(make_shards(build, 3), 4)
+    shards = make_shards(build, 3)
+    for shard in shards:
+        shard.load_state_dict(part.states[-1])
+    assert part.samples + read_together(shards).samples == list(range(40))
+    assert caplog.messages == [
+        "going on at sample 24 of a stream: Stream is read and dropped up to there",
+    ]
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, False), (2, True)])
+def test_a_pipe_of_torchs_is_shared_out_and_shuffled_alike(workers: int, persistent: bool) -> None:
+    def build() -> Any:
+        pipe = IterableWrapper(range(20)).shuffle().sharding_filter()
+        return shard_loader(
+            DataLoader(pipe, batch_size=2, num_workers=workers, persistent_workers=persistent), Shard(0, 1)
+        )
+
+    first = build()
+    whole, second = samples_of(first), samples_of(first)
+    assert sorted(whole) == sorted(second) == list(range(20))
+    assert whole != second
+    first.set_epoch(0)
+    begun = samples_of(islice(first, 4))
+    again = build()
+    again.load_state_dict(first.state_dict())
+    assert begun + samples_of(again) == whole
+
+
+def samples_of(loader: Any) -> list[int]:
+    return [int(sample) for batch in loader for sample in batch]

@@ -167,19 +167,61 @@ class Draws(Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_are_seeded_by_seed_epoch_and_shard_and_not_by_the_number_of_shards(persistent: bool) -> None:
-    def draws(count: int, index: int = 0, seed: int = 1) -> list[float]:
-        loader = DataLoader(Draws(), batch_size=1, num_workers=1, persistent_workers=persistent)
+@pytest.mark.parametrize("batch_size", [1, None])
+def test_workers_are_seeded_by_seed_epoch_and_shard_and_not_by_the_number_of_shards(
+    persistent: bool, batch_size: int | None
+) -> None:
+    def build(count: int, index: int = 0, seed: int = 1) -> ShardedLoader[Any]:
+        loader = DataLoader(Draws(), batch_size=batch_size, num_workers=1, persistent_workers=persistent)
+        return shard_loader(loader, Shard(index, count), seed=seed)
+
+    def draws(loader: ShardedLoader[Any]) -> list[float]:
         before = torch.get_rng_state()
-        sharded = shard_loader(loader, Shard(index, count), seed=seed)
-        values = [batch.item() for batch in sharded]
+        values = [batch.item() for batch in loader]
         assert torch.equal(before, torch.get_rng_state())
         return values
 
-    alone = draws(1)
-    assert draws(2) == alone[:4]
-    assert draws(2, index=1) != alone[:4]
-    assert draws(1, seed=2) != alone
+    loader = build(1)
+    alone, second, third = draws(loader), draws(loader), draws(loader)
+    assert draws(build(2)) == alone[:4]
+    assert draws(build(2, index=1)) != alone[:4]
+    assert draws(build(1, seed=2)) != alone
+    assert alone != second
+    anew = build(1)
+    anew.set_epoch(2)
+    assert draws(anew) == third
+    anew.set_epoch(0)
+    next(iter(anew))  # left by break, while the worker reads on
+    anew.set_epoch(1)
+    assert draws(anew) == second
+    anew.set_epoch(1)
+    assert draws(anew) == second
+
+
+def begin_at_a_hundred(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.first = 100
+
+
+class Batched(Dataset[int]):
+    """It reads whole batches at a time."""
+
+    first = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self.first + index for index in indices]
+
+
+def test_a_dataset_reads_batches_and_is_set_up_in_workers_that_live_on() -> None:
+    loader = DataLoader(
+        Batched(), batch_size=2, num_workers=1, persistent_workers=True, worker_init_fn=begin_at_a_hundred
+    )
+    sharded_loader = shard_loader(loader, Shard(0, 1))
+    assert samples(sharded_loader) == samples(sharded_loader) == [100, 101, 102, 103]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

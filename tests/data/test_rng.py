@@ -1,10 +1,12 @@
+import json
 import random
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from drivetrain_data.rng import KeyedDraws, seed_own_generators
+from drivetrain_data.rng import KeyedDraws, load_plain_states, plain_states, seed_own_generators
 
 
 def draw() -> tuple[float, float, float]:
@@ -46,3 +48,18 @@ def test_generators_inside_wrapped_samplers_are_seeded() -> None:
     assert list(batches) == first
     seed_own_generators(batches, 1, 3)
     assert list(batches) != first
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
+def test_states_of_the_global_generators_pass_through_json(kind) -> None:
+    outside = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(kind(3))
+        random.gauss()  # half of a pair is kept
+        np.random.randn()
+        state = json.loads(json.dumps(plain_states()))
+        first = [*draw(), random.gauss(), np.random.randn()]
+        load_plain_states(state)
+        assert [*draw(), random.gauss(), np.random.randn()] == first
+    finally:
+        np.random.set_bit_generator(outside)

@@ -1,5 +1,6 @@
 """Streams that know where they stand, read by one rank for all, and those of other libraries."""
 
+import json
 import pickle
 from collections.abc import Callable
 from itertools import islice
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -40,24 +42,105 @@ def test_a_dispatched_stream_goes_on_at_another_number_of_ranks(run_ranks) -> No
         assert min(asked) == 4  # the first step of two ranks was 4 samples
 
 
-def test_a_stream_of_hugging_face_goes_on_from_its_own_state() -> None:
-    def build():
-        stream = Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=5)
-        return shard_loader(DataLoader(stream.shuffle(seed=3, buffer_size=1), batch_size=4), Shard(0, 1))
+def hugging_face(*, num_workers: int = 0, seed: int | None = 3, buffer_size: int = 0) -> DataLoader[Any]:
+    """Fifty numbers in five files; in order, or shuffled."""
+    stream = Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=5)
+    if buffer_size:
+        stream = stream.shuffle(seed=seed, buffer_size=buffer_size)
+    return DataLoader(stream, batch_size=4, num_workers=num_workers)
 
-    whole = [int(x) for batch in build() for x in batch["x"]]
-    assert sorted(whole) == list(range(50))
+
+def numbers(loader: Any, num_steps: int | None = None) -> list[int]:
+    return [int(x) for batch in islice(loader, num_steps) for x in batch["x"]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("buffer_size", [0, 1, 10])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_stream_of_hugging_face_goes_on_and_begins_anew(
+    num_workers: int, buffer_size: int, epoch: int, caplog
+) -> None:
+    def build() -> ShardedLoader[Any]:
+        return shard_loader(hugging_face(num_workers=num_workers, buffer_size=buffer_size), Shard(0, 1))
+
     first = build()
-    begun: list[int] = []
-    for batch in first:
-        begun += batch["x"].tolist()
-        if len(begun) == 12:
-            break
-    state = first.state_dict()
-    assert state["extra"]["stands"][0]["received"] == 4
+    epochs = [numbers(first) for _ in range(3)]
+    assert [sorted(one) for one in epochs] == [list(range(50))] * 3
+    assert not buffer_size or epochs[0] != epochs[1]
+    first = build()  # which takes a state at once
+    first.set_epoch(epoch)
+    begun = numbers(first, 5)
+    state = json.loads(json.dumps(first.state_dict()))
+    assert ("stands" in state["extra"]) == (buffer_size == 0 or (buffer_size == 1 and num_workers == 0))
     again = build()
     again.load_state_dict(state)
-    assert begun + [int(x) for batch in again for x in batch["x"]] == whole
+    assert begun + numbers(again) == epochs[epoch]
+    assert numbers(again) == epochs[epoch + 1]
+    again.set_epoch(epoch)
+    assert numbers(again) == epochs[epoch]
+    said = "read and dropped up to there, since its own state leaves out its shuffle buffer of 10 samples"
+    assert (said in caplog.text) == (buffer_size == 10)
+    said = "leaves out which of its sources are read by which of 2 workers"
+    assert (said in caplog.text) == (buffer_size == 1 and num_workers == 2)
+
+
+def test_a_stream_of_hugging_face_that_is_shuffled_without_a_seed_is_not_gone_on_with() -> None:
+    first = shard_loader(hugging_face(seed=None, buffer_size=10), Shard(0, 1))
+    begun = numbers(first, 3)
+    state = first.state_dict()
+    again = shard_loader(hugging_face(seed=None, buffer_size=10), Shard(0, 1))
+    again.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"give its shuffle\(\) the same seed in every run"):
+        numbers(again)
+    first.load_state_dict(state)  # the very one goes on
+    assert sorted(begun + numbers(first)) == list(range(50))
+
+
+def dispatched_from_hugging_face(
+    num_steps: int | None, state: dict[str, Any] | None, buffer_size: int, num_workers: int
+) -> tuple[list[int], dict[str, Any]]:
+    accelerator = Accelerator(cpu=True, seed=0)
+    loader = accelerator.prepare(hugging_face(num_workers=num_workers, buffer_size=buffer_size))
+    if state is not None:
+        loader.load_state_dict(state)
+    found = [
+        int(x) for batch in islice(loader, num_steps) for x in accelerator.gather_for_metrics(batch["x"])
+    ]
+    return found, loader.state_dict()
+
+
+@pytest.mark.parametrize(("buffer_size", "num_workers"), [(0, 0), (10, 0), (10, 2)])
+def test_a_dispatched_stream_of_hugging_face_goes_on_at_another_number_of_ranks(
+    run_ranks, buffer_size: int, num_workers: int
+) -> None:
+    (begun, state), _ = run_ranks(dispatched_from_hugging_face, 3, None, buffer_size, num_workers)
+    assert len(begun) == 24
+    ((rest, _),) = run_ranks(
+        dispatched_from_hugging_face, None, state, buffer_size, num_workers, num_processes=1
+    )
+    assert sorted(begun + rest) == list(range(50))
+
+
+def test_a_stream_that_divides_itself_is_refused_where_it_would_be_divided_again() -> None:
+    stream = Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=4)
+    part = split_dataset_by_node(stream, rank=1, world_size=2)
+    with pytest.raises(ValueError, match=r"IterableDataset divides the data itself \(rank 1 of 2\)"):
+        shard_loader(DataLoader(part, batch_size=4), Shard(1, 2))
+    assert len(numbers(shard_loader(DataLoader(part, batch_size=4), Shard(0, 1)))) == 25
+
+
+def prepared_from_a_part() -> None:
+    accelerator = Accelerator(cpu=True)
+    stream = Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=4)
+    part = split_dataset_by_node(stream, rank=accelerator.process_index, world_size=2)
+    with pytest.raises(ValueError, match="pass the undivided one, without split_dataset_by_node"):
+        accelerator.prepare(StatefulDataLoader(part, batch_size=4))
+    with pytest.raises(ValueError, match="pass the undivided one, without split_dataset_by_node"):
+        accelerator.prepare(DataLoader(part, batch_size=4))
+
+
+def test_a_stream_that_divides_itself_is_not_dispatched(run_ranks) -> None:
+    run_ranks(prepared_from_a_part)
 
 
 # torchdata 0.11 calls what torch 2.15 deprecates.
@@ -109,6 +192,25 @@ def test_a_loader_of_torchdata_goes_on_from_its_own_state(build: Callable[[], An
     assert begun + samples(again) == list(range(20))
     assert "it is read and dropped from batch 1 on, where its own state ends" in caplog.text
     assert samples(again) == list(range(20))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("buffer_size", [1, 10])
+def test_a_loader_of_torchdata_over_a_shuffled_stream_goes_on(buffer_size: int) -> None:
+    def build() -> ShardedLoader[Any]:
+        stream = hugging_face(buffer_size=buffer_size).dataset
+        return shard_loader(StatefulDataLoader(stream, batch_size=4), Shard(0, 1))
+
+    first = build()
+    epochs = [numbers(first), numbers(first)]
+    assert [sorted(one) for one in epochs] == [list(range(50))] * 2
+    assert epochs[0] != epochs[1]
+    first = build()
+    begun = numbers(first, 5)
+    again = build()
+    again.load_state_dict(first.state_dict())
+    assert begun + numbers(again) == epochs[0]
+    assert numbers(again) == epochs[1]
 
 
 def prepared_nodes() -> list[int]:

@@ -7,8 +7,11 @@ from inspect import isgenerator
 from itertools import islice
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from drivetrain_data._nested import leading_size, leading_sizes
 from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.known_streams import left_out_of_state
 from drivetrain_data.rng import KeyedDraws, load_plain_states
 from drivetrain_data.sampler_state import prepare_sampler
 from drivetrain_data.settings import Even
@@ -37,7 +40,10 @@ class ForeignSource:
         self._even: Even = even
         self.seed = seed
         self.reads_for_all = reads_for_all
-        self._snapshots = Snapshots(loader)
+        dataset = getattr(loader, "dataset", None)
+        self._stream: Any = dataset if isinstance(dataset, IterableDataset) else None
+        self._left_out = left_out_of_state(self._stream, getattr(loader, "num_workers", 0))
+        self._snapshots = Snapshots(loader, trusted=self._left_out is None)
         self._received = 0  # batches, of the epoch
         self._stand: Stand | None = None
         self._told = False  # of batches that do not say how many samples they hold
@@ -53,6 +59,8 @@ class ForeignSource:
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch, one step ahead, since only the loader knows when it ends."""
         prepare_sampler(self._loader, self.seed, epoch)
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(epoch)
         drawing = KeyedDraws(self.seed, epoch).active
         count = self._shard.count
         with drawing():
@@ -112,12 +120,16 @@ class ForeignSource:
             self._stand = None
             return iter(self._loader)
         stand = self._stand
-        logger.warning(
-            "going on at batch %d of %s: it is read and dropped %s, on each rank that reads",
-            position,
-            type(self._loader).__name__,
-            "up to there" if stand is None else f"from batch {stand.received} on, where its own state ends",
-        )
+        if (stand is None or stand.received < position) and (self.reads_for_all or self._shard.index == 0):
+            logger.warning(
+                "going on at batch %d of %s: it is read and dropped %s%s",
+                position,
+                type(self._loader).__name__,
+                "up to there"
+                if stand is None
+                else f"from batch {stand.received} on, where its own state ends",
+                "" if self._left_out is None else f", since its own state leaves out {self._left_out}",
+            )
         if stand is None:
             return islice(iter(self._loader), position, None)
         self._loader.load_state_dict(stand.snapshot["reader"])

@@ -8,6 +8,7 @@ from torch import Generator
 from torch.utils.data import DataLoader
 
 from drivetrain_data.batch_plan import BatchPlan
+from drivetrain_data.loop_seeds import LoopSeedSampler
 from drivetrain_data.orders import Resumable
 from drivetrain_data.permutation import hash_key
 from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
@@ -22,6 +23,7 @@ class IndexedSource:
         sampler: What lays out the steps.
         generator: The loader's.
         num_samples: The dataset's length; None if that is not known.
+        loop_seeds: Seeds its workers, if they live on.
     """
 
     def __init__(
@@ -30,12 +32,14 @@ class IndexedSource:
         sampler: OrderSampler | WholeBatchSampler,
         generator: Generator,
         *,
+        loop_seeds: LoopSeedSampler | None,
         num_samples: int | None,
     ) -> None:
         self._loader = loader
         self._sampler = sampler
         self._generator = generator
         self._num_samples = num_samples
+        self._loop_seeds = loop_seeds
         self.reads_for_all = sampler.reads_for_all
         # Looked at once: it is asked at every optimizer step.
         self._resumable = self._laid_out_by if isinstance(self._laid_out_by, Resumable) else None
@@ -59,7 +63,10 @@ class IndexedSource:
         sampler = self._sampler
         sampler.epoch, sampler.position = epoch, position
         # What workers draw depends on nothing that the program draws, and is not drawn again after a resume.
-        self._generator.manual_seed(hash_key(self.seed, epoch, sampler.shard.index, position) >> 1)
+        seed = hash_key(self.seed, epoch, sampler.shard.index, position)
+        self._generator.manual_seed(seed >> 1)
+        if self._loop_seeds is not None:
+            self._loop_seeds.begin(seed)
         batches = iter(self._loader)
         plans = sampler.plans
         if not self.reads_for_all:

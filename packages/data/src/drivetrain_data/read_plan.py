@@ -13,13 +13,15 @@ from drivetrain_data.blocks import IndexFunction
 from drivetrain_data.foreign import ForeignSource
 from drivetrain_data.indexed import IndexedSource
 from drivetrain_data.iterable import DealingCollate, StreamSource
+from drivetrain_data.known_streams import check_undivided_stream, left_out_of_state
+from drivetrain_data.loop_seeds import LoopSeededDataset, LoopSeedSampler
 from drivetrain_data.orders import Order
 from drivetrain_data.sampler_parts import length_of
 from drivetrain_data.samplers import ItemSampler, OrderSampler, WholeBatchSampler
 from drivetrain_data.settings import Even, Strategy
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
-from drivetrain_data.stream_state import Snapshots
+from drivetrain_data.stream_state import EpochReader, EpochStream, Snapshots
 from drivetrain_data.torch_samplers import block_order_of, check_undivided, order_of
 
 
@@ -69,6 +71,8 @@ class ReadPlan:
 
 def source_of(loader: Any, plan: ReadPlan) -> tuple[Source, int | None]:
     """The source of a loader's batches, and the samples of a batch on each shard."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        check_undivided_stream(loader.dataset, alone=plan.shard.count == 1 and not plan.for_all)
     if not is_stock(loader):
         for name in ("sampler", "batch_sampler"):
             check_undivided(getattr(loader, name, None))
@@ -102,7 +106,16 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
             "split_batches=True: with batch_size=None there are no batches to split; leave it out"
         )
     dataset = cast("IterableDataset[Any]", loader.dataset)
-    snapshots = Snapshots(dataset if loader.num_workers == 0 else None)
+    left_out = left_out_of_state(dataset, loader.num_workers)
+    stride = (size or 1) * plan.shard.count
+    reader = EpochReader(
+        dataset,
+        num_workers=loader.num_workers,
+        stride=stride,
+        persistent=loader.persistent_workers,
+        trusted=left_out is None,
+    )
+    snapshots = Snapshots(dataset if loader.num_workers == 0 else None, trusted=left_out is None)
     collate = DealingCollate(
         loader.collate_fn,
         size,
@@ -113,17 +126,25 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
     )
     generator = torch.Generator()
 
-    def build(dataset: IterableDataset[Any]) -> DataLoader[Any]:
+    def build() -> DataLoader[Any]:
         return _rebuild(
             loader,
-            dataset,
+            EpochStream(reader),
             generator,
-            batch_size=(size or 1) * plan.shard.count,
+            batch_size=stride,
             collate_fn=collate,
             drop_last=plan.even == "drop",
         )
 
-    source = StreamSource(build, dataset, collate, generator, num_workers=loader.num_workers, seed=plan.seed)
+    source = StreamSource(
+        build,
+        reader,
+        collate,
+        generator,
+        num_workers=loader.num_workers,
+        seed=plan.seed,
+        left_out=left_out,
+    )
     return source, size
 
 
@@ -135,10 +156,10 @@ def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int 
     size = None
     if reads.batches is not None:
         laid_out: Any = _lay_out_batches(reads.batches, plan, num_samples)
-        layout: dict[str, Any] = {"batch_sampler": laid_out}
+        layout: dict[str, Any] = {}
     elif reads.batch_size is None:
         laid_out = _lay_out_items(reads.sampler, plan, num_samples)
-        layout = {"sampler": laid_out, "batch_size": None}
+        layout = {"batch_size": None}
     else:
         size = _size_on_each(reads.batch_size, plan)
         order = _order(reads.sampler, plan, num_samples)
@@ -146,10 +167,18 @@ def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int 
             order, size, plan.shard, plan.even, reads_for_all=plan.for_all, agree=plan.agree
         )
         _check_drop(laid_out)
-        layout = {"batch_sampler": laid_out}
+        layout = {}
+    seeds = LoopSeedSampler(laid_out) if loader.persistent_workers else None
+    layout["sampler" if "batch_size" in layout else "batch_sampler"] = laid_out if seeds is None else seeds
     generator = torch.Generator()
-    rebuilt = _rebuild(loader, dataset, generator, collate_fn=loader.collate_fn, **layout)
-    return IndexedSource(rebuilt, laid_out, generator, num_samples=num_samples), size
+    rebuilt = _rebuild(
+        loader,
+        dataset if seeds is None else LoopSeededDataset(dataset),
+        generator,
+        collate_fn=loader.collate_fn,
+        **layout,
+    )
+    return IndexedSource(rebuilt, laid_out, generator, loop_seeds=seeds, num_samples=num_samples), size
 
 
 class _ReadsBy(NamedTuple):
