@@ -342,3 +342,34 @@ def test_workers_may_be_started_in_any_way(kind: str, context: str) -> None:
     rest = make()
     rest.load_state_dict(loader.state_dict())
     assert sorted(i for batch in [*begun, *(b.tolist() for b in rest)] for i in batch) == list(range(20))
+
+
+@pytest.mark.parametrize("kind", ["order", "batches", "stream"])
+@pytest.mark.parametrize("even", ["uneven", "drop"])
+def test_the_steps_that_are_left_are_those_that_come(kind: str, even: Any) -> None:
+    def make(count: int, size: int) -> ShardedLoader[Any]:
+        options: dict[str, Any] = {"batch_size": size}
+        if kind == "batches":
+            options = {"batch_sampler": list(map(list, torch.arange(20).split(2)))}
+        data: Any = Sized() if kind == "stream" else torch.arange(20)
+        return shard_loader(DataLoader(data, **options), Shard(0, count), even=even)
+
+    loader = make(1, 3)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    rest = make(3, 2)
+    rest.load_state_dict(loader.state_dict())
+    whole, left = len(rest), rest.num_left()
+    skipping = skip_first_batches(rest, 1)
+    assert len(skipping) == left - 1 < whole - 1
+    assert len(list(skipping)) == left - 1
+    assert rest.num_left() == whole == len(list(rest))
+
+
+class Sized(IterableDataset[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))

@@ -98,9 +98,9 @@ class DispatchSource:
         """A step has reached the loop."""
         self._inner.note_received(plan, mark)
 
-    def num_steps(self, epoch: int) -> int:
-        """The steps of a whole epoch."""
-        return self._inner.num_steps(epoch)
+    def num_steps(self, epoch: int, position: int) -> int:
+        """The steps of an epoch from a position on."""
+        return self._inner.num_steps(epoch, position)
 
     def position_after(self, epoch: int, position: int, num_steps: int) -> int:
         """The position when `num_steps` steps from `position` are done."""

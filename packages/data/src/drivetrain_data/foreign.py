@@ -89,13 +89,13 @@ class ForeignSource:
         if mark.snapshot is not None:
             self._stand = Stand(self._received, mark.snapshot)
 
-    def num_steps(self, _epoch: int) -> int:
-        """The steps of a whole epoch.
+    def num_steps(self, _epoch: int, position: int) -> int:
+        """The steps of an epoch from a position on.
 
         Raises:
             TypeError: The loader has no length.
         """
-        whole, rest = divmod(len(self._loader), self._shard.count)
+        whole, rest = divmod(max(0, len(self._loader) - position), self._shard.count)
         return whole + (rest > 0 and self._even != "drop")
 
     def position_after(self, _epoch: int, position: int, num_steps: int) -> int:

@@ -81,9 +81,9 @@ class IndexedSource:
     def note_received(self, _plan: BatchPlan, _mark: Mark) -> None:
         """Nothing: a position says all."""
 
-    def num_steps(self, epoch: int) -> int:
-        """The steps of a whole epoch."""
-        return self._sampler.num_steps(epoch, 0)
+    def num_steps(self, epoch: int, position: int) -> int:
+        """The steps of an epoch from a position on."""
+        return self._sampler.num_steps(epoch, position)
 
     def position_after(self, epoch: int, position: int, num_steps: int) -> int:
         """The position when `num_steps` steps from `position` are done."""

@@ -169,8 +169,8 @@ class StreamSource:
         if mark.snapshot is not None:
             self._stands[mark.worker] = Stand(self._received[mark.worker], mark.snapshot)
 
-    def num_steps(self, _epoch: int) -> int:
-        """The steps of a whole epoch, if the dataset has a length and at most one worker reads it.
+    def num_steps(self, _epoch: int, position: int) -> int:
+        """The steps of an epoch from a position on, if the dataset has a length and at most one worker reads it.
 
         Raises:
             TypeError: They cannot be known.
@@ -183,7 +183,8 @@ class StreamSource:
                 "with a batch that is not full; use num_workers=0 or 1, or do without len()"
             )
         stride = (self._collate.batch_size or 1) * self._collate.shard.count
-        return num_samples // stride + (self._collate.even != "drop" and num_samples % stride > 0)
+        whole, rest = divmod(max(0, num_samples - position), stride)
+        return whole + (self._collate.even != "drop" and rest > 0)
 
     def position_after(self, _epoch: int, position: int, num_steps: int) -> int:
         """The position when `num_steps` steps from `position` are done; exact without workers."""

@@ -88,7 +88,17 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             TypeError: The dataset has no length.
         """
-        return self._source.num_steps(self._epoch)
+        return self._source.num_steps(self._epoch, 0)
+
+    def num_left(self) -> int:
+        """The steps that the next loop takes: after a resume those of the epoch's rest, else as `len`.
+
+        Raises:
+            TypeError: The dataset has no length.
+        """
+        if self._begun:
+            return self._source.num_steps(self._epoch + 1, 0)
+        return self._source.num_steps(self._epoch, self._position)
 
     def __repr__(self) -> str:
         return (
@@ -226,7 +236,7 @@ class RestOfEpoch(Generic[Batch]):
         return self.loader.skipping(self.num_batches)
 
     def __len__(self) -> int:
-        return max(0, len(self.loader) - self.num_batches)
+        return max(0, self.loader.num_left() - self.num_batches)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":

@@ -57,8 +57,8 @@ class Source(Protocol):
         """A step has reached the loop."""
         ...
 
-    def num_steps(self, epoch: int, /) -> int:
-        """The steps of a whole epoch.
+    def num_steps(self, epoch: int, position: int, /) -> int:
+        """The steps of an epoch from a position on.
 
         Raises:
             TypeError: They cannot be known beforehand.
