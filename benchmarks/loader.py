@@ -11,6 +11,7 @@ loaders have one on each rank, and rank 0 has two where it reads for both.
 
 import argparse
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,17 +24,30 @@ BATCH_SIZE = 32  # samples a rank
 
 
 class Stream(IterableDataset[dict[str, Any]]):
-    """Samples as a file reader would yield them: a dict of a fresh tensor of `num_floats` numbers and a label."""
+    """Samples as a file reader would yield them: a dict of a fresh tensor of `num_floats` numbers and a label.
 
-    def __init__(self, num_samples: int, num_floats: int) -> None:
+    Args:
+        num_samples: How many.
+        num_floats: Of each.
+        compressed: Each is inflated from zlib's format, as images and records are, which takes longer than all else.
+    """
+
+    def __init__(self, num_samples: int, num_floats: int, *, compressed: bool = False) -> None:
         self.num_samples = num_samples
         self.num_floats = num_floats
+        self.packed = zlib.compress(torch.randn(num_floats).numpy().tobytes()) if compressed else None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for index in range(first, self.num_samples, step):
-            yield {"input": torch.full((self.num_floats,), float(index)), "label": index % 10}
+            yield {"input": self.sample(float(index)), "label": index % 10}
+
+    def sample(self, value: float) -> torch.Tensor:
+        """A sample's numbers."""
+        if self.packed is None:
+            return torch.full((self.num_floats,), value)
+        return torch.frombuffer(bytearray(zlib.decompress(self.packed)), dtype=torch.float32)
 
 
 def timed(loader: Iterable[Any], num_batches: int) -> Callable[[], float]:
@@ -69,11 +83,13 @@ def map_style(num_batches: int) -> dict[str, Iterable[Any]]:
     return contestants(raw, lambda: DataLoader(data, batch_size=BATCH_SIZE, shuffle=True))
 
 
-def dispatched(num_batches: int, num_floats: int, workers: int = 0) -> dict[str, Iterable[Any]]:
+def dispatched(
+    num_batches: int, num_floats: int, *, workers: int = 0, compressed: bool = False
+) -> dict[str, Iterable[Any]]:
     """Contestants over an iterable dataset that rank 0 reads for all, by as many workers as ranks have together."""
-    alone = Stream(num_batches * BATCH_SIZE, num_floats)
+    alone = Stream(num_batches * BATCH_SIZE, num_floats, compressed=compressed)
     raw = DataLoader(alone, batch_size=BATCH_SIZE, num_workers=workers // 2, persistent_workers=workers > 0)
-    stream = Stream(2 * num_batches * BATCH_SIZE, num_floats)
+    stream = Stream(2 * num_batches * BATCH_SIZE, num_floats, compressed=compressed)
 
     def loader() -> DataLoader[Any]:
         return DataLoader(stream, batch_size=BATCH_SIZE, num_workers=workers, persistent_workers=workers > 0)
@@ -93,6 +109,10 @@ def measure(arguments: argparse.Namespace) -> None:
         "Iterable, read by rank 0, batches of 2 kB": (dispatched(200, 16), 200),
         "Iterable, read by rank 0, batches of 1 MB": (dispatched(50, 8192), 50),
         "Iterable, read by 2 workers in all, batches of 1 MB": (dispatched(50, 8192, workers=2), 50),
+        "Iterable, inflated by 2 workers in all, batches of 1 MB": (
+            dispatched(50, 8192, workers=2, compressed=True),
+            50,
+        ),
     }
     tables: list[Table] = []
     for title, (loaders, num_batches) in cases.items():
