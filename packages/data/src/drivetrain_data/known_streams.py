@@ -11,6 +11,8 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from drivetrain_data.sampler_parts import reachable
+
 
 def check_undivided_stream(stream: Any, *, alone: bool) -> None:
     """Refuse a stream that gives every rank a part of its own: divided once more, most of it would be read by none.
@@ -89,17 +91,15 @@ def own_draws(stream: Any) -> str | None:
 
 def _parts(stream: Any) -> Iterator[Any]:
     """A stream and the streams that it is made of."""
-    seen: set[int] = set()
-    waiting: list[Any] = [stream]
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        for value in getattr(part, "__dict__", {}).values():
-            inner = cast("list[Any]", list(value[:64]) if isinstance(value, list | tuple) else [value])
-            waiting += [one for one in inner if _is_stream(one)]
+    return reachable(stream, _streams_in)
+
+
+def _streams_in(part: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in getattr(part, "__dict__", {}).values():
+        inner = cast("list[Any]", list(value[:64]) if isinstance(value, list | tuple) else [value])
+        found += [one for one in inner if _is_stream(one)]
+    return found
 
 
 def _has_list(state: Any) -> bool:

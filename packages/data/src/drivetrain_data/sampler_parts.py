@@ -4,7 +4,7 @@ import io
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -25,16 +25,25 @@ def parts_of(sampler: object) -> Iterator[Any]:
 
     Datasets, models and values are not looked into.
     """
+    return reachable(sampler, lambda part: _held_by(part) if part is sampler or not _is_apart(part) else [])
+
+
+def reachable(first: object, held_by: Callable[[Any], Sequence[Any]]) -> Iterator[Any]:
+    """An object and what it holds, what that holds, and so on, each once.
+
+    Args:
+        first: The object.
+        held_by: What an object holds, as far as it is to be looked at.
+    """
     seen: set[int] = set()
-    waiting = [sampler]
+    waiting = [first]
     while waiting:
         part = waiting.pop()
         if id(part) in seen:
             continue
         seen.add(id(part))
         yield part
-        if part is sampler or not _is_apart(part):
-            waiting += reversed(_held_by(part))
+        waiting += reversed(held_by(part))
 
 
 def length_of(sampler: Any) -> int | None:
