@@ -1,4 +1,6 @@
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +77,25 @@ def test_weighed_losses_give_ddp_the_gradient_of_the_mean_over_samples(
     expected = [samples.mean().item() for samples in steps]  # the gradient of the model w * x
     for found in run_ranks(weighed_gradients, num_samples, num_processes=num_processes):
         assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["batch sampler", "foreign"])
+def test_padded_steps_of_unequal_batches_are_weighed_by_their_samples(kind: str) -> None:
+    batches = [[0, 1, 2], [3], [4, 5], [6, 7], [8]]
+    loader: Any = DataLoader(torch.arange(9), batch_sampler=batches)
+    if kind == "foreign":
+        loader = Listed([torch.tensor(batch) for batch in batches])
+    sharded = shard_loader(loader, Shard(1, 2), even="pad")
+    weights = [(sharded.current.weight(0), sharded.current.weight(1)) for _ in sharded if sharded.current]
+    assert weights == [(1.5, 0.5), (1.0, 1.0), (2.0, 0.0)]
+
+
+class Listed:
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.dataset = self.batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)

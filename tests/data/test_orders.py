@@ -1,12 +1,10 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_data import IndexRangeError
-from drivetrain_data.orders import DrawnOrder, ReplacementOrder, SequentialOrder, ShuffledOrder, SubsetOrder
+from drivetrain_data.orders import ReplacementOrder, SequentialOrder, ShuffledOrder, SubsetOrder
 
 epochs = st.integers(0, 5)
 
@@ -44,11 +42,3 @@ def test_orders_say_what_they_are() -> None:
     assert ShuffledOrder(3, seed=0).name == "shuffled/1"
     assert SubsetOrder([1], seed=0).name == "subset-shuffled/1"
     assert ReplacementOrder(3, seed=0, num_positions=3).name == "replacement/1"
-    assert DrawnOrder([0], seed=0, size=1).name == "drawn:list"
-
-
-def test_keys_that_are_no_integers_are_handed_on() -> None:
-    order = DrawnOrder(["b", "a"], seed=0, size=None)
-    assert whole(order) == ["b", "a"]
-    with pytest.raises(IndexRangeError, match="gave index 2"):
-        whole(DrawnOrder([2], seed=0, size=2))

@@ -152,7 +152,7 @@ class ForeignSource:
         plan = BatchPlan(
             real_counts=tuple(real),
             sizes=tuple(held) if known else None,
-            even=padded or (0 not in real and len(set(real)) == 1),
+            even=(not known or len(set(held)) == 1) and (padded or 0 not in real),
             is_last=is_last,
             replayed=False,
             advance=advance,

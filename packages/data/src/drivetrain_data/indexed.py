@@ -11,8 +11,9 @@ from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.loop_seeds import LoopSeedSampler
 from drivetrain_data.orders import Resumable
 from drivetrain_data.permutation import hash_key
-from drivetrain_data.samplers import OrderSampler, WholeBatchSampler
+from drivetrain_data.samplers import OrderSampler
 from drivetrain_data.source import Mark, Reading
+from drivetrain_data.whole_batches import WholeBatchSampler
 
 
 class IndexedSource:

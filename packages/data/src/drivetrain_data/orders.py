@@ -6,18 +6,12 @@ part, so any of them may change in the middle of an epoch.
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from operator import index
 from typing import Any, Protocol, runtime_checkable
-from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
-from torch.utils.data import WeightedRandomSampler
 
-from drivetrain_data.errors import IndexRangeError
+from drivetrain_data.indices import checksum_of
 from drivetrain_data.permutation import ORDER_VERSION, Permutation, Positions, hash_key, hash_words
-from drivetrain_data.rng import KeyedDraws
-from drivetrain_data.sampler_state import Drawn, EpochStart
 
 
 class Order(Protocol):
@@ -220,142 +214,3 @@ class SubsetOrder:
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """The samples at positions."""
         return self._indices[np.asarray(self._inner.take(epoch, positions), dtype=np.int64)].tolist()
-
-
-class DrawnOrder:
-    """What a sampler draws, with every generator that it can be using seeded from (seed, epoch).
-
-    An epoch is drawn whole at its start, which touches no data; a resume draws it again.
-
-    Args:
-        sampler: The user's, with a length.
-        seed: The seed of all epochs.
-        size: The samples of the dataset, to check indices against; None if that is not known.
-    """
-
-    def __init__(self, sampler: Any, *, seed: int, size: int | None) -> None:
-        self.sampler = sampler
-        self.seed = seed
-        self.size = size
-        self._drawn: tuple[int, int, Any] | None = None
-        self._summary = Drawn(0, 0)
-        self._state: dict[
-            str, Any
-        ] = {}  # of the epoch drawn; built once, since it is asked for at every step
-        self._start = EpochStart(sampler)
-
-    @property
-    def name(self) -> str:
-        """What a saved position names it by."""
-        return f"drawn:{type(self.sampler).__name__}"
-
-    @property
-    def source(self) -> str:
-        """Where the order comes from."""
-        return f"{type(self.sampler).__name__}, {self._start.how(self.seed)}"
-
-    def length(self, epoch: int) -> int:
-        """The positions in an epoch: those drawn, or before that what the sampler says."""
-        if self._drawn is not None and self._drawn[:2] == (self.seed, epoch):
-            return len(self._drawn[2])
-        return self._start.length(self.seed, epoch)
-
-    def identity(self) -> dict[str, Any]:
-        """What the sampler was built from, as far as it can be seen; what it drew is in the state."""
-        found: dict[str, Any] = {"num_positions": self._start.fixed_length}
-        if type(self.sampler) is WeightedRandomSampler:
-            found["built_from"] = checksum_of(self.sampler.weights.numpy())
-        return found
-
-    def take(self, epoch: int, positions: Positions) -> list[Any]:
-        """The samples at positions."""
-        drawn = self._draw(epoch)
-        return (
-            drawn[positions].tolist()
-            if isinstance(drawn, np.ndarray)
-            else [drawn[p] for p in positions.tolist()]
-        )
-
-    def checksum(self, epoch: int) -> int:
-        """Of what is drawn in an epoch."""
-        self._draw(epoch)
-        return self._summary.checksum
-
-    def extra_state(self, epoch: int, position: int) -> dict[str, Any]:
-        """What leads to an epoch, and if it is begun a checksum of what was drawn."""
-        if position and self._drawn is not None and self._drawn[1] == epoch:
-            return self._state
-        return self._start.state(epoch)
-
-    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Draw an epoch as the run did that was saved in it."""
-        self._start.resume(epoch, state)
-        self._drawn = None
-
-    def _draw(self, epoch: int) -> Any:
-        if self._drawn is None or self._drawn[:2] != (self.seed, epoch):
-            self._start.begin(self.seed, epoch)
-            with KeyedDraws(self.seed, epoch).active():
-                items = list(self.sampler)
-            self._start.finish()
-            drawn = as_indices(items, self.size, self.sampler)
-            self._summary = Drawn(len(drawn), checksum_of(drawn))
-            self._start.check(epoch, self._summary)
-            self._state = self._start.state(epoch, self._summary)
-            self._drawn = (self.seed, epoch, drawn)
-        return self._drawn[2]
-
-
-def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions | list[Any]:
-    """What a sampler drew, as whole numbers, held against the dataset's length; or as it is, if it drew other keys.
-
-    Args:
-        items: What it drew.
-        size: The samples of the dataset; None if that is not known.
-        sampler: To name in errors.
-
-    Raises:
-        IndexRangeError: An index lies outside, or is none.
-    """
-    try:
-        indices = np.fromiter(map(index, items), dtype=np.int64, count=len(items))
-    except (TypeError, OverflowError):
-        _check_keys(items, size, sampler)
-        return items
-    if size is not None:
-        outside = np.flatnonzero((indices < -size) | (indices >= size))
-        if outside.size:
-            raise outside_of(int(indices[outside[0]]), size, sampler)
-    return indices
-
-
-def outside_of(given: int, size: int, sampler: object) -> IndexRangeError:
-    """The error for an index that a dataset does not have."""
-    return IndexRangeError(
-        f"{type(sampler).__name__} gave index {given}, and the dataset has {size} samples (0 to {size - 1}); "
-        "build the sampler for this dataset"
-    )
-
-
-def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int:
-    """A checksum of indices, weights or keys, going on from that of what came before."""
-    if isinstance(drawn, np.ndarray):
-        return crc32(np.ascontiguousarray(drawn).data, before)
-    return crc32(
-        repr([key if isinstance(key, _PLAIN) else type(key).__name__ for key in drawn]).encode(), before
-    )
-
-
-_PLAIN = (str, bytes, int, float, tuple)
-
-
-def _check_keys(items: list[Any], size: int | None, sampler: object) -> None:
-    """Keys of a dataset may be of any kind, but for nothing and fractions, and not mixed with indices."""
-    for number, item in enumerate(items):
-        if item is None or isinstance(item, float) or isinstance(item, int) != isinstance(items[0], int):
-            raise IndexRangeError(
-                f"{type(sampler).__name__} gave {item!r} as its number {number}: a dataset is indexed with whole "
-                "numbers, or with keys throughout; let the sampler give one or the other"
-            )
-        if isinstance(item, int) and size is not None and not -size <= item < size:
-            raise outside_of(item, size, sampler)

@@ -17,12 +17,13 @@ from drivetrain_data.known_streams import check_undivided_stream, left_out_of_st
 from drivetrain_data.loop_seeds import LoopSeededDataset, LoopSeedSampler
 from drivetrain_data.orders import Order
 from drivetrain_data.sampler_parts import length_of
-from drivetrain_data.samplers import ItemSampler, OrderSampler, WholeBatchSampler
+from drivetrain_data.samplers import ItemSampler, OrderSampler
 from drivetrain_data.settings import Even, Strategy
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
 from drivetrain_data.stream_state import EpochReader, EpochStream, Snapshots
 from drivetrain_data.torch_samplers import block_order_of, check_undivided, order_of
+from drivetrain_data.whole_batches import WholeBatchSampler
 
 
 @dataclass(frozen=True, slots=True)

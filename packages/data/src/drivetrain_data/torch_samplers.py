@@ -6,16 +6,9 @@ import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from drivetrain_data.blocks import BlockOrder, IndexFunction
-from drivetrain_data.orders import (
-    DrawnOrder,
-    Order,
-    ReplacementOrder,
-    SequentialOrder,
-    ShuffledOrder,
-    SubsetOrder,
-    as_indices,
-    outside_of,
-)
+from drivetrain_data.drawn import DrawnOrder
+from drivetrain_data.indices import as_indices, outside_of
+from drivetrain_data.orders import Order, ReplacementOrder, SequentialOrder, ShuffledOrder, SubsetOrder
 from drivetrain_data.permutation import Positions
 from drivetrain_data.sampler_parts import parts_of
 from drivetrain_data.samplers import PermutationSampler
