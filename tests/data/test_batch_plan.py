@@ -99,3 +99,9 @@ class Listed:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+@pytest.mark.parametrize("shard", [-1, 4, "0", None])
+def test_a_shard_that_is_none_has_no_weight(shard: Any) -> None:
+    with pytest.raises(ValueError, match=r"with 4 shards they are 0 to 3"):
+        TAIL.weight(shard)

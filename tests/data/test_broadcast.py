@@ -188,6 +188,52 @@ def test_every_shard_needs_a_rank_of_the_group(run_ranks, own_counts: bool) -> N
     )
 
 
+class Alternating(IterableDataset[Any]):
+    """Even steps have one shape, odd ones another; in the next epoch it is the other way round."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(6):
+            for rank in range(2):
+                yield torch.full((2 + (step + self.epoch) % 2,), float(10 * step + rank))
+
+
+def left_before_another_layout(ahead: bool) -> int:
+    loader = dispatched(DataLoader(Alternating(), batch_size=1), read_ahead=ahead)
+    for epoch in range(3):
+        for step, batch in enumerate(loader):
+            expected = torch.full((1, 2 + (step + epoch) % 2), float(10 * step + dist.get_rank()))
+            assert torch.equal(batch, expected), (epoch, step, batch)
+            if epoch < 2 and step == epoch:
+                break
+    return step
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_layout_that_was_sent_ahead_and_left_is_not_taken_for_known(run_ranks, ahead: bool) -> None:
+    assert run_ranks(left_before_another_layout, ahead) == [5, 5]
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def subclasses_and_nested() -> list[str]:
+    samples = [torch.ones(2).as_subclass(Marked), torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]
+    loader = dispatched(
+        DataLoader(Stream([s for s in samples for _ in range(2)]), batch_size=None, collate_fn=lambda s: s)
+    )
+    return [f"{type(batch).__name__} {batch.is_nested}" for batch in loader]
+
+
+def test_tensors_of_other_kinds_arrive_as_they_are(run_ranks) -> None:
+    assert run_ranks(subclasses_and_nested) == [["Marked False", "Tensor True"]] * 2
+
+
 def fails_on_the_reader(fails_at: int, ahead: bool) -> tuple[int, str, str]:
     loader = dispatched(DataLoader(Stream(list(range(12)), fails_at), batch_size=2), read_ahead=ahead)
     received = 0
@@ -202,9 +248,10 @@ def fails_on_the_reader(fails_at: int, ahead: bool) -> tuple[int, str, str]:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("fails_at", [0, 1, 9])
 def test_a_readers_error_reaches_every_rank(run_ranks, fails_at: int, ahead: bool) -> None:
-    (_, reader, _), *others = run_ranks(fails_on_the_reader, fails_at, ahead, num_processes=4)
+    (received, reader, _), *others = run_ranks(fails_on_the_reader, fails_at, ahead, num_processes=4)
     assert reader == "OSError"
-    for _, kind, message in others:
+    for number, kind, message in others:
+        assert number == received
         assert kind == "DispatchError"
         assert "OSError: the disk is gone" in message
         assert "the rank that reads for all failed" in message

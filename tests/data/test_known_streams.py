@@ -7,8 +7,9 @@ import pytest
 from datasets import Dataset, interleave_datasets
 from datasets import IterableDataset as HuggingFace
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain_data import Shard, shard_loader
 from drivetrain_data.known_streams import check_undivided_stream, left_out_of_state, own_draws
 from stateful_stream import Standing
 
@@ -31,10 +32,11 @@ class Wrapped(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("wrap", [lambda stream: stream, Wrapped])
-def test_a_split_stream_divides_itself(wrap) -> None:
+def test_a_split_stream_divides_itself(wrap, caplog: pytest.LogCaptureFixture) -> None:
     check_undivided_stream(wrap(files()), alone=False)
     part = wrap(split_dataset_by_node(files(), rank=0, world_size=2))
     check_undivided_stream(part, alone=True)
+    assert "this process reads part 0 of 2, and nothing more" in caplog.text
     with pytest.raises(ValueError, match=r"divides the data itself \(rank 0 of 2\)"):
         check_undivided_stream(part, alone=False)
 
@@ -77,3 +79,18 @@ def test_the_order_of_a_shuffled_stream_has_a_mark() -> None:
     assert own_draws(files()) is None
     assert own_draws(shuffled(1)) == own_draws(Wrapped(shuffled(1))) != own_draws(shuffled(2))
     assert own_draws(shuffled(None)) != own_draws(shuffled(None))
+    assert own_draws(files().shuffle(seed=1, buffer_size=3)) != own_draws(
+        files().shuffle(seed=1, buffer_size=4)
+    )
+
+
+def test_a_stream_shuffled_without_a_seed_is_read_by_one_alone(caplog: pytest.LogCaptureFixture) -> None:
+    unseeded = DataLoader(Wrapped(files().shuffle(buffer_size=3)))
+    with pytest.raises(
+        ValueError, match=r"in another order on each of 2 ranks.*give its shuffle\(\) a seed="
+    ):
+        shard_loader(unseeded, Shard(0, 2))
+    assert not caplog.records
+    shard_loader(unseeded, Shard(0, 1))
+    assert "cannot be resumed in its middle; give its shuffle() a seed=" in caplog.text
+    shard_loader(DataLoader(files().shuffle(seed=2**40, buffer_size=3)), Shard(0, 2))

@@ -39,7 +39,7 @@ def test_set_epoch_chooses_the_order() -> None:
         assert loader.epoch == epoch
         epochs.append(samples(loader))
     assert epochs[0] == epochs[2] != epochs[1]
-    with pytest.raises(ValueError, match="epoch=-1: epochs count from 0"):
+    with pytest.raises(ValueError, match="epoch=-1: must be an integer; epochs count from 0"):
         loader.set_epoch(-1)
 
 
@@ -118,7 +118,7 @@ def test_the_first_batches_are_skipped_once() -> None:
 
 
 def test_skipping_is_for_sharded_loaders() -> None:
-    with pytest.raises(TypeError, match="takes what shard_loader returned, not DataLoader"):
+    with pytest.raises(TypeError, match="takes what prepare or shard_loader returned, not DataLoader"):
         skip_first_batches(DataLoader(torch.arange(3)), 1)
     with pytest.raises(ValueError, match="num_batches=-1"):
         skip_first_batches(sharded(), -1)
@@ -373,3 +373,12 @@ class Sized(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(20))
+
+
+def test_skips_add_up() -> None:
+    whole = samples(sharded(shuffle=False))
+    twice = skip_first_batches(skip_first_batches(sharded(shuffle=False), 1), 2)
+    assert len(twice) == 2
+    assert samples(twice) == whole[12:]
+    with pytest.raises(ValueError, match=r"num_batches=1.5: must be an integer"):
+        skip_first_batches(sharded(), 1.5)  # pyright: ignore[reportArgumentType]

@@ -175,3 +175,13 @@ def test_of_ranks_that_share_a_shard_one_is_taken() -> None:
     ]
     with pytest.raises(ValueError, match="gather row_counts"):
         trim(tail, gathered, readers=(0, 2))
+
+
+def test_one_row_that_a_filter_left_of_a_padded_batch_is_no_number_for_the_batch() -> None:
+    padded = step_plan(
+        1, 2, 2, "pad", shard=0, is_last=True
+    )  # 2 samples held by each, of which 1 and 0 count
+    number = trim(padded, torch.tensor([7.0, 8.0]), rows=torch.tensor([1, 1]))
+    assert number.tolist() == [7.0]
+    with pytest.raises(TrimError, match="rank 0 gave 1 rows"):
+        trim(padded, torch.tensor([7.0]), rows=torch.tensor([1, 0]))

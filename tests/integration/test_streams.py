@@ -90,7 +90,7 @@ def test_a_stream_of_hugging_face_that_is_shuffled_without_a_seed_is_not_gone_on
     state = first.state_dict()
     again = shard_loader(hugging_face(seed=None, buffer_size=10), Shard(0, 1))
     again.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"give its shuffle\(\) the same seed in every run"):
+    with pytest.raises(ValueError, match=r"give its shuffle\(\) the same seed= and buffer_size= in every run"):
         numbers(again)
     first.load_state_dict(state)  # the very one goes on
     assert sorted(begun + numbers(first)) == list(range(50))

@@ -43,8 +43,13 @@ class BatchPlan:
 
         It is 1 where the step is even, or samples are not known, and 0 for a shard that repeats a sample: where that
         loss can be NaN, replace it instead.
+
+        Raises:
+            ValueError: There is no such shard.
         """
         counts = self.real_counts
+        if counts is not None and shard not in range(len(counts)):
+            raise ValueError(f"shard={shard!r}: with {len(counts)} shards they are 0 to {len(counts) - 1}")
         if self.even or counts is None:
             return 1.0
         return counts[shard] * len(counts) / max(sum(counts), 1)

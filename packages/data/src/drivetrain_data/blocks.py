@@ -50,6 +50,7 @@ class BlockOrder:
         seed: The seed of all epochs.
         shuffled: Whether each block is read in a random order, another one each epoch.
         function: Which sample each shard reads, where blocks are shards.
+        tells: Warn where a resume leaves the blocks; on one rank, since all know the same.
 
     Raises:
         IndexRangeError: `function` gives an index that the dataset does not have.
@@ -64,12 +65,14 @@ class BlockOrder:
         seed: int,
         shuffled: bool,
         function: IndexFunction | None = None,
+        tells: bool = True,
     ) -> None:
         self.size = size
         self.seed = seed
         self._num_blocks = num_blocks
         self._shuffled = shuffled
         self._function = function
+        self._tells = tells
         self._resumed: tuple[int, int] | None = None  # an epoch begun with another number of blocks
         self._permutation = lru_cache(maxsize=num_blocks)(Permutation)
         # Of what the function gives, by the number of shards.
@@ -138,7 +141,7 @@ class BlockOrder:
                 "the function inverse(index, num_shards) -> (position, shard index)"
             )
         self._check_values(num_blocks, state)
-        if num_blocks != self._num_blocks:
+        if num_blocks != self._num_blocks and self._tells:
             logger.warning(
                 "epoch %d was begun with %d blocks of the data, and there are %d now: its rest is read by the old "
                 "blocks, so that shards leave theirs until the epoch ends",

@@ -87,6 +87,7 @@ class DispatchSource:
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read or receive an epoch."""
         self._loop += 1
+        self._sent = []  # a message that was sent ahead, and the layout in it, may have been left unread
         steps = self._send(epoch, position) if self._is_reader else self._receive()
         try:
             yield from steps
@@ -123,10 +124,7 @@ class DispatchSource:
             yield from self._sent_steps(self._inner.open(epoch, position))
         except DispatchError:  # a rank that is handed batches has ended: there is nobody to tell
             raise
-        except (
-            Exception,
-            SystemExit,
-        ):  # of the dataset, or in packing what it gave; raised here, and told to all
+        except (Exception, SystemExit):  # of the dataset, or in packing what it gave: told to all
             self._tell(traceback.format_exc())
             raise
 
@@ -134,11 +132,16 @@ class DispatchSource:
         groups = self._groups(readings)
         group = self._post(next(groups, []))
         while group:
-            held = group
+            held, error = group, None
             if self._read_ahead:
-                group = self._post(next(groups, []))
+                try:
+                    group = self._post(next(groups, []))
+                except (Exception, SystemExit) as raised:  # noqa: BLE001 raised below, after the steps before it
+                    error = raised
             for (plan, batches, mark), _ in held:
                 yield plan, batches[min(self._shard.index, len(batches) - 1)], mark
+            if error is not None:
+                raise error
             if not self._read_ahead:
                 group = self._post(next(groups, []))
 

@@ -263,8 +263,9 @@ class StreamSource:
             )
         if self._saved_draws != self._own_draws:
             raise DataStateError(
-                f"{name} shuffles with another generator than the one that was saved in the middle of an epoch, and "
-                "would yield in another order; give its shuffle() the same seed in every run, or start the epoch anew"
+                f"{name} shuffles with another generator or buffer than the one that was saved in the middle of an "
+                "epoch, and would yield in another order; give its shuffle() the same seed= and buffer_size= in "
+                "every run, or start the epoch anew"
             )
 
 

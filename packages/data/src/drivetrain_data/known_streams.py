@@ -4,6 +4,7 @@ They are told by what they are made of, by name: none of these libraries need be
 """
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Any, cast
@@ -13,13 +14,15 @@ from torch.utils.data import IterableDataset
 
 from drivetrain_data.sampler_parts import reachable
 
+logger = logging.getLogger(__name__)
+
 
 def check_undivided_stream(stream: Any, *, alone: bool) -> None:
     """Refuse a stream that gives every rank a part of its own: divided once more, most of it would be read by none.
 
     Args:
         stream: A dataset.
-        alone: It is not divided here: what a rank was given by Hugging Face's split is then all read.
+        alone: It is not divided here: what a rank was given by Hugging Face's split is then all read, with a warning.
 
     Raises:
         ValueError: It divides the data itself.
@@ -27,7 +30,14 @@ def check_undivided_stream(stream: Any, *, alone: bool) -> None:
     for part in _parts(stream):
         kind = type(part)
         split: Any = getattr(part, "_distributed", None)
-        if not alone and getattr(split, "world_size", 1) > 1:
+        if alone and getattr(split, "world_size", 1) > 1:
+            logger.warning(
+                "%s was divided by split_dataset_by_node: this process reads part %d of %d, and nothing more",
+                kind.__name__,
+                split.rank,
+                split.world_size,
+            )
+        elif getattr(split, "world_size", 1) > 1:
             raise ValueError(
                 f"{kind.__name__} divides the data itself (rank {split.rank} of {split.world_size}), and would be "
                 "divided twice; pass the undivided one, without split_dataset_by_node"
@@ -78,15 +88,27 @@ def left_out_of_state(stream: Any, num_workers: int) -> str | None:
 
 
 def own_draws(stream: Any) -> str | None:
-    """A mark of the generators that Hugging Face streams shuffle with; without a seed, each process has another."""
+    """A mark of how Hugging Face streams shuffle: generators and sizes of buffers; None if they do not."""
     states = [
-        repr(value.bit_generator.state)
-        for part in _parts(stream)
-        if _package(type(part)) == "datasets"
-        for value in vars(part).values()
-        if isinstance(value, np.random.Generator)
+        f"{getattr(part, 'buffer_size', None)} {generator.bit_generator.state}"
+        for part, generator in _shuffles(stream)
     ]
     return sha256("".join(states).encode()).hexdigest()[:16] if states else None
+
+
+def shuffles_unseeded(stream: Any) -> bool:
+    """Whether a Hugging Face stream shuffles without a seed: by entropy of the system, another in each process."""
+    return any(
+        cast("Any", generator.bit_generator).seed_seq.entropy >= 2**64 for _, generator in _shuffles(stream)
+    )
+
+
+def _shuffles(stream: Any) -> Iterator[tuple[Any, np.random.Generator]]:
+    for part in _parts(stream):
+        if _package(type(part)) == "datasets":
+            for value in vars(part).values():
+                if isinstance(value, np.random.Generator):
+                    yield part, value
 
 
 def _parts(stream: Any) -> Iterator[Any]:

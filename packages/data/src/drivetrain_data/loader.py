@@ -120,7 +120,7 @@ class ShardedLoader(Generic[Batch]):
             ValueError: `epoch` is negative.
         """
         if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"epoch={epoch!r}: epochs count from 0")
+            raise ValueError(f"epoch={epoch!r}: must be an integer; epochs count from 0")
         if epoch != self._epoch or self._begun:
             self._start(epoch, position=0)
 
@@ -255,12 +255,15 @@ def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> RestOfE
         TypeError: The loader is not sharded.
         ValueError: `num_batches` is negative.
     """
+    if type(num_batches) is not int or num_batches < 0:
+        raise ValueError(f"num_batches={num_batches!r}: must be an integer, 0 or more batches")
+    if isinstance(loader, RestOfEpoch):
+        return RestOfEpoch(loader.loader, loader.num_batches + num_batches)
     if not isinstance(loader, ShardedLoader):
         raise TypeError(
-            f"skip_first_batches takes what shard_loader returned, not {type(loader).__name__}; shard it first"
+            f"skip_first_batches takes what prepare or shard_loader returned, not {type(loader).__name__}; prepare "
+            "or shard it first"
         )
-    if num_batches < 0:
-        raise ValueError(f"num_batches={num_batches!r}: 0 or more batches can be skipped")
     return RestOfEpoch(loader, num_batches)
 
 

@@ -86,7 +86,11 @@ def take_apart(note: Any, batch: Nested) -> Step:
     objects: list[Any] = []
 
     def place(leaf: Any) -> TensorPlace | ObjectPlace:
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
+        if (
+            type(leaf) is torch.Tensor
+            and leaf.layout is torch.strided
+            and not (leaf.is_quantized or leaf.is_nested)
+        ):
             tensors.append(leaf)
             return TensorPlace(leaf)
         objects.append(leaf)

@@ -1,5 +1,6 @@
 """How a loader is to be read for a shard, and the source that reads it so."""
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -13,7 +14,7 @@ from drivetrain_data.blocks import IndexFunction
 from drivetrain_data.foreign import ForeignSource
 from drivetrain_data.indexed import IndexedSource
 from drivetrain_data.iterable import DealingCollate, StreamSource
-from drivetrain_data.known_streams import check_undivided_stream, left_out_of_state
+from drivetrain_data.known_streams import check_undivided_stream, left_out_of_state, shuffles_unseeded
 from drivetrain_data.loop_seeds import LoopSeededDataset, LoopSeedSampler
 from drivetrain_data.orders import Order
 from drivetrain_data.sampler_parts import length_of
@@ -24,6 +25,8 @@ from drivetrain_data.source import Source
 from drivetrain_data.stream_state import EpochReader, EpochStream, Snapshots
 from drivetrain_data.torch_samplers import block_order_of, check_undivided, order_of
 from drivetrain_data.whole_batches import WholeBatchSampler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
             "split_batches=True: with batch_size=None there are no batches to split; leave it out"
         )
     dataset = cast("IterableDataset[Any]", loader.dataset)
+    _check_seeded(dataset, plan)
     left_out = left_out_of_state(dataset, loader.num_workers)
     stride = (size or 1) * plan.shard.count
     reader = EpochReader(
@@ -147,6 +151,23 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
         left_out=left_out,
     )
     return source, size
+
+
+def _check_seeded(dataset: Any, plan: ReadPlan) -> None:
+    """A stream that each process shuffles in another order cannot be read by several, nor resumed by another."""
+    if not shuffles_unseeded(dataset):
+        return
+    name = type(dataset).__name__
+    if plan.shard.count > 1 and not plan.for_all:
+        raise ValueError(
+            f"{name} is shuffled without a seed, so in another order on each of {plan.shard.count} ranks that read "
+            "it: give its shuffle() a seed=, or let one rank read for all, with dispatch=True"
+        )
+    if plan.shard.index == 0:
+        logger.warning(
+            "%s is shuffled without a seed: an epoch cannot be resumed in its middle; give its shuffle() a seed=",
+            name,
+        )
 
 
 def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int | None]:
@@ -257,6 +278,7 @@ def _order(sampler: Any, plan: ReadPlan, num_samples: int | None) -> Order:
         num_samples=num_samples,
         strategy=_said(plan.strategy),
         function=function,
+        tells=plan.shard.index == 0,
     )
 
 

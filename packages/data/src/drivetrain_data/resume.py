@@ -61,7 +61,11 @@ def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], finger
 def _check_values(state: Mapping[str, Any]) -> None:
     """Refuse what no `make_state` has given, before anything is taken up."""
     if not hasattr(state, "keys") or not _is_count(state.get("format")):
-        raise DataStateError("this is no loader's state: it has no 'format'; pass what state_dict() gave")
+        given = f"a {type(state).__name__}" if not hasattr(state, "keys") else "one without 'format'"
+        raise DataStateError(
+            f"this is no loader's state, which is a dict with an integer 'format', but {given}; pass what "
+            "state_dict() gave"
+        )
     if state["format"] > STATE_FORMAT:
         raise DataStateError(
             f"the loader's state has format {state['format']}, and this version reads up to {STATE_FORMAT}; "

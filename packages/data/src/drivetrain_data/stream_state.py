@@ -114,6 +114,7 @@ class EpochReader:
         """Say what the next loop reads. Called before its workers start, or go on with another epoch."""
         self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, epoch
         self._start = start or self._beginning
+        self._tell_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -135,8 +136,7 @@ class EpochReader:
             stream.load_state_dict(deepcopy(self._first_state))
         self._has_moved = True
         seed, epoch = self._seed_and_epoch.tolist()
-        if hasattr(stream, "set_epoch"):
-            stream.set_epoch(epoch)
+        self._tell_epoch(epoch)
         if isinstance(stream, IterDataPipe):
             _prepare_pipe(stream, hash_key(seed, epoch))
         if worker is not None:  # without workers, the loop itself keeps the program's draws apart
@@ -144,6 +144,15 @@ class EpochReader:
         if stand is not None:
             stream.load_state_dict(deepcopy(stand.snapshot["reader"]))
             load_plain_states(stand.snapshot["generators"])
+
+    def _tell_epoch(self, epoch: int) -> None:
+        """Here before workers start, and in each that has not heard: those of Hugging Face share what was told here.
+
+        Were they told again, they would add to it at once, and read another epoch.
+        """
+        stream: Any = self.stream
+        if hasattr(stream, "set_epoch") and getattr(stream, "epoch", None) != epoch:
+            stream.set_epoch(epoch)
 
 
 def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:

@@ -62,6 +62,7 @@ def block_order_of(
     num_samples: int | None,
     strategy: str,
     function: IndexFunction | None = None,
+    tells: bool = True,
 ) -> BlockOrder:
     """The order that stands for a sampler where shards keep to blocks of the data: sequential or random in each.
 
@@ -72,6 +73,7 @@ def block_order_of(
         num_samples: The dataset's length; None if that is not known.
         strategy: As people say it.
         function: Which sample each shard reads.
+        tells: Warn where a resume leaves the blocks.
 
     Raises:
         ValueError: The sampler gives something else than every sample once, or there are fewer samples than blocks.
@@ -99,7 +101,7 @@ def block_order_of(
         raise ValueError(
             f"strategy={strategy}: {size} samples are fewer than {num_blocks} blocks; use strategy='interleaved'"
         )
-    return BlockOrder(size, num_blocks, seed=seed, shuffled=shuffled, function=function)
+    return BlockOrder(size, num_blocks, seed=seed, shuffled=shuffled, function=function, tells=tells)
 
 
 def is_torchs_distributed(sampler: Any) -> bool:

@@ -146,9 +146,14 @@ def _cut(
         rows = _rows_given(plan, tensor.shape[0])
     starts = [0, *accumulate(rows)]
     whole = _is_whole(plan)
+    same = (
+        len(set(rows)) == 1
+    )  # else rows were left out, and a single one need not be a number for the whole batch
     pieces: list[torch.Tensor] = []
     for shard, rank in enumerate(range(len(rows)) if readers is None else readers):
-        kept = rows[rank] if whole or plan is None else _rows_kept(plan, shard, rows[rank])
+        kept = (
+            rows[rank] if whole or plan is None else _rows_kept(plan, shard, rows[rank], may_be_number=same)
+        )
         pieces.append(tensor[starts[rank] : starts[rank] + kept])
     return torch.cat(pieces)
 
@@ -176,14 +181,14 @@ def _rows_given(plan: BatchPlan, total: int) -> Sequence[int]:
     )
 
 
-def _rows_kept(plan: BatchPlan, rank: int, num_rows: int) -> int:
+def _rows_kept(plan: BatchPlan, rank: int, num_rows: int, *, may_be_number: bool = True) -> int:
     """How many of the rows that a rank gave belong to samples that count."""
     assert plan.real_counts is not None
     real = plan.real_counts[rank]
     held = plan.sizes[rank] if plan.sizes is not None else max(real, 1)
     if real in (0, held):
         return num_rows if real else 0
-    if num_rows == 1:
+    if num_rows == 1 and may_be_number:
         return 1  # one number for the whole batch: the rank does hold samples of its own
     if num_rows % held == 0:
         return num_rows // held * real
