@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 from drivetrain_data import Shard, ShardedLoader, shard_loader, trim
 
@@ -75,18 +74,6 @@ def test_batches_of_another_loader_are_not_split() -> None:
         shard_loader(Ready(3), Shard(0, 2), split_batches=True)
 
 
-class Shuffling(IterableDataset[torch.Tensor]):
-    """A stream in an order of its own, drawn from one of the global generators."""
-
-    def __init__(self, draw: Callable[[list[int]], None]) -> None:
-        self.draw = draw
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        order = list(range(19))
-        self.draw(order)
-        return iter(torch.tensor(order))
-
-
 class Standing:
     """A loader that draws its order when an epoch begins, and saves no more than how far it has come."""
 
@@ -111,8 +98,6 @@ class Standing:
 DRAWN = {
     "own class": lambda: Doubling(torch.arange(19), batch_size=2, shuffle=True),  # pyright: ignore[reportArgumentType]
     "own state": Standing,
-    "torchdata, python": lambda: StatefulDataLoader(Shuffling(random.shuffle), batch_size=2),
-    "torchdata, numpy": lambda: StatefulDataLoader(Shuffling(np.random.shuffle), batch_size=2),
 }
 
 
@@ -126,8 +111,6 @@ def stepped(shards: list[ShardedLoader[Any]], num_steps: int | None = None) -> l
     return found
 
 
-# torchdata 0.11 calls what torch 2.15 deprecates.
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", DRAWN)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_what_a_loader_draws_is_the_same_on_every_rank_and_after_a_resume(

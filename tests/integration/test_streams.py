@@ -2,20 +2,22 @@
 
 import json
 import pickle
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from drivetrain import Accelerator
-from drivetrain_data import Shard, ShardedLoader, shard_loader
+from drivetrain_data import Shard, ShardedLoader, shard_loader, trim
 from stateful_stream import Standing
 
 
@@ -90,7 +92,9 @@ def test_a_stream_of_hugging_face_that_is_shuffled_without_a_seed_is_not_gone_on
     state = first.state_dict()
     again = shard_loader(hugging_face(seed=None, buffer_size=10), Shard(0, 1))
     again.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"give its shuffle\(\) the same seed= and buffer_size= in every run"):
+    with pytest.raises(
+        ValueError, match=r"give its shuffle\(\) the same seed= and buffer_size= in every run"
+    ):
         numbers(again)
     first.load_state_dict(state)  # the very one goes on
     assert sorted(begun + numbers(first)) == list(range(50))
@@ -221,3 +225,47 @@ def prepared_nodes() -> list[int]:
 
 def test_nodes_are_read_by_one_rank_for_all(run_ranks) -> None:
     assert run_ranks(prepared_nodes) == [list(range(20))] * 2
+
+
+class Shuffling(IterableDataset[torch.Tensor]):
+    """A stream in an order of its own, drawn from one of the global generators."""
+
+    def __init__(self, draw: Callable[[list[int]], None]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = list(range(19))
+        self.draw(order)
+        return iter(torch.tensor(order))
+
+
+# torchdata 0.11 calls what torch 2.15 deprecates.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("draw", [random.shuffle, np.random.shuffle])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_loader_of_torchdata_draws_is_the_same_on_every_rank_and_after_a_resume(
+    draw: Callable[[list[int]], None], count: int
+) -> None:
+    def make(shards: int) -> list[ShardedLoader[Any]]:
+        return [
+            shard_loader(StatefulDataLoader(Shuffling(draw), batch_size=2), Shard(index, shards))
+            for index in range(shards)
+        ]
+
+    def stepped(shards: list[ShardedLoader[Any]], num_steps: int | None = None) -> list[int]:
+        found: list[int] = []
+        for batches in islice(zip(*shards, strict=True), num_steps):
+            found += trim(shards[0].current, torch.cat(batches)).tolist()
+        return found
+
+    random.seed(count)
+    np.random.seed(count)
+    whole = stepped(make(count))
+    assert sorted(whole) == list(range(19)) != whole
+    begun = make(count)
+    first = stepped(begun, 2)
+    resumed = make(2)
+    for shard in resumed:
+        shard.load_state_dict(begun[0].state_dict())
+    assert first + stepped(resumed) == whole
+    assert stepped(resumed) != whole  # the next epoch

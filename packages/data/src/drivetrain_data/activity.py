@@ -29,7 +29,7 @@ class ActiveLoaders:
     side change places with every batch; where their batches would be trimmed differently, a call must name one.
 
     Attributes:
-        left: What was known of the last batch of the loop that ended last; None before one has.
+        left: What was known of the last batch of a loop that has ended since the last batch of any; else None.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,7 @@ class ActiveLoaders:
     def push(self, loader: Planned) -> None:
         """Note that a loader yields. Called for each batch."""
         stack = self._stack
+        self.left = None
         if stack and stack[-1] is loader:
             return
         for place, other in enumerate(stack):

@@ -11,6 +11,7 @@ from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.loop_seeds import LoopSeedSampler
 from drivetrain_data.orders import Resumable
 from drivetrain_data.permutation import hash_key
+from drivetrain_data.sampler_parts import length_of
 from drivetrain_data.samplers import OrderSampler
 from drivetrain_data.source import Mark, Reading
 from drivetrain_data.whole_batches import WholeBatchSampler
@@ -23,7 +24,7 @@ class IndexedSource:
         loader: A DataLoader over the sampler; its generator seeds its workers and is seeded here.
         sampler: What lays out the steps.
         generator: The loader's.
-        num_samples: The dataset's length; None if that is not known.
+        dataset: The user's.
         loop_seeds: Seeds its workers, if they live on.
     """
 
@@ -34,12 +35,13 @@ class IndexedSource:
         generator: Generator,
         *,
         loop_seeds: LoopSeedSampler | None,
-        num_samples: int | None,
+        dataset: Any,
     ) -> None:
         self._loader = loader
         self._sampler = sampler
         self._generator = generator
-        self._num_samples = num_samples
+        self._dataset = dataset
+        self._num_samples = length_of(dataset)
         self._loop_seeds = loop_seeds
         self.reads_for_all = sampler.reads_for_all
         # Looked at once: it is asked at every optimizer step.
@@ -60,7 +62,16 @@ class IndexedSource:
         return self._laid_out_by.source
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
-        """Read an epoch from a position on."""
+        """Read an epoch from a position on.
+
+        Raises:
+            ValueError: The dataset has another length than when the loader was sharded.
+        """
+        if length_of(self._dataset) != self._num_samples:
+            raise ValueError(
+                f"the dataset had {self._num_samples} samples when its loader was sharded, and has "
+                f"{length_of(self._dataset)} now: shard a new DataLoader over it"
+            )
         sampler = self._sampler
         sampler.epoch, sampler.position = epoch, position
         # What workers draw depends on nothing that the program draws, and is not drawn again after a resume.

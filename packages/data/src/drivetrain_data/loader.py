@@ -1,6 +1,7 @@
 """A loader as a training loop sees it: one shard's batches on its device, with what every rank knows of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from drivetrain_data.activity import ActiveLoaders
@@ -96,9 +97,8 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             TypeError: The dataset has no length.
         """
-        if self._begun:
-            return self._source.num_steps(self._epoch + 1, 0)
-        return self._source.num_steps(self._epoch, self._position)
+        # Of another epoch than the one being read nobody is asked: that would seed its sampler anew.
+        return self._source.num_steps(self._epoch, 0 if self._begun else self._position)
 
     def __repr__(self) -> str:
         return (
@@ -231,11 +231,18 @@ class RestOfEpoch(Generic[Batch]):
     def __init__(self, loader: ShardedLoader[Batch], num_batches: int) -> None:
         self.loader = loader
         self.num_batches = num_batches
+        self._length: int | None = None  # of the loop that runs
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.loader.skipping(self.num_batches)
+        self._length = None
+        with suppress(TypeError):
+            self._length = len(self)
+        yield from self.loader.skipping(self.num_batches)
+        self._length = None
 
     def __len__(self) -> int:
+        if self._length is not None and self.loader.current is not None:
+            return self._length
         return max(0, self.loader.num_left() - self.num_batches)
 
     def __getattr__(self, name: str) -> Any:

@@ -172,7 +172,7 @@ def _check_seeded(dataset: Any, plan: ReadPlan) -> None:
 
 def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int | None]:
     dataset: Any = loader.dataset
-    num_samples = len(dataset) if hasattr(dataset, "__len__") else None
+    num_samples = length_of(dataset)
     reads = _reads_by(loader, drop_last=plan.even == "drop")
     plan = replace(plan, even="drop") if reads.drop_last else plan
     size = None
@@ -200,7 +200,7 @@ def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int 
         collate_fn=loader.collate_fn,
         **layout,
     )
-    return IndexedSource(rebuilt, laid_out, generator, loop_seeds=seeds, num_samples=num_samples), size
+    return IndexedSource(rebuilt, laid_out, generator, loop_seeds=seeds, dataset=dataset), size
 
 
 class _ReadsBy(NamedTuple):

@@ -46,10 +46,10 @@ def reachable(first: object, held_by: Callable[[Any], Sequence[Any]]) -> Iterato
         waiting += reversed(held_by(part))
 
 
-def length_of(sampler: Any) -> int | None:
-    """A sampler's length, if it has one: a batch sampler has only if the sampler inside it does."""
+def length_of(sized: Any) -> int | None:
+    """The length of a sampler or a dataset, if it has one: a batch sampler has only if the sampler inside it does."""
     try:
-        return len(sampler)
+        return len(sized)
     except (TypeError, NotImplementedError):
         return None
 

@@ -1,8 +1,9 @@
 """A user's sampler at the start of an epoch: told of it, generators seeded, what it was before brought back."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch.utils.data import WeightedRandomSampler
@@ -109,6 +110,14 @@ class EpochStart:
         if self._changes and self._begun is not None:
             epoch, leads = self._begun
             self._begun = (epoch, {**leads, "read": _without_last(self._read)})
+
+    def exhaust(self, drawn: Iterator[Any], draws: KeyedDraws, *, num_drawn: int) -> None:
+        """Draw the rest of an epoch that is left, if the next one depends on it and the rest has an end."""
+        self.finish()
+        length = length_of(self.sampler)
+        if (self._is_stateful or self._changes) and length is not None:
+            with draws.active():
+                deque(islice(drawn, max(0, length - num_drawn)), maxlen=0)
 
     def how(self, seed: int) -> str:
         """How an epoch comes about, as one phrase for people."""

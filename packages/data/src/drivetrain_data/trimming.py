@@ -104,7 +104,8 @@ def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
     raise TrimError(
         f"this comes after the loop: in its last step only {'+'.join(map(str, left.real_counts))} samples of the "
         "ranks counted, and which rows of what was collected are theirs is not known any more. Gather inside the "
-        "loop, for each batch, and collect what comes back; gather() keeps every row"
+        "loop, for each batch, and collect what comes back. What is summed up goes through reduce(); gather() keeps "
+        "every row; loader= names the batch of a loop that still runs"
     )
 
 

@@ -154,7 +154,7 @@ class WholeBatchSampler(StepSampler):
         """The user's batches of the epoch, drawn in blocks so that generators are exchanged seldom."""
         self._start.begin(self.seed, self.epoch)
         draws = KeyedDraws(self.seed, self.epoch)
-        checksum, first = 0, True
+        checksum, is_first = 0, True
         with draws.active():
             drawn = iter(self.batches)
         while True:
@@ -164,12 +164,19 @@ class WholeBatchSampler(StepSampler):
             for batch in held:
                 checksum = checksum_of(batch, checksum)
                 checksums.append(checksum)
-            if first and self._agree is not None:
+            is_last = len(block) < _DRAWN_STEPS
+            if self._agree is not None and (is_first or is_last):
                 self._agree(type(self.batches).__name__, checksum)
-            first = False
-            for batch in held:
-                yield batch.tolist() if isinstance(batch, np.ndarray) else batch
-            if len(block) < _DRAWN_STEPS:
+            is_first = False
+            try:
+                for batch in held:
+                    yield batch.tolist() if isinstance(batch, np.ndarray) else batch
+            except (
+                GeneratorExit
+            ):  # the loop is left, and its epoch over: the sampler comes to the epoch's end
+                self._start.exhaust(drawn, draws, num_drawn=len(checksums))
+                raise
+            if is_last:
                 self._start.finish()
                 return
 

@@ -73,8 +73,8 @@ def gather_for_metrics(
         loader: Whose batch it is, where it is not clear.
     """
     plan = reading.plan(loader)
-    if plan is None:
-        check_after_loop(reading.left, data)
+    if loader is None:
+        check_after_loop(reading.left, data)  # within an outer loop too
     if not as_objects:
         # What holds something that is no tensor does so on every rank alike: all of it goes as objects.
         with suppress(LeafError):
