@@ -69,3 +69,29 @@ def test_ranks_that_draw_different_orders_are_told_so_on_all_of_them(run_ranks, 
 def test_ranks_that_draw_the_same_read_all_of_it(run_ranks, batches: bool) -> None:
     parts = run_ranks(read_twice, False, batches)
     assert sorted(i for part in parts for batch in part for i in batch) == sorted(2 * list(range(24)))
+
+
+class Late:
+    """Batches that differ by rank from number 70 on."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(100):
+            yield [(number + (dist.get_rank() if number >= 70 else 0)) % 100]
+
+
+def read_late() -> str:
+    shard = Shard(dist.get_rank(), dist.get_world_size())
+    loader = shard_loader(DataLoader(torch.arange(100), batch_sampler=Late()), shard, group=dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    try:
+        for _ in loader:
+            pass
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_batches_that_differ_late_in_an_epoch_are_an_error(run_ranks) -> None:
+    assert all("Late drew another order on rank 1" in message for message in run_ranks(read_late))

@@ -379,3 +379,12 @@ def test_skips_add_up() -> None:
     assert samples(twice) == whole[12:]
     with pytest.raises(ValueError, match=r"num_batches=1.5: must be an integer"):
         skip_first_batches(sharded(), 1.5)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_dataset_that_has_grown_is_not_read_in_part() -> None:
+    data = [torch.tensor(i) for i in range(4)]
+    loader = shard_loader(DataLoader(data), Shard(0, 1))  # pyright: ignore[reportArgumentType]
+    assert len(list(loader)) == 4
+    data.append(torch.tensor(4))
+    with pytest.raises(ValueError, match="had 4 samples when its loader was sharded, and has 5 now"):
+        next(iter(loader))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
-from drivetrain_data import DataStateError, Shard, shard_loader
+from drivetrain_data import DataStateError, Shard, ShardedLoader, shard_loader, skip_first_batches
 
 LENGTH = 20
 
@@ -246,3 +247,72 @@ def test_other_weights_are_refused_and_the_same_are_not(weights: list[float]) ->
         return
     with pytest.raises(DataStateError, match="built from other indices, weights or lengths"):
         make(weights).load_state_dict(first.state_dict())
+
+
+class Placed:
+    """Batches of one, of which the sampler itself keeps the place, and says it if it is `stateful`."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.place < 100:
+            self.place += 1
+            yield [self.place - 1]
+        self.place = 0
+
+
+class StatefulPlaced(Placed):
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("kind", [Placed, StatefulPlaced])
+def test_a_batch_sampler_that_keeps_its_place_begins_anew_after_a_loop_that_was_left(
+    kind: type[Placed],
+) -> None:
+    def make() -> ShardedLoader[torch.Tensor]:
+        return shard_loader(DataLoader(torch.arange(100), batch_sampler=kind()), Shard(0, 1))  # pyright: ignore[reportArgumentType]
+
+    loader = make()
+    for number, _ in enumerate(loader):
+        if number == 3:
+            break
+    begun = [int(batch) for batch in islice(loader, 10)]
+    assert begun == list(range(10))
+    rest = make()
+    rest.load_state_dict(loader.state_dict())
+    assert [int(batch) for batch in rest] == list(range(10, 100))
+
+
+class Told:
+    """Batches of one in an order of the epoch that it is told, looked at as late as possible."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 200
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(200):
+            yield [(number + 50 * self.epoch) % 200]
+
+
+def test_lengths_that_are_asked_for_in_a_loop_leave_its_order_as_it_is() -> None:
+    loader = shard_loader(DataLoader(torch.arange(200), batch_sampler=Told()), Shard(0, 1))  # pyright: ignore[reportArgumentType]
+    rest = skip_first_batches(loader, 5)
+    read: list[int] = []
+    for batch in rest:
+        read.append(int(batch))
+        assert len(rest) == 195
+        assert loader.num_left() == len(loader) == 200
+    assert read == list(range(5, 200))

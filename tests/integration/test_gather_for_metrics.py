@@ -280,3 +280,27 @@ def test_batches_that_do_not_say_their_sizes_are_gathered_exactly(
     for found, rows in run_ranks(gathered_of_guessed_sizes, {"even": even, "dispatch": dispatch}):
         assert found == list(range(23))
         assert rows == [10, 11, 2 + repeated]
+
+
+def collected_in_an_inner_loop() -> tuple[str, list[int]]:
+    accelerator = Accelerator(cpu=True)
+    train = accelerator.prepare(DataLoader(torch.arange(8), batch_size=2))
+    evaluation = accelerator.prepare(DataLoader(torch.arange(5), batch_size=2))
+    message, last = "", []
+    for step, batch in enumerate(train):
+        if step == 0:
+            collected = torch.cat(list(evaluation))
+            try:
+                accelerator.gather_for_metrics(collected)
+            except TrimError as error:
+                message = str(error)
+            named = accelerator.gather_for_metrics(batch, loader=train)
+            assert named.tolist() == [0, 1, 2, 3]
+        last = accelerator.gather_for_metrics(batch).tolist() if step else last
+    return message, last
+
+
+def test_what_an_inner_loop_collected_is_not_trimmed_as_the_outer_ones_batch(run_ranks) -> None:
+    for message, last in run_ranks(collected_in_an_inner_loop):
+        assert "this comes after the loop: in its last step only 1+0 samples of the ranks counted" in message
+        assert last == [4, 5, 6, 7]

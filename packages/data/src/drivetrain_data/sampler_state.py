@@ -117,7 +117,9 @@ class EpochStart:
         length = length_of(self.sampler)
         if (self._is_stateful or self._changes) and length is not None:
             with draws.active():
-                deque(islice(drawn, max(0, length - num_drawn)), maxlen=0)
+                deque(
+                    islice(drawn, max(0, length - num_drawn) + 1), maxlen=0
+                )  # and what comes after the last
 
     def how(self, seed: int) -> str:
         """How an epoch comes about, as one phrase for people."""
