@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
 from drivetrain_data import DataStateError, Shard, ShardedLoader, shard_loader, skip_first_batches
+from drivetrain_data.sampler_parts import copy_of
 
 LENGTH = 20
 
@@ -316,3 +317,42 @@ def test_lengths_that_are_asked_for_in_a_loop_leave_its_order_as_it_is() -> None
         assert len(rest) == 195
         assert loader.num_left() == len(loader) == 200
     assert read == list(range(5, 200))
+
+
+class LongInPlace(Sampler[int]):
+    """Shuffles its own long list, again and again, and holds data in another."""
+
+    def __init__(self) -> None:
+        self.order = list(range(2000))
+        self.data = [torch.zeros(1) for _ in range(2000)]
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+def test_a_long_order_that_is_shuffled_in_place_comes_again_and_data_is_not_copied() -> None:
+    def make() -> ShardedLoader[torch.Tensor]:
+        return shard_loader(DataLoader(torch.arange(2000), batch_size=50, sampler=LongInPlace()), Shard(0, 1))  # pyright: ignore[reportArgumentType]
+
+    loader = make()
+    for _ in loader:
+        pass
+    begun = [batch.tolist() for batch in islice(loader, 3)]
+    rest = make()
+    rest.load_state_dict(loader.state_dict())
+    assert sorted(i for batch in [*begun, *(batch.tolist() for batch in rest)] for i in batch) == list(
+        range(2000)
+    )
+    sampler = LongInPlace()
+    copy = copy_of(sampler)
+    assert copy is not None
+    assert len(copy.content) < 20_000
+    data, order = sampler.data, list(sampler.order)
+    sampler.order.reverse()
+    copy.restore()
+    assert sampler.data is data
+    assert sampler.order == order

@@ -57,6 +57,8 @@ def length_of(sized: Any) -> int | None:
 class SamplerCopy:
     """The attributes of a sampler as they stand. Generators, datasets, models and functions are not copied.
 
+    Nor are long containers of anything but numbers and strings: those hold data.
+
     Attributes:
         content: Two copies of a sampler that did not change have the same.
     """
@@ -70,12 +72,16 @@ class SamplerCopy:
 
     def restore(self) -> None:
         """Give the sampler its attributes back."""
-        attributes = _Unpickler(io.BytesIO(self.content), self._kept.__getitem__).load()
+        attributes = _Unpickler(io.BytesIO(self.content), self._kept).load()
         vars(self._sampler).clear()
         vars(self._sampler).update(attributes)
 
-    def _keep(self, part: Any) -> int | None:
-        if part is not self._sampler and not _is_apart(part):
+    def _keep(self, part: Any) -> int | bytes | None:
+        """A part's number if it is not copied, its copy if that is quicker made at once, else None."""
+        if isinstance(part, _CONTAINERS) and len(part) > _LOOKED_THROUGH:  # pyright: ignore[reportUnknownArgumentType]
+            if isinstance(next(iter(part)), (int, float, str, bytes)):  # pyright: ignore[reportUnknownArgumentType]
+                return pickle.dumps(part, protocol=pickle.HIGHEST_PROTOCOL)
+        elif part is not self._sampler and not _is_apart(part):
             return None
         self._kept.append(part)
         return len(self._kept) - 1
@@ -92,23 +98,23 @@ def copy_of(sampler: object) -> SamplerCopy | None:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, keep: Callable[[Any], int | None]) -> None:
+    def __init__(self, buffer: io.BytesIO, keep: Callable[[Any], int | bytes | None]) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self._keep = keep
 
-    def persistent_id(self, obj: Any) -> int | None:
-        """The number of a part that is not copied."""
+    def persistent_id(self, obj: Any) -> int | bytes | None:
+        """What stands for a part; None for the part itself."""
         return self._keep(obj)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, kept: Callable[[int], Any]) -> None:
+    def __init__(self, buffer: io.BytesIO, kept: list[Any]) -> None:
         super().__init__(buffer)
         self._kept = kept
 
     def persistent_load(self, pid: Any) -> Any:
-        """A part that was not copied."""
-        return self._kept(pid)
+        """The part that this stands for."""
+        return pickle.loads(pid) if isinstance(pid, bytes) else self._kept[pid]
 
 
 def _is_apart(part: Any) -> bool:
