@@ -55,7 +55,12 @@ class LoopSeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.__dict__.update({_DATASET: dataset, _LOOP: 0})
 
-    def __getitem__(self, sent: tuple[Loop, Any]) -> Any:
+    def __len__(self) -> int:
+        return len(self.__dict__[_DATASET])
+
+    def __getitem__(self, sent: Any) -> Any:
+        if not (isinstance(sent, tuple) and sent and isinstance(sent[0], Loop)):
+            return self.__dict__[_DATASET][sent]  # asked for by a worker's set-up, say
         loop, index = sent
         self._seed_for(loop)
         return self.__dict__[_DATASET][index]
