@@ -269,3 +269,13 @@ def test_what_a_loader_of_torchdata_draws_is_the_same_on_every_rank_and_after_a_
         shard.load_state_dict(begun[0].state_dict())
     assert first + stepped(resumed) == whole
     assert stepped(resumed) != whole  # the next epoch
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_what_torchdata_shuffles_has_an_order_of_ours() -> None:
+    def make(loader: type[DataLoader[Any]]) -> ShardedLoader[Any]:
+        return shard_loader(loader(torch.arange(20), batch_size=3, shuffle=True), Shard(0, 1), seed=5)  # pyright: ignore[reportArgumentType]
+
+    theirs, plain = make(StatefulDataLoader), make(DataLoader)
+    assert theirs.order_source == plain.order_source
+    assert [batch.tolist() for batch in theirs] == [batch.tolist() for batch in plain]

@@ -30,7 +30,7 @@ def order_of(sampler: Any, *, seed: int, num_samples: int | None) -> Order:
     if kind is SequentialSampler:
         size = len(sampler)
         order: Order = SequentialOrder(size, seed=seed)
-    elif kind is RandomSampler:
+    elif _is_random(kind):
         size = len(sampler.data_source)
         make = ReplacementOrder if sampler.replacement else ShuffledOrder
         order = make(size, seed=seed, num_positions=sampler.num_samples)
@@ -88,7 +88,7 @@ def block_order_of(
     if kind is PermutationSampler:
         _check_epoch(sampler)
         plain = sampler.block_size is None
-    if kind is RandomSampler:
+    if _is_random(kind):
         plain = not sampler.replacement and size == len(sampler.data_source)
     if not plain:
         check_undivided(sampler)
@@ -102,6 +102,14 @@ def block_order_of(
             f"strategy={strategy}: {size} samples are fewer than {num_blocks} blocks; use strategy='interleaved'"
         )
     return BlockOrder(size, num_blocks, seed=seed, shuffled=shuffled, function=function, tells=tells)
+
+
+def _is_random(kind: type) -> bool:
+    """Whether it is torch's RandomSampler, or torchdata's, which has the same fields."""
+    return kind is RandomSampler or (kind.__module__, kind.__name__) == (
+        "torchdata.stateful_dataloader.sampler",
+        "RandomSampler",
+    )
 
 
 def is_torchs_distributed(sampler: Any) -> bool:
