@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_backends.accumulation import AccumulationWindow as AccumulationWindow
     from drivetrain_backends.ddp import DDPBackend as DDPBackend
+    from drivetrain_backends.deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
     from drivetrain_backends.errors import AccumulationError as AccumulationError
+    from drivetrain_backends.errors import BackendNotInstalledError as BackendNotInstalledError
     from drivetrain_backends.errors import BatchMismatchError as BatchMismatchError
+    from drivetrain_backends.errors import EngineConfigError as EngineConfigError
     from drivetrain_backends.errors import PairingError as PairingError
     from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
     from drivetrain_backends.errors import UnreducedGradientError as UnreducedGradientError
@@ -19,16 +22,23 @@ if TYPE_CHECKING:
     from drivetrain_backends.optimizer import PreparedOptimizer as PreparedOptimizer
     from drivetrain_backends.optimizer import StepResult as StepResult
     from drivetrain_backends.protocol import Backend as Backend
+    from drivetrain_backends.protocol import Chosen as Chosen
     from drivetrain_backends.protocol import Prepared as Prepared
     from drivetrain_backends.registry import BackendRegistry as BackendRegistry
     from drivetrain_backends.registry import register_backend as register_backend
     from drivetrain_backends.scheduler import PreparedScheduler as PreparedScheduler
     from drivetrain_backends.scheduler import Scheduler as Scheduler
     from drivetrain_backends.settings import DDPSettings as DDPSettings
+    from drivetrain_backends.settings import DeepSpeedSettings as DeepSpeedSettings
     from drivetrain_backends.single import SingleBackend as SingleBackend
     from drivetrain_backends.testing import BackendContract as BackendContract
 
 _ROOMS = {
+    "Chosen": "protocol",
+    "DeepSpeedSettings": "settings",
+    "DeepSpeedBackend": "deepspeed.backend",
+    "EngineConfigError": "errors",
+    "BackendNotInstalledError": "errors",
     "AccumulationError": "errors",
     "AccumulationWindow": "accumulation",
     "Backend": "protocol",
@@ -54,10 +64,15 @@ __all__ = [
     "AccumulationWindow",
     "Backend",
     "BackendContract",
+    "BackendNotInstalledError",
     "BackendRegistry",
     "BatchMismatchError",
+    "Chosen",
     "DDPBackend",
     "DDPSettings",
+    "DeepSpeedBackend",
+    "DeepSpeedSettings",
+    "EngineConfigError",
     "PairingError",
     "Prepared",
     "PreparedOptimizer",

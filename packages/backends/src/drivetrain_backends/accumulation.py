@@ -26,9 +26,10 @@ class AccumulationWindow:
         closing: The current micro-batch is the window's last: gradients are reduced and optimizers step.
         begun: How many micro-batches have begun in all; it tells one micro-batch from the next.
         number: How many windows have begun in all.
+        micro_batch_size: Samples of a micro-batch on one rank, where a loader has told; nothing is computed with it.
     """
 
-    __slots__ = ("begun", "closing", "length", "num_micro_batches", "number")
+    __slots__ = ("begun", "closing", "length", "micro_batch_size", "num_micro_batches", "number")
 
     def __init__(self, num_micro_batches: int = 1) -> None:
         if num_micro_batches < 1:
@@ -40,6 +41,7 @@ class AccumulationWindow:
         self.closing = True
         self.begun = 0
         self.number = 0
+        self.micro_batch_size: int | None = None
 
     def begin(self, *, is_last: bool = False) -> None:
         """Begin a micro-batch; `is_last` closes the window early, as the last batch of an epoch does."""

@@ -35,10 +35,12 @@ _HOOKS = MappingProxyType(
 
 
 class Replica(DistributedDataParallel):
-    """DDP, which tells of parameters without a gradient by their names, and how to allow them here."""
+    """DDP, which lets a frozen model be passed through, and tells of parameters without a gradient by their names."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
+        """Run the model's forward; past DDP while all of it is frozen, for DDP would wait for its gradients."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            return self.module(*inputs, **kwargs)
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:
@@ -62,6 +64,7 @@ class DDPBackend(TorchBackend):
 
     settings_section: ClassVar[str | None] = "ddp"
     settings_type: ClassVar[type[Any] | None] = DDPSettings
+    needs_group: ClassVar[bool] = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Replicate `model`: rank 0's parameters and buffers reach all ranks. Called on all ranks."""

@@ -19,3 +19,11 @@ class UnreducedGradientError(RuntimeError):
 
 class BatchMismatchError(TypeError):
     """A batch does not fit the signature of the model's forward."""
+
+
+class EngineConfigError(ValueError):
+    """A configuration of DeepSpeed that has unknown keys, or contradicts the run."""
+
+
+class BackendNotInstalledError(ImportError):
+    """The library behind a backend is not installed, or cannot serve this device."""

@@ -5,7 +5,7 @@ step of a closed window), *used* after a step, and *empty* after `zero_grad`. Mo
 parameter go this way together, as a group: their losses have one normalisation and one overflow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow, ReferenceCount, total_count
+from drivetrain_backends.carrier import GradientCarrier, ParameterGradients, trainable_parameters
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
@@ -78,18 +79,8 @@ class GradientGroup:
         """
         if self.stage != "open":
             return
-        self.stage, self.overflowed = "final", False
-        ledger = self._ledger
-        factor = self._correction()
-        if factor is None and ledger.scaler is None:
-            return
-        gradients = [_values(p.grad) for p in self.parameters() if p.grad is not None]
-        if ledger.scaler is not None:
-            self.overflowed = bool(
-                ledger.scaler.unscale(gradients, factor=1.0 if factor is None else factor).item()
-            )
-        elif gradients and factor is not None:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+        self.stage = "final"
+        self.overflowed = self._ledger.carrier.settle(self.models, self._correction())
 
     def use(self) -> None:
         """Note that an optimizer steps, or would but for an overflow.
@@ -130,8 +121,7 @@ class GradientGroup:
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once."""
-        found = {p: None for model in self.models for p in model.parameters() if p.requires_grad}
-        return list(found)
+        return trainable_parameters(self.models)
 
     def fingerprint(self) -> list[tuple[int, int]]:
         """Changes whenever a gradient does."""
@@ -157,6 +147,7 @@ class GradientLedger:
         context: Ranks and device.
         window: The accumulation window.
         scaler: The loss scale, for fp16.
+        carrier: What runs backwards and holds their gradients; `.grad` of the parameters by default.
 
     Attributes:
         groups: Every group.
@@ -170,10 +161,17 @@ class GradientLedger:
             frozen when their model was replicated.
     """
 
-    def __init__(self, context: Context, window: AccumulationWindow, scaler: LossScaler | None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        window: AccumulationWindow,
+        scaler: LossScaler | None,
+        carrier: GradientCarrier | None = None,
+    ) -> None:
         self.context = context
         self.window = window
         self.scaler = scaler
+        self.carrier = carrier or ParameterGradients(scaler)
         self.groups: list[GradientGroup] = []
         self.reference = ReferenceCount(context, window)
         self.counted_in = -1
@@ -217,10 +215,8 @@ class GradientLedger:
             loss = loss / self._reference_of(count)
         elif self.window.num_micro_batches > 1:
             loss = loss / self.window.num_micro_batches
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
         before = [group.fingerprint() for group in final] if final else None
-        loss.backward()
+        self.carrier.run(loss, [model for group in owners for model in group.models])
         self.num_backwards += 1
         self.last_backward = self.window.begun
         if final and before != [group.fingerprint() for group in final]:
@@ -235,6 +231,32 @@ class GradientLedger:
         if self.scaler is not None and self.has_stepped and not pending:
             self.scaler.update()
             self.has_stepped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, where there is one, and the reference of counted losses."""
+        self.move_scale()
+        self.reference.renew()
+        return {
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "reference_count": self.reference.number,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the loss scale and the reference of a saved run.
+
+        Raises:
+            ValueError: The saved run scaled its loss and this one does not, or the reverse.
+        """
+        if (state["scaler"] is None) != (self.scaler is None):
+            saved, here = ("without", "scales") if state["scaler"] is None else ("with", "does not scale")
+            raise ValueError(
+                f"the checkpoint was saved {saved} fp16 loss scaling, and this run {here} its loss; resume in the "
+                "precision it was saved in"
+            )
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        reference: Tensor | None = state["reference_count"]
+        self.reference.number = None if reference is None else reference.to(self.context.device)
 
     def finish_all_of(self, parameters: Sequence[Tensor]) -> list[GradientGroup]:
         """Make the gradients of parameters final. Called on all ranks.
@@ -297,7 +319,3 @@ def group_models(
         )
     ledger.groups = list(groups.values())
     return [groups[mark] for mark in label]
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient

@@ -1,6 +1,6 @@
 """An optimizer as the training loop sees it: stepping goes through the backend, all else to the real one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,23 +139,36 @@ def load_named_state(optimizer: Optimizer, names: dict[Tensor, str], state: dict
     Raises:
         ValueError: The groups hold other parameters than the saved ones; the message names the first few.
     """
-    positions: dict[str, int] = {}
-    groups: list[dict[str, Any]] = []
-    saved_groups = state["param_groups"]
-    if len(saved_groups) != len(optimizer.param_groups):
+    own = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    check_groups(own, state["param_groups"])
+    order = [name for group in own for name in group]
+    positions = {name: index for index, name in enumerate(order)}
+    groups = [
+        {**saved, "params": [positions[name] for name in group]}
+        for saved, group in zip(state["param_groups"], own, strict=True)
+    ]
+    by_index = {positions[name]: value for name, value in state["state"].items()}
+    optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+
+
+def check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Hold the parameter groups of an optimizer against saved ones.
+
+    Args:
+        own: The names of the parameters of each group.
+        saved: The groups of a named state.
+
+    Raises:
+        ValueError: They hold other parameters; the message names the first few.
+    """
+    if len(saved) != len(own):
         raise ValueError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(saved_groups)}; "
-            "build it with the same groups"
+            f"the optimizer has {len(own)} parameter groups, the checkpoint {len(saved)}; build it with the same "
+            "groups"
         )
-    for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
-        own = [names[p] for p in group["params"]]
-        if odd := sorted(set(own) ^ set(saved["params"])):
+    for group, saved_group in zip(own, saved, strict=True):
+        if odd := sorted(set(group) ^ set(saved_group["params"])):
             raise ValueError(
                 f"a parameter group of the optimizer differs from the checkpoint's by {odd[:5]}"
                 f"{' and others' if len(odd) > 5 else ''}; build it over the same parameters"
             )
-        indices = range(len(positions), len(positions) + len(own))
-        positions.update(zip(own, indices, strict=True))
-        groups.append({**saved, "params": list(indices)})
-    by_index = {positions[name]: value for name, value in state["state"].items()}
-    optimizer.load_state_dict({"state": by_index, "param_groups": groups})

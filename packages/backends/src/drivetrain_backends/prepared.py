@@ -1,9 +1,10 @@
 """A model whose backward is torch's own: what the single and DDP backends have in common."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -39,6 +40,7 @@ class TorchPrepared:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.group = GradientGroup([self.unwrap()], ledger)
+        self._context = context
         self._watch = context.watch
         self._ledger = ledger
         self._window = ledger.window
@@ -113,6 +115,14 @@ class TorchPrepared:
     def unwrap(self) -> nn.Module:
         """The user's module, without DDP's wrapper; it goes on computing in the run's precision."""
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    @contextmanager
+    def gathered(self, *, write: bool = False) -> Generator[None]:
+        """Inside, the parameters are whole, as they always are here; see `Prepared.gathered`."""
+        yield
+        if write and self._context.group is not None:
+            for parameter in self.unwrap().parameters():
+                dist.broadcast(parameter.detach(), src=0)
 
     def release(self) -> nn.Module:
         """Undo the preparation: the user's module with its own class."""

@@ -14,6 +14,7 @@ Call order, on all ranks unless said otherwise:
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -26,6 +27,19 @@ from drivetrain_precision import Policy
 from drivetrain_state import Context
 
 State = dict[str, Any]  # nested plain values and tensors, as checkpoints take them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """An applied value that was left to the backend, for the effective plan.
+
+    Attributes:
+        value: What is applied.
+        reason: Why, in a few words.
+    """
+
+    value: object
+    reason: str
 
 
 @runtime_checkable
@@ -72,12 +86,24 @@ class Prepared(Protocol):
         """The module as the user built it, with the trained parameters."""
         ...
 
+    def gathered(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """Inside, the parameters of `unwrap()` are whole on every rank. Called on all ranks.
+
+        Args:
+            write: Whether what rank 0 writes into them is kept, on all ranks; else changes are undefined.
+        """
+        ...
+
     def state_dict(self) -> State:
-        """Model, optimizers and schedulers under canonical names; the same value on every rank."""
+        """Model, optimizers and schedulers under canonical names, the same on every rank. Called on all ranks.
+
+        A tensor of which each rank holds a part is a value with `full_tensor()`, as torch's DTensor is: called on all
+        ranks, in the same order, it gives the whole.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, at any number of ranks."""
+        """Take up what `state_dict` gave, its tensors whole or not, at any number of ranks. Called on all ranks."""
         ...
 
 
@@ -88,10 +114,12 @@ class Backend(Protocol):
     Attributes:
         settings_section: The name of the configuration section of this backend, None if it has no settings.
         settings_type: The frozen dataclass of that section.
+        needs_group: Whether it needs a process group in one process too.
     """
 
     settings_section: ClassVar[str | None]
     settings_type: ClassVar[type[Any] | None]
+    needs_group: ClassVar[bool]
     window: AccumulationWindow
 
     def __init__(
@@ -145,7 +173,7 @@ class Backend(Protocol):
         ...
 
     def applied(self) -> Mapping[str, object]:
-        """What is in force, read back from the live objects, for the effective plan."""
+        """What is in force, read back from live objects for the effective plan; `Chosen` where it was left open."""
         ...
 
     def state_dict(self) -> State:
@@ -159,3 +187,8 @@ class Backend(Protocol):
     def close(self) -> None:
         """Let go of what the backend holds. Called on all ranks, once; further calls do nothing."""
         ...
+
+
+def whole(value: Any) -> Tensor:
+    """A tensor of a state, gathered where each rank holds a part of it. Called on all ranks, in the same order."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -1,7 +1,8 @@
-"""The `ddp` section: how DistributedDataParallel replicates a model."""
+"""The sections of the backends: `ddp` and `deepspeed`."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,4 +55,76 @@ class DDPSettings:
         if self.static_graph and self.find_unused_parameters:
             raise ValueError(
                 "static_graph=True: finds unused parameters by itself, so find_unused_parameters must stay off"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedSettings:
+    """What DeepSpeed partitions and offloads; what is not said stands in `config`, or is chosen for the run."""
+
+    config: dict[str, Any] | Path | None = field(
+        default=None,
+        metadata={
+            "help": 'a DeepSpeed configuration, as a JSON file or a mapping; its "auto" values are filled in'
+        },
+    )
+    stage: Literal[0, 1, 2, 3] | None = field(
+        default=None,
+        metadata={
+            "help": "what ZeRO partitions: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters; 2 if "
+            "not said"
+        },
+    )
+    offload_optimizer: Literal["none", "cpu", "nvme"] | None = field(
+        default=None, metadata={"help": "where optimizer states and master weights are kept (stages 1 to 3)"}
+    )
+    offload_param: Literal["none", "cpu", "nvme"] | None = field(
+        default=None, metadata={"help": "where parameters are kept between their uses (stage 3)"}
+    )
+    nvme_path: Path | None = field(
+        default=None, metadata={"help": "folder on a fast local disk, for offloading to nvme"}
+    )
+    reduce_bucket_size: int | None = field(
+        default=None,
+        metadata={"help": "gradient elements reduced at a time; the model's own number if fewer"},
+    )
+    allgather_bucket_size: int | None = field(
+        default=None, metadata={"help": "parameter elements gathered at a time (stages 1 and 2)"}
+    )
+    overlap_comm: bool | None = field(
+        default=None,
+        metadata={"help": "reduce gradients while backward goes on; on if not said, in stage 3 only"},
+    )
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "dtype in which gradients are added up; fp32 if not said"}
+    )
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "dtype in which gradients are reduced over ranks; fp32 if not said"}
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A value is outside its range; the message begins with the field's name.
+        """
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r}: must be at least 1 element")
+        if (self.allgather_bucket_size or 0) % 2:
+            raise ValueError(f"allgather_bucket_size={self.allgather_bucket_size!r}: must be even, DeepSpeed's own rule")
+        if "nvme" in (self.offload_optimizer, self.offload_param) and self.nvme_path is None:
+            raise ValueError("nvme_path=None: offloading to nvme needs a folder on that disk")
+        if self.offload_param in ("cpu", "nvme") and self.stage not in (None, 3):
+            raise ValueError(
+                f"offload_param={self.offload_param!r}: parameters are offloaded in stage 3 alone, not {self.stage}"
+            )
+        if self.offload_optimizer in ("cpu", "nvme") and self.stage == 0:
+            raise ValueError(
+                f"offload_optimizer={self.offload_optimizer!r}: stage 0 partitions nothing; say stage 1, 2 or 3"
+            )
+        if self.offload_optimizer == "nvme" and self.stage not in (None, 3):
+            raise ValueError(
+                f"offload_optimizer='nvme': needs stage 3, not {self.stage}; 'cpu' works from stage 1 on"
             )

@@ -8,66 +8,39 @@ backend and by a plain loop over all ranks' micro-batches, and compares every st
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.errors import PairingError
 from drivetrain_backends.optimizer import PreparedOptimizer
-from drivetrain_backends.protocol import Backend, Prepared
+from drivetrain_backends.plain_training import (
+    NUM_FEATURES,
+    RATE,
+    Case,
+    TinyModel,
+    Window,
+    discriminator_loss,
+    gan_batches,
+    generator_loss,
+    loss_and_count,
+    make_gan,
+    make_optimizer,
+    make_windows,
+    named,
+    tiny_model,
+    train_gan_plainly,
+    train_plainly,
+)
+from drivetrain_backends.protocol import Backend, Prepared, whole
 from drivetrain_precision import PrecisionSettings, choose_policy, supported_modes
 from drivetrain_state import Context
 
-_FEATURES = 6
-_RATE = 0.1
 _SCALING = PrecisionSettings(initial_scale=256.0)  # no step overflows, so that none is skipped
-_Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> (x, y)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One way to train.
-
-    Attributes:
-        windows: Micro-batches of each accumulation window; a shorter one closes early.
-        accumulation: The nominal number of micro-batches.
-        counted: Losses are sums with a count, of sizes that differ by rank and micro-batch.
-        clip: The norm to clip to, if any.
-        tied: The model's last layer shares its first layer's weight.
-        frozen: The model's first layer is not trained.
-        zero_first: `zero_grad` comes before backward, as many loops have it.
-        mode: The precision; in fp16 and bf16 the model is float32, and its weights come near the plain loop's.
-    """
-
-    windows: Sequence[int]
-    accumulation: int = 1
-    counted: bool = False
-    clip: float | None = None
-    tied: bool = False
-    frozen: bool = False
-    zero_first: bool = False
-    mode: str = "no"
-
-
-class TinyModel(nn.Module):
-    """Two layers with a nonlinearity between them; maps (items, features) to (items, features)."""
-
-    def __init__(self, case: Case, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.first = nn.Linear(_FEATURES, _FEATURES, dtype=dtype)
-        self.last = nn.Linear(_FEATURES, _FEATURES, dtype=dtype)
-        if case.tied:
-            self.last.weight = self.first.weight
-        if case.frozen:
-            self.first.requires_grad_(not case.frozen)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (items, features) to (items, features)."""
-        return self.last(torch.tanh(self.first(x)))
 
 
 class BackendContract:
@@ -77,7 +50,9 @@ class BackendContract:
         backend: The class under test.
         settings: What it is constructed with.
         dtype: The dtype of the model; float64 unless the backend has none.
-        tolerance: Largest absolute difference of weights from the plain loop's.
+        tolerance: Largest difference of losses, norms and weights from the plain loop's; relative above 1.
+        modes: The precisions it computes in.
+        trains_models_together: Whether one optimizer may train two models; else it is refused.
         mixed_tolerance: The same where the backend computes in fp16 or bf16, and the plain loop in float32.
     """
 
@@ -85,18 +60,17 @@ class BackendContract:
     settings: ClassVar[Any] = None
     dtype: ClassVar[torch.dtype] = torch.float64
     tolerance: ClassVar[float] = 1e-10
-    mixed_tolerance: ClassVar[float] = 5e-3
+    mixed_tolerance: ClassVar[float] = 2e-2
+    modes: ClassVar[Sequence[str]] = ("no", "fp16", "bf16")
+    trains_models_together: ClassVar[bool] = True
     cases: ClassVar[dict[str, Case]] = {
-        "mean": Case(windows=[1] * 6),
-        "mean, accumulated": Case(windows=[4] * 3, accumulation=4),
-        "mean, a short last window": Case(windows=[4, 4, 3], accumulation=4),
-        "mean, clipped": Case(windows=[2] * 4, accumulation=2, clip=0.05),
-        "mean, zero_grad first": Case(windows=[4, 4, 2], accumulation=4, zero_first=True),
-        "count": Case(windows=[1] * 6, counted=True),
-        "count, accumulated": Case(windows=[4] * 3, accumulation=4, counted=True),
-        "count, a short last window, clipped": Case(
-            windows=[4, 4, 1], accumulation=4, counted=True, clip=0.05
+        "mean, 20 steps": Case(windows=[1] * 20),
+        "count, accumulated, clipped, uneven tails, 20 steps": Case(
+            windows=([4] * 4 + [1]) * 4, accumulation=4, counted=True, clip=0.05
         ),
+        "mean, accumulated, clipped, a short last window": Case(windows=[4, 4, 3], accumulation=4, clip=0.05),
+        "mean, zero_grad first": Case(windows=[4, 4, 2], accumulation=4, zero_first=True),
+        "count": Case(windows=[1] * 4, counted=True),
         "tied weights": Case(windows=[2] * 3, accumulation=2, tied=True),
         "frozen layer": Case(windows=[2] * 3, accumulation=2, frozen=True),
         "fp16": Case(windows=[1] * 4, mode="fp16"),
@@ -118,14 +92,22 @@ class BackendContract:
         Raises:
             AssertionError: A check failed; the message names it.
         """
-        modes = [mode for mode, has in supported_modes(context.device).items() if has.level != "none"]
-        cases = {name: case for name, case in self.cases.items() if case.mode in modes}
+        able = supported_modes(context.device)
+        cases = {
+            name: case
+            for name, case in self.cases.items()
+            if case.mode in self.modes and able[case.mode].level != "none"
+        }
         for name, case in cases.items():
             self.check_case(context, name, case)
         others: list[Callable[[Context], None]] = [
             self.check_scheduler_counts_steps,
             self.check_resume,
             self.check_two_models,
+            self.check_gan,
+            self.check_cleared_gradients,
+            self.check_gathered,
+            self.check_untrained_model,
             self.check_unwrap,
         ]
         for check in others:
@@ -133,15 +115,21 @@ class BackendContract:
         return [*cases, *(check.__name__ for check in others)]
 
     def check_case(self, context: Context, name: str, case: Case) -> None:
-        """Weights equal the plain loop's after every step; in mixed precision they are near, and not the same."""
-        expected = _train_plainly(case, context.topology.world_size, self._dtype_of(case))
+        """Losses, norms and weights are the plain loop's at every step; in half precision near them, not the same."""
+        expected = train_plainly(case, context.topology.world_size, self._dtype_of(case))
         tolerance = self.tolerance if case.mode == "no" else self.mixed_tolerance
         run = self._start(context, case)
         for step, _ in enumerate(run.steps()):
-            what = f"{name}: weights after step {step + 1}"
-            self._assert_close(expected[step], run.weights(), what, tolerance)
+            plain, what = expected[step], f"{name}: step {step + 1}"
+            own = {f"loss {i}": by_rank[context.topology.rank] for i, by_rank in enumerate(plain.losses)}
+            found = {f"loss {i}": loss for i, loss in enumerate(run.losses)}
+            norms = {} if plain.norm is None else {"norm": plain.norm}
+            self._assert_close(
+                own | norms | plain.weights, found | run.norms | run.weights(), what, tolerance
+            )
         if case.mode != "no":
-            same = all(torch.equal(value, expected[-1][key]) for key, value in run.weights().items())
+            last = expected[-1].weights
+            same = all(torch.equal(value, last[key]) for key, value in run.weights().items())
             assert not same, f"{name}: the weights are those of float32, so nothing ran in {case.mode}"
         run.backend.close()
 
@@ -149,7 +137,7 @@ class BackendContract:
         """A schedule over three steps ends after three optimizer steps, at any number of ranks and micro-batches."""
         run = self._start(context, Case(windows=[4, 4, 2], accumulation=4), scheduled=True)
         rates = [run.optimizer.param_groups[0]["lr"] for _ in run.steps()]
-        expected = [_RATE * (1 - step / 3) for step in (1, 2, 3)]
+        expected = [RATE * (1 - step / 3) for step in (1, 2, 3)]
         assert rates == expected, f"scheduler: learning rates {rates}, expected {expected}"
         run.backend.close()
 
@@ -172,30 +160,106 @@ class BackendContract:
         resumed.backend.close()
 
     def check_two_models(self, context: Context) -> None:
-        """Two models under one optimizer, prepared in two calls, train as the model made of both."""
+        """Two models under one optimizer, prepared in two calls, train as the model made of both, or are refused."""
+        if not self.trains_models_together:
+            self._check_two_models_are_refused(context)
+            return
         for counted in (False, True):
             self._check_two_models(context, Case(windows=[2, 2, 1], accumulation=2, counted=counted))
 
-    def _check_two_models(self, context: Context, case: Case) -> None:
-        expected = _train_plainly(case, context.topology.world_size, self.dtype)
+    def _check_two_models_are_refused(self, context: Context) -> None:
+        case = Case(windows=[1])
         backend = self._backend(context, case)
-        model = _model(case, self.dtype, seed=0)
-        optimizer = _optimizer(model)
+        model = tiny_model(case, self.dtype, seed=0)
+        try:
+            backend.prepare([model.first, model.last], [make_optimizer(model)], [])
+        except PairingError:
+            backend.close()
+            return
+        raise AssertionError("two models: neither trained together nor refused with a PairingError")
+
+    def _check_two_models(self, context: Context, case: Case) -> None:
+        expected = train_plainly(case, context.topology.world_size, self.dtype)
+        backend = self._backend(context, case)
+        model = tiny_model(case, self.dtype, seed=0)
+        optimizer = make_optimizer(model)
         first, last = backend.prepare([model.first, model.last], [], [])
         (pair,) = backend.prepare([], [optimizer], [])
-        for step, window in enumerate(_windows(case, context.topology.world_size, self.dtype)):
+        for step, window in enumerate(make_windows(case, context.topology.world_size, self.dtype)):
             for i, by_rank in enumerate(window):
                 backend.window.begin(is_last=i + 1 == len(window))
                 x, y = (t.to(context.device) for t in by_rank[context.topology.rank])
                 with _held(backend, first), _held(backend, last):
-                    output = last.model(torch.tanh(first.model(x)))
-                    if case.counted:
-                        backend.backward(_loss(output, y, reduction="sum"), count=len(x))
-                    else:
-                        backend.backward(_loss(output, y))
+                    loss, count = loss_and_count(case, last.model(torch.tanh(first.model(x))), y)
+                    backend.backward(loss, count=count)
                 pair.optimizers[0].step()
                 pair.optimizers[0].zero_grad()
-            self._assert_close(expected[step], _weights(model), f"two models: weights after step {step + 1}")
+            found = named(first=_whole_weights(first), last=_whole_weights(last))
+            self._assert_close(expected[step].weights, found, f"two models: step {step + 1}")
+        backend.close()
+
+    def check_gan(self, context: Context) -> None:
+        """A generator and a discriminator train in turns, each with its optimizer; the latter is frozen meanwhile."""
+        expected = train_gan_plainly(4, context.topology.world_size, self.dtype)
+        backend = self._backend(context, Case(windows=[1]))
+        generator, discriminator = make_gan(self.dtype)
+        g, d = backend.prepare(
+            [generator, discriminator], [make_optimizer(generator), make_optimizer(discriminator)], []
+        )
+        for step, by_rank in enumerate(gan_batches(4, context.topology.world_size, self.dtype)):
+            noise, real = (t.to(context.device) for t in by_rank[context.topology.rank])
+            backend.window.begin()
+            d.backward(discriminator_loss(d.model(real), d.model(g.model(noise).detach())))
+            d.optimizers[0].step()
+            d.optimizers[0].zero_grad()
+            discriminator.requires_grad_(False)
+            g.backward(generator_loss(d.model(g.model(noise))))
+            g.optimizers[0].step()
+            g.optimizers[0].zero_grad()
+            discriminator.requires_grad_(True)
+            found = named(g=_whole_weights(g), d=_whole_weights(d))
+            self._assert_close(expected[step], found, f"gan: step {step + 1}")
+        backend.close()
+
+    def check_cleared_gradients(self, context: Context) -> None:
+        """Gradients that are cleared in the place of a step leave no trace in the next."""
+        case = Case(windows=[1] * 3)
+        expected = train_plainly(case, context.topology.world_size, self.dtype)
+        run = self._start(context, case)
+        for step, _ in enumerate(run.steps()):
+            self._assert_close(expected[step].weights, run.weights(), f"cleared gradients: step {step + 1}")
+            run.backend.window.begin()
+            x = torch.ones(2, NUM_FEATURES, dtype=self.dtype, device=context.device)
+            run.prepared.backward(run.prepared.model(x).sum())
+            run.optimizer.zero_grad()
+        run.backend.close()
+
+    def check_gathered(self, context: Context) -> None:
+        """Inside `gathered` parameters are whole, and what rank 0 writes into them reaches all ranks."""
+        run = self._start(context, Case(windows=[1]))
+        with run.prepared.gathered(write=True):
+            shapes = {name: tuple(p.shape) for name, p in run.prepared.unwrap().named_parameters()}
+            if context.topology.is_main:
+                for parameter in run.prepared.unwrap().parameters():
+                    nn.init.constant_(parameter, 0.5)
+        whole = {
+            name: tuple(p.shape) for name, p in tiny_model(run.case, self.dtype, seed=0).named_parameters()
+        }
+        assert shapes == whole, f"gathered: parameters of shapes {shapes}, expected {whole}"
+        halves = {name: torch.full(shape, 0.5, dtype=self.dtype) for name, shape in whole.items()}
+        self._assert_close(halves, run.weights(), "gathered: what rank 0 wrote")
+        run.backend.close()
+
+    def check_untrained_model(self, context: Context) -> None:
+        """A model without an optimizer computes what it computed before."""
+        model = tiny_model(Case(windows=[1]), self.dtype, seed=0).requires_grad_(False)
+        x = torch.ones(2, NUM_FEATURES, dtype=self.dtype)
+        expected = model(x)
+        backend = self._backend(context, Case(windows=[1]))
+        (prepared,) = backend.prepare([model], [], [])
+        with torch.no_grad():
+            found = prepared.model(x.to(context.device)).cpu()
+        self._assert_close({"output": expected}, {"output": found}, "untrained model")
         backend.close()
 
     def check_unwrap(self, context: Context) -> None:
@@ -214,11 +278,11 @@ class BackendContract:
 
     def _start(self, context: Context, case: Case, *, scheduled: bool = False, seed: int = 0) -> "_Run":
         backend = self._backend(context, case)
-        model = _model(case, self._dtype_of(case), seed=seed)
-        optimizer = _optimizer(model)
+        model = tiny_model(case, self._dtype_of(case), seed=seed)
+        optimizer = make_optimizer(model)
         schedulers = [LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))] if scheduled else []
         (prepared,) = backend.prepare([model], [optimizer], schedulers)
-        windows = _windows(case, context.topology.world_size, self._dtype_of(case))
+        windows = make_windows(case, context.topology.world_size, self._dtype_of(case))
         return _Run(
             context=context, case=case, backend=backend, prepared=prepared, model=model, windows=windows
         )
@@ -231,7 +295,7 @@ class BackendContract:
     ) -> None:
         allowed = self.tolerance if tolerance is None else tolerance
         for name, value in expected.items():
-            difference = (value - found[name]).abs().max().item()
+            difference = ((value - found[name]).abs() / value.abs().clamp(min=1.0)).max().item()
             assert difference <= allowed, f"{what}: {name} differs by {difference}, allowed {allowed}"
 
 
@@ -244,7 +308,9 @@ class _Run:
     backend: Backend
     prepared: Prepared
     model: TinyModel
-    windows: list[_Window]
+    windows: list[Window]
+    losses: list[Tensor] = field(default_factory=list[Tensor])  # of the present window
+    norms: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def optimizer(self) -> PreparedOptimizer:
@@ -257,22 +323,21 @@ class _Run:
                 self.backend.window.begin(is_last=i + 1 == len(window))
                 self._micro_batch(*by_rank[self.context.topology.rank])
             yield
+            self.losses.clear()
 
     def weights(self) -> dict[str, Tensor]:
-        return _weights(self.model)
+        return _whole_weights(self.prepared)
 
     def _micro_batch(self, x: Tensor, y: Tensor) -> None:
         x, y = x.to(self.context.device), y.to(self.context.device)
         if self.case.zero_first:
             self.optimizer.zero_grad()
         with _held(self.backend, self.prepared):
-            output = self.prepared.model(x)
-            if self.case.counted:
-                self.prepared.backward(_loss(output, y, reduction="sum"), count=len(x))
-            else:
-                self.prepared.backward(_loss(output, y))
-        if self.case.clip is not None:
-            self.prepared.clip(norm=self.case.clip)
+            loss, count = loss_and_count(self.case, self.prepared.model(x), y)
+            self.prepared.backward(loss, count=count)
+        self.losses.append(loss.detach().cpu())
+        if self.case.clip is not None and (norm := self.prepared.clip(norm=self.case.clip)) is not None:
+            self.norms["norm"] = norm.cpu()
         self.optimizer.step()
         for scheduler in self.prepared.schedulers:
             scheduler.step()
@@ -280,60 +345,9 @@ class _Run:
             self.optimizer.zero_grad()
 
 
+def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
+    return {name: whole(value).cpu().clone() for name, value in prepared.state_dict()["model"].items()}
+
+
 def _held(backend: Backend, prepared: Prepared) -> AbstractContextManager[None]:
     return nullcontext() if backend.window.closing else prepared.no_sync()
-
-
-def _model(case: Case, dtype: torch.dtype, *, seed: int) -> TinyModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return TinyModel(case, dtype)
-
-
-def _optimizer(model: nn.Module) -> Optimizer:
-    return SGD([p for p in model.parameters() if p.requires_grad], lr=_RATE, momentum=0.9)
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-
-
-def _loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    each = (output - target).square().sum(-1)
-    return each.sum() if reduction == "sum" else each.mean()
-
-
-def _windows(case: Case, num_ranks: int, dtype: torch.dtype) -> list[_Window]:
-    """The data of all ranks. Sizes differ by rank and micro-batch where losses are counted."""
-    generator = torch.Generator().manual_seed(7)
-
-    def batch(step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
-        size = 1 + (3 * step + 5 * micro_batch + 7 * rank) % 6 if case.counted else 4
-        x, y = torch.randn(2, size, _FEATURES, generator=generator, dtype=dtype)
-        return x, y
-
-    return [
-        [[batch(step, i, rank) for rank in range(num_ranks)] for i in range(length)]
-        for step, length in enumerate(case.windows)
-    ]
-
-
-def _train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """The loop that the contract is measured against: one process, every rank's micro-batches, torch alone."""
-    model = _model(case, dtype, seed=0)
-    optimizer = _optimizer(model)
-    weights: list[dict[str, Tensor]] = []
-    for window in _windows(case, num_ranks, dtype):
-        batches = [pair for by_rank in window for pair in by_rank]
-        if case.counted:
-            total = sum(len(x) for x, _ in batches)
-            loss = torch.stack([_loss(model(x), y, reduction="sum") for x, y in batches]).sum() / total
-        else:
-            loss = torch.stack([_loss(model(x), y) for x, y in batches]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        if case.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        optimizer.step()
-        weights.append(_weights(model))
-    return weights

@@ -31,6 +31,7 @@ class TorchBackend:
 
     settings_section: ClassVar[str | None] = None
     settings_type: ClassVar[type[Any] | None] = None
+    needs_group: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,7 +66,12 @@ class TorchBackend:
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks."""
         plain = [*(p.unwrap() for p in self._prepared), *models]
         pairs = [(optimizer, owners(optimizer, plain)) for optimizer in optimizers]
-        self._check(models, [o for o, _ in pairs], schedulers)
+        known = [
+            *optimizers,
+            *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
+        ]
+        check_new(models)
+        check_schedulers(schedulers, known)
         self._prepared.extend(self._place(model) for model in models)
         touched: list[TorchPrepared] = self._prepared[len(self._prepared) - len(models) :]
         for optimizer, indices in pairs:
@@ -117,12 +123,7 @@ class TorchBackend:
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, where there is one, and the reference of counted losses."""
-        self._ledger.move_scale()
-        self._ledger.reference.renew()
-        return {
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "reference_count": self._ledger.reference.number,
-        }
+        return self._ledger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the loss scale of a saved run.
@@ -130,16 +131,7 @@ class TorchBackend:
         Raises:
             ValueError: The saved run scaled its loss and this one does not, or the reverse.
         """
-        if (state["scaler"] is None) != (self.scaler is None):
-            saved = "without" if state["scaler"] is None else "with"
-            raise ValueError(
-                f"the checkpoint was saved {saved} fp16 loss scaling, and this run has "
-                f"mixed_precision={self.policy.mode!r}; resume in the precision it was saved in"
-            )
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
-        reference: Tensor | None = state["reference_count"]
-        self._ledger.reference.number = None if reference is None else reference.to(self.context.device)
+        self._ledger.load_state_dict(state)
 
     def close(self) -> None:
         """Give every model its own class back and forget them all."""
@@ -147,24 +139,6 @@ class TorchBackend:
             prepared.release()
         self._prepared, self._trained, self._ledger.groups = [], [], []
         self._ledger.unreduced.clear()
-
-    def _check(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
-    ) -> None:
-        """Refuse what cannot be prepared before anything is changed."""
-        for model in models:
-            if isinstance(model, PreparedForward):
-                raise ValueError(
-                    f"{type(model).__name__} is prepared already; prepare() a model once, or free_memory() first"
-                )
-        known = [*optimizers, *(o.optimizer for p in self._prepared for o in p.optimizers)]
-        known += [o for p in self._prepared for o in p.optimizers]
-        for scheduler in schedulers:
-            if not any(scheduler.optimizer is optimizer for optimizer in known):
-                raise PairingError(
-                    f"{type(scheduler).__name__}: its optimizer is not prepared; pass the optimizer to the same "
-                    "prepare() call, or prepare it first"
-                )
 
     def _place(self, model: nn.Module) -> TorchPrepared:
         model.to(self.context.device)
@@ -191,6 +165,33 @@ class TorchBackend:
         return next(
             (p, o) for p in self._prepared for o in p.optimizers if o is optimizer or o.optimizer is optimizer
         )
+
+
+def check_new(models: Sequence[nn.Module]) -> None:
+    """Refuse models that are prepared already.
+
+    Raises:
+        ValueError: One is.
+    """
+    for model in models:
+        if isinstance(model, PreparedForward):
+            raise ValueError(
+                f"{type(model).__name__} is prepared already; prepare() a model once, or free_memory() first"
+            )
+
+
+def check_schedulers(schedulers: Sequence[Scheduler], optimizers: Sequence[object]) -> None:
+    """Refuse schedulers whose optimizer is none of those that are prepared.
+
+    Raises:
+        PairingError: One is of another optimizer.
+    """
+    for scheduler in schedulers:
+        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+            raise PairingError(
+                f"{type(scheduler).__name__}: its optimizer is not prepared; pass the optimizer to the same "
+                "prepare() call, or prepare it first"
+            )
 
 
 def _move_state(optimizer: Optimizer) -> None:

@@ -62,6 +62,16 @@ class LossScaler:
         self._unscaled = True
         return found_inf
 
+    @property
+    def value(self) -> float:
+        """The current scale. Waits for the device."""
+        return self._scale.item()
+
+    def observe(self, *, overflowed: bool) -> None:
+        """Note a step whose gradients another unscaled, as an engine does, and whether one of them overflowed."""
+        self._found_inf.fill_(max(float(overflowed), self._found_inf.item()))
+        self._unscaled = True
+
     def overflowed(self) -> bool:
         """Whether a gradient unscaled since the last `update` held an infinity or NaN. Waits for the device."""
         return bool(self._found_inf.item())

@@ -33,18 +33,20 @@ def connect(
     *,
     device: str | torch.device | None = None,
     parallelism: ParallelDims | None = None,
+    needs_group: bool = False,
 ) -> Context:
     """This process's place among the others: ranks, device, mesh. Called on all ranks.
 
     A torch process group that exists already is adopted if it fits. Otherwise one is made from the launcher's
-    variables, and the context owns it: the group ends with `close`, or with the process. One process without a
-    launcher needs no group and gets none, unless `parallelism` asks for a mesh.
+    variables, and the context owns it: the group ends with `close`, or with the process. One process alone gets none,
+    unless `parallelism` asks for a mesh, or `needs_group` for the group itself.
 
     Args:
         settings: The `state` section; None reads it from the command line, environment and file.
         device: Wins over `settings.device`. With an index, such as `"cuda:1"`, exactly that device; without
             one, the device of this process's local rank.
         parallelism: Sizes of the parallel dimensions; None makes no mesh.
+        needs_group: Whether one process gets a group too, as sharding backends want it.
 
     Raises:
         DeviceError: If there is no such device, or the node has fewer of them than processes.
@@ -65,7 +67,8 @@ def connect(
     place = _place(settings.device, index, topology)
     plan = parallelism.plan(topology.world_size) if parallelism is not None else None
     with ExitStack() as undo:
-        owns_group = _join(place, topology, launched, settings, needs_group=plan is not None, undo=undo)
+        wanted = needs_group or plan is not None
+        owns_group = _join(place, topology, launched, settings, needs_group=wanted, undo=undo)
         watch = Watch()
         if settings.watchdog and topology.world_size > 1:
             from drivetrain_state.watchdog import start_watchdog  # its rooms serve several processes alone

@@ -1,0 +1,6 @@
+"""DeepSpeed's ZeRO as a backend: its configuration made from the run, its engine behind the protocol.
+
+Read in this order: `library` imports it, `config` and `keys` say what an engine is started with, `backend` starts one
+for each model, `model` is what the user calls, `gradients` how a backward is corrected and clipped, `prepared` steps,
+`state` gathers what a checkpoint holds.
+"""

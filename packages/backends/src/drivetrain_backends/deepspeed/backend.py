@@ -1,0 +1,342 @@
+"""Training by DeepSpeed's engines, one for each model with its optimizer."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.carrier import trainable_parameters
+from drivetrain_backends.deepspeed.config import EngineRun, engine_config
+from drivetrain_backends.deepspeed.gradients import EngineCarrier
+from drivetrain_backends.deepspeed.library import entering, load_deepspeed
+from drivetrain_backends.deepspeed.model import EngineModel
+from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared
+from drivetrain_backends.errors import AccumulationError, EngineConfigError, PairingError
+from drivetrain_backends.forward import prepare_forward
+from drivetrain_backends.gradients import GradientLedger
+from drivetrain_backends.optimizer import PreparedOptimizer
+from drivetrain_backends.pairing import owners, parameter_names
+from drivetrain_backends.prepared import TorchPrepared
+from drivetrain_backends.protocol import Chosen, Prepared
+from drivetrain_backends.scheduler import PreparedScheduler, Scheduler
+from drivetrain_backends.settings import DeepSpeedSettings
+from drivetrain_backends.torch_backend import check_new, check_schedulers
+from drivetrain_precision import LossScaler, Policy, PrecisionError
+from drivetrain_state import Context
+
+
+class DeepSpeedBackend:
+    """Each model is trained by a DeepSpeed engine, together with its one optimizer.
+
+    Args:
+        context: Ranks and device; it has a process group.
+        policy: The precision that models compute in.
+        window: The accumulation window; the caller begins its micro-batches.
+        settings: The `deepspeed` section.
+
+    Raises:
+        BackendNotInstalledError: DeepSpeed is not installed.
+        EngineConfigError: A given configuration has unknown keys, or contradicts the run.
+        RuntimeError: The context has no process group.
+    """
+
+    settings_section: ClassVar[str | None] = "deepspeed"
+    settings_type: ClassVar[type[Any] | None] = DeepSpeedSettings
+    needs_group: ClassVar[bool] = True
+
+    def __init__(
+        self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
+    ) -> None:
+        self.context = context
+        self.policy = policy
+        self.window = window
+        self.settings: DeepSpeedSettings = settings or DeepSpeedSettings()
+        self.config = engine_config(self.settings, self._run())
+        self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
+        self._deepspeed = load_deepspeed(context)
+        _check_device(policy)
+        with entering(context):
+            pass
+        self._carrier = EngineCarrier(window, self.scaler)
+        self._ledger = GradientLedger(context, window, self.scaler, self._carrier)
+        self._prepared: list[DeepSpeedPrepared] = []
+        self._untrained: list[TorchPrepared | DeepSpeedPrepared] = []  # models without an optimizer
+
+    def building(self) -> AbstractContextManager[None]:
+        """Inside, parameters are partitioned as they are made (stage 3), or made on the device."""
+        return self._building()
+
+    @contextmanager
+    def _building(self) -> Generator[None]:
+        if self.config["zero_optimization"]["stage"] < 3:
+            with self.context.device:
+                yield
+            return
+        with entering(self.context), self._deepspeed.zero.Init(config_dict_or_path=self.config):
+            yield
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
+    ) -> tuple[Prepared, ...]:
+        """Start an engine for each model that comes with an optimizer; see `Backend.prepare`. Called on all ranks."""
+        known = [
+            *optimizers,
+            *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
+        ]
+        check_new(models)
+        check_schedulers(schedulers, known)
+        trained_by = self._pair(models, optimizers)
+        new: list[Prepared] = [
+            self._start(model, trained_by[model]) if model in trained_by else self._place(model)
+            for model in models
+        ]
+        for scheduler in schedulers:
+            prepared, optimizer = self._trained_by(scheduler.optimizer)
+            prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
+            new.append(prepared)
+        return tuple(dict.fromkeys(new))
+
+    def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
+        """Add the gradients of a loss of the one trained model; see `Backend.backward`."""
+        if len(self._prepared) != 1:
+            raise AccumulationError(
+                f"backward(loss) with {len(self._prepared)} models that have optimizers: a DeepSpeed engine runs the "
+                "backward of its own model; say whose loss it is, backward(loss, model=...)"
+            )
+        self._prepared[0].backward(loss, count=count)
+
+    def backward_of(
+        self, models: Sequence[Any], loss: Tensor, *, count: Tensor | float | None = None
+    ) -> None:
+        """Add the gradients of a loss of one model; see `Backend.backward_of`.
+
+        Raises:
+            AccumulationError: There are several: an engine trains one.
+        """
+        chosen = [one.group for one in self._prepared if any(one is prepared for prepared in models)]
+        self._ledger.backward(loss, count, chosen)
+
+    def join(self, models: Sequence[nn.Module]) -> NoReturn:
+        """Refused; see `Backend.join`.
+
+        Raises:
+            RuntimeError: Always: every rank must step equally often.
+        """
+        del models
+        raise RuntimeError(
+            "join_uneven_inputs: DeepSpeed's engines hang when a rank steps less often; prepare the loader, whose "
+            "tails keep ranks in step"
+        )
+
+    def applied(self) -> Mapping[str, object]:
+        """What is in force, read back from the first engine."""
+        found: dict[str, object] = {
+            "device": str(self.context.device),
+            "gradient_accumulation_steps": self.window.num_micro_batches,
+            "mixed_precision": self.policy.mode,
+            "loss_scaling": self.scaler is not None,
+        }
+        for prepared in self._prepared[:1]:
+            found |= _read_back(prepared.model.engine, self.settings)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, where there is one, and the reference of counted losses."""
+        return self._ledger.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the loss scale of a saved run.
+
+        Raises:
+            ValueError: The saved run scaled its loss and this one does not, or the reverse.
+        """
+        self._ledger.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the engines."""
+        for prepared in [*self._prepared, *self._untrained]:
+            prepared.release()
+        self._prepared, self._untrained, self._ledger.groups = [], [], []
+
+    def _run(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> EngineRun:
+        return EngineRun(
+            world_size=self.context.topology.world_size,
+            gradient_accumulation_steps=self.window.num_micro_batches,
+            micro_batch_size=self.window.micro_batch_size,
+            mode=self.policy.mode,
+            num_elements=None if model is None else _num_elements(model),
+            optimizer=None if optimizer is None else type(optimizer).__name__,
+            optimizer_options={} if optimizer is None else _shared_options(optimizer),
+        )
+
+    def _pair(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> dict[nn.Module, Optimizer]:
+        """Which optimizer trains which model; refused before anything is changed where an engine cannot."""
+        earlier = [p.unwrap() for p in [*self._prepared, *self._untrained]]
+        found: dict[nn.Module, Optimizer] = {}
+        for optimizer in optimizers:
+            indices = owners(optimizer, [*models, *earlier])
+            name = type(optimizer).__name__
+            if len(indices) > 1:
+                raise PairingError(
+                    f"{name} trains {len(indices)} models: a DeepSpeed engine trains one; put them into one nn.Module"
+                )
+            if indices[0] >= len(models):
+                raise PairingError(
+                    f"{name}: its model was prepared before it; DeepSpeed partitions both together, so pass them to "
+                    "one prepare() call"
+                )
+            model = models[indices[0]]
+            if model in found:
+                raise PairingError(
+                    f"{type(model).__name__} has two optimizers: a DeepSpeed engine has one; use parameter groups"
+                )
+            _check_optimizer(optimizer, self.config["zero_optimization"]["stage"])
+            found[model] = optimizer
+        return found
+
+    def _start(self, model: nn.Module, optimizer: Optimizer) -> DeepSpeedPrepared:
+        config = engine_config(self.settings, self._run(model, optimizer))
+        names = parameter_names({"": model})
+        groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups if group["params"]]
+        prepare_forward(model, self.policy, self.context.device)
+        by_engine = "optimizer" in config
+        with entering(self.context):
+            engine, *_ = self._deepspeed.initialize(
+                model=model,
+                optimizer=None if by_engine else optimizer,
+                model_parameters=optimizer.param_groups if by_engine else None,
+                config=config,
+            )
+        if by_engine:  # the user's object goes on to be what schedulers and the loop hold
+            optimizer.param_groups, optimizer.state = (
+                engine.basic_optimizer.param_groups,
+                engine.basic_optimizer.state,
+            )
+        prepared = DeepSpeedPrepared(
+            EngineModel(engine, self._carrier.notice),
+            context=self.context,
+            ledger=self._ledger,
+            gradients=self._carrier.add(engine),
+            names=names,
+            groups=groups,
+            scaler=self.scaler,
+        )
+        prepared.optimizers.append(PreparedOptimizer(optimizer, prepared))
+        self._ledger.groups.append(prepared.group)
+        prepared.group.num_optimizers = 1
+        self._prepared.append(prepared)
+        return prepared
+
+    def _place(self, model: nn.Module) -> Prepared:
+        """Prepare a model that is not trained: partitioned in stage 3, a whole copy on every rank else."""
+        prepare_forward(model, self.policy, self.context.device)
+        if self.config["zero_optimization"]["stage"] < 3:
+            model.to(self.context.device)
+            whole = TorchPrepared(model, context=self.context, ledger=self._ledger)
+            self._untrained.append(whole)
+            return whole
+        with entering(self.context):
+            engine, *_ = self._deepspeed.initialize(
+                model=model, config=engine_config(self.settings, self._run(model))
+            )
+        partitioned = DeepSpeedPrepared(
+            EngineModel(engine, self._carrier.notice),
+            context=self.context,
+            ledger=self._ledger,
+            gradients=None,
+            names=parameter_names({"": model}),
+            groups=[],
+            scaler=None,
+        )
+        self._untrained.append(partitioned)
+        return partitioned
+
+    def _trained_by(self, optimizer: Optimizer) -> tuple[DeepSpeedPrepared, PreparedOptimizer]:
+        return next(
+            (p, o) for p in self._prepared for o in p.optimizers if o is optimizer or o.optimizer is optimizer
+        )
+
+
+def _check_device(policy: Policy) -> None:
+    """Refuse a precision that DeepSpeed does not compute in on this device, though torch does.
+
+    Raises:
+        PrecisionError: It does not.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    able = {"fp16": accelerator.is_fp16_supported(), "bf16": accelerator.is_bf16_supported()}
+    if not able.get(policy.mode, True):
+        others = ", ".join(repr(mode) for mode, has in {"no": True, **able}.items() if has)
+        raise PrecisionError(
+            f"mixed_precision={policy.mode!r}: DeepSpeed does not compute in it on {accelerator.device_name()}; "
+            f"it can do {others}"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, stage: int) -> None:
+    """Refuse optimizers that partitioning would silently take something from."""
+    name = type(optimizer).__name__
+    if stage and isinstance(optimizer, torch.optim.Adagrad):
+        raise EngineConfigError(
+            f"{name} with deepspeed.stage={stage}: DeepSpeed replaces it by one of its own making, which keeps "
+            "neither its groups nor its schedulers; choose another optimizer, or stage 0"
+        )
+    if stage and optimizer.state:
+        raise EngineConfigError(
+            f"{name} holds state already, which DeepSpeed drops when it partitions parameters; prepare() it fresh, "
+            "and load its state with load_state()"
+        )
+
+
+def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
+    """The options that all parameter groups have in common."""
+    first, *others = optimizer.param_groups
+    return {
+        name: value
+        for name, value in first.items()
+        if name != "params" and all(group.get(name) == value for group in others)
+    }
+
+
+def _num_elements(model: nn.Module) -> int:
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable_parameters([model]))
+
+
+def _read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
+    """The section's fields as the engine has them."""
+    zero = engine._config.zero_config
+    found: dict[str, object] = {
+        "stage": int(engine.zero_optimization_stage()),
+        "offload_optimizer": _device_of(zero.offload_optimizer),
+        "offload_param": _device_of(zero.offload_param),
+        "reduce_bucket_size": int(zero.reduce_bucket_size),
+        "allgather_bucket_size": int(zero.allgather_bucket_size),
+        "overlap_comm": bool(zero.overlap_comm),
+        "grad_accum_dtype": engine._config.grad_accum_dtype,
+        "communication_data_type": _DTYPES.get(engine.communication_data_type, "as DeepSpeed chooses"),
+        "config": engine.config,
+    }
+    reason = "of deepspeed.config" if settings.config is not None else "not said, so chosen for the run"
+    left_open = {name for name in found if getattr(settings, name) is None} | {"config"}
+    return {
+        name: Chosen(value=value, reason=reason if name != "config" else "filled in from the run")
+        if name in left_open
+        else value
+        for name, value in found.items()
+    }
+
+
+def _device_of(offload: Any) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+
+
+_DTYPES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})

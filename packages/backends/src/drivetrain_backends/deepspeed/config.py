@@ -1,0 +1,282 @@
+"""The configuration a DeepSpeed engine is started with: made whole from the run, and held against the one given.
+
+Every key whose default changes the mathematics is written, whatever DeepSpeed's default is: 0.19 clips gradients to
+a norm of 1 where `gradient_clipping` is left out.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from drivetrain_backends.deepspeed.keys import check_keys
+from drivetrain_backends.errors import EngineConfigError
+from drivetrain_backends.settings import DeepSpeedSettings
+
+_DEFAULT_STAGE = 2
+_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own; a model of fewer needs no larger buffer
+_PREFETCH_ELEMENTS = 50_000_000
+_PERSISTENT_ELEMENTS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """What the run says of an engine.
+
+    Attributes:
+        world_size: Ranks the engine spans.
+        gradient_accumulation_steps: Micro-batches in a window.
+        micro_batch_size: Samples of a micro-batch on one rank; None where no loader tells.
+        mode: "no", "fp16" or "bf16".
+        num_elements: Trainable parameter elements of the model; None before there is one.
+        optimizer: Class name of the prepared optimizer; None without one.
+        optimizer_options: The options of its parameter groups that all groups share.
+    """
+
+    world_size: int
+    gradient_accumulation_steps: int = 1
+    micro_batch_size: int | None = None
+    mode: str = "no"
+    num_elements: int | None = None
+    optimizer: str | None = None
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One value of the configuration.
+
+    Attributes:
+        value: What is written.
+        said: What in the run asks for exactly this, such as "mixed_precision='bf16'"; None for a default, which a
+            given configuration may replace.
+    """
+
+    value: Any
+    said: str | None = None
+
+
+def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]:
+    """The whole configuration of an engine, nested as DeepSpeed reads it.
+
+    Args:
+        settings: The `deepspeed` section.
+        run: What the run says.
+
+    Raises:
+        EngineConfigError: The given configuration has a key that DeepSpeed does not know, contradicts the run, or
+            asks for what the engine cannot do right; the message names both values.
+    """
+    given, where = read_given(settings.config)
+    flat = flatten(given)
+    stage = cast("int", flat.get("zero_optimization.stage", "auto"))
+    keys = _keys(settings, run, _stage(settings, stage))
+    if "optimizer.type" in flat:
+        keys |= _optimizer_keys(run)
+    check_keys(given, where)
+    merged = _merge(keys, flat, where)
+    _check_possible(merged, run)
+    return nest(merged)
+
+
+def read_given(config: Mapping[str, Any] | Path | None) -> tuple[dict[str, Any], str]:
+    """A given configuration, and what messages call it.
+
+    Raises:
+        EngineConfigError: The file is missing, or holds no JSON object.
+    """
+    if config is None:
+        return {}, "deepspeed.config"
+    if not isinstance(config, Path):
+        return dict(config), "deepspeed.config"
+    try:
+        read = json.loads(config.read_text(), object_pairs_hook=_no_duplicates)
+    except OSError as error:
+        raise EngineConfigError(
+            f"deepspeed.config={str(config)!r}: cannot be read ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise EngineConfigError(f"deepspeed.config={str(config)!r}: is no JSON ({error})") from error
+    if not isinstance(read, dict):
+        raise EngineConfigError(
+            f"deepspeed.config={str(config)!r}: must hold an object, not a {type(read).__name__}"
+        )
+    return cast("dict[str, Any]", read), str(config)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name: `{"bf16": {"enabled": True}}` is `{"bf16.enabled": True}`."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `flatten`."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        place = nested
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return nested
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{sorted(twice)} stand there twice")
+    return dict(pairs)
+
+
+def _stage(settings: DeepSpeedSettings, given: object) -> Key:
+    if settings.stage is not None:
+        return Key(value=settings.stage, said=f"deepspeed.stage={settings.stage}")
+    return Key(value=_DEFAULT_STAGE if given == "auto" else given)
+
+
+def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, Key]:
+    """What the run and its settings make of the configuration, by dotted name."""
+    accumulation = run.gradient_accumulation_steps
+    micro_batch = run.micro_batch_size
+    said_accumulation = f"gradient_accumulation_steps={accumulation}"
+    said_batch = None if micro_batch is None else f"the prepared loaders' batch_size={micro_batch}"
+    half = f"mixed_precision={run.mode!r}"
+    keys = {
+        "train_micro_batch_size_per_gpu": Key(value=micro_batch or 1, said=said_batch),
+        "gradient_accumulation_steps": Key(value=accumulation, said=said_accumulation),
+        "train_batch_size": Key(
+            value=(micro_batch or 1) * accumulation * run.world_size,
+            said=said_batch and f"{said_batch}, {said_accumulation} and {run.world_size} processes",
+        ),
+        "managed_gradient_accumulation": Key(
+            value=True, said="the accumulation window, which is drivetrain's"
+        ),
+        "gradient_clipping": Key(value=0.0),
+        "gradient_allreduce_op": Key(
+            value="mean", said="the mean over ranks, which losses are normalised for"
+        ),
+        "prescale_gradients": Key(value=False),
+        "gradient_predivide_factor": Key(value=1.0),
+        "communication_data_type": _asked(settings, "communication_data_type", "fp32"),
+        "data_types.grad_accum_dtype": _asked(settings, "grad_accum_dtype", "fp32"),
+        "bf16.enabled": Key(value=run.mode == "bf16", said=half),
+        "fp16.enabled": Key(value=run.mode == "fp16", said=half),
+        "torch_autocast.enabled": Key(value=False),
+        "zero_allow_untested_optimizer": Key(value=True),
+        "zero_force_ds_cpu_optimizer": Key(value=False),
+        "zero_optimization.stage": stage,
+    }
+    if run.mode == "bf16":
+        keys |= {
+            "bf16.check_grad_overflow": Key(value=False),
+            "bf16.immediate_grad_update": Key(value=False),
+            "bf16.bf16_master_weights_and_grads": Key(value=False),
+            "bf16.bf16_optimizer_states": Key(value=False),
+        }
+    if run.mode == "fp16":
+        scale = "the run's own loss scale (the precision section), which is moved outside the engine"
+        keys |= {
+            "fp16.loss_scale": Key(value=1.0, said=scale),
+            "fp16.auto_cast": Key(value=False),
+            "fp16.fp16_master_weights_and_grads": Key(value=False),
+        }
+    return keys | _zero_keys(settings, run, stage.value)
+
+
+def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[str, Key]:
+    if stage == 0:
+        return {}
+    fitting = min(_BUCKET_ELEMENTS, run.num_elements or _BUCKET_ELEMENTS)
+    zero = {
+        "reduce_bucket_size": _asked(settings, "reduce_bucket_size", fitting),
+        "overlap_comm": _asked(settings, "overlap_comm", stage == 3),
+        "contiguous_gradients": Key(value=True),
+        "reduce_scatter": Key(value=True),
+        "ignore_unused_parameters": Key(value=True),
+        "zero_quantized_weights": Key(value=False),
+        "zero_quantized_nontrainable_weights": Key(value=False),
+        "zero_quantized_gradients": Key(value=False),
+        **_offload_keys(settings, "offload_optimizer"),
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": Key(value=min(_PREFETCH_ELEMENTS, fitting)),
+            "stage3_param_persistence_threshold": Key(value=_PERSISTENT_ELEMENTS),
+            **_offload_keys(settings, "offload_param"),
+        }
+    else:
+        zero["allgather_bucket_size"] = _asked(settings, "allgather_bucket_size", fitting + fitting % 2)
+    return {f"zero_optimization.{name}": key for name, key in zero.items()}
+
+
+def _offload_keys(settings: DeepSpeedSettings, name: str) -> dict[str, Key]:
+    keys = {f"{name}.device": _asked(settings, name, "none")}
+    if settings.nvme_path is not None and getattr(settings, name) == "nvme":
+        keys[f"{name}.nvme_path"] = Key(value=str(settings.nvme_path), said=f"nvme_path={settings.nvme_path}")
+    return keys
+
+
+def _asked(settings: DeepSpeedSettings, name: str, default: object) -> Key:
+    value = getattr(settings, name)
+    return Key(value=default) if value is None else Key(value=value, said=f"deepspeed.{name}={value!r}")
+
+
+def _optimizer_keys(run: EngineRun) -> dict[str, Key]:
+    """What a given `optimizer` section must agree with: the optimizer that was prepared."""
+    keys = {"optimizer.type": Key(value=run.optimizer, said=f"the prepared optimizer, {run.optimizer}")}
+    for name, value in run.optimizer_options.items():
+        plain = list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
+        keys[f"optimizer.params.{name}"] = Key(
+            value=plain, said=f"{name}={plain!r} of the prepared {run.optimizer}"
+        )
+    return keys
+
+
+def _merge(keys: Mapping[str, Key], given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    merged = {
+        name: key.value for name, key in keys.items() if not name.startswith("optimizer.") or name in given
+    }
+    for name, value in given.items():
+        key = keys.get(name)
+        if value == "auto":
+            if key is None:
+                raise EngineConfigError(
+                    f'{where}: {name} is "auto", and nothing in the run says what it should be; write the value'
+                )
+        elif key is not None and key.said is not None and not _equal(name, value, key.value):
+            raise EngineConfigError(
+                f'{where}: {name}={value!r} contradicts {key.said}; make them equal, or write "auto"'
+            )
+        else:
+            merged[name] = value
+    return merged
+
+
+def _equal(name: str, one: Any, other: Any) -> bool:
+    if name == "optimizer.type":
+        return str(one).lower() == str(other).lower()
+    return one == other
+
+
+def _check_possible(flat: Mapping[str, Any], run: EngineRun) -> None:
+    """Refuse what DeepSpeed would do, but not right."""
+    stage = flat["zero_optimization.stage"]
+    if stage not in (0, 1, 2, 3):
+        raise EngineConfigError(f"zero_optimization.stage={stage!r}: must be 0, 1, 2 or 3")
+    if stage == 0 and run.mode != "no":
+        raise EngineConfigError(
+            f"deepspeed.stage=0 with mixed_precision={run.mode!r}: DeepSpeed adds gradients up in {run.mode} there; "
+            "say stage 1, which adds them up in fp32, or backend='ddp'"
+        )
+    if any(name.startswith("scheduler.") for name in flat):
+        raise EngineConfigError(
+            "the DeepSpeed configuration has a scheduler: build it from torch.optim.lr_scheduler and pass it to "
+            "prepare(), which steps it with the optimizer"
+        )

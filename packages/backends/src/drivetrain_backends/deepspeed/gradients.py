@@ -1,0 +1,242 @@
+"""Where each of DeepSpeed's optimizers keeps reduced gradients, and how they are corrected and clipped there."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.deepspeed.model import EngineModel
+from drivetrain_backends.errors import AccumulationError
+from drivetrain_precision import LossScaler
+
+
+class ReducedGradients(Protocol):
+    """The gradients of one engine, between the reduction that closes a window and the engine's step."""
+
+    def scale_losses(self, scale: float) -> None:
+        """Multiply losses by `scale` from now on, and divide gradients by it at the step."""
+        ...
+
+    def correct(self, factor: float) -> None:
+        """Multiply them by `factor`, at the latest when they are used."""
+        ...
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip their global norm at the step, or now; the norm before, shape (). Called on all ranks."""
+        ...
+
+    def used(self) -> None:
+        """Forget this window's correction and clipping."""
+        ...
+
+    def discard(self) -> None:
+        """Drop them without a step."""
+        ...
+
+
+class WholeGradients:
+    """Stage 0: `.grad` of the parameters, whole on every rank.
+
+    Args:
+        engine: The DeepSpeed engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def scale_losses(self, scale: float) -> None:
+        """Nothing to do: there is no fp16 in stage 0; see `ReducedGradients.scale_losses`."""
+        assert scale == 1.0
+
+    def correct(self, factor: float) -> None:
+        """Multiply them in place; see `ReducedGradients.correct`."""
+        found = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip them in place; see `ReducedGradients.clip`."""
+        return nn.utils.clip_grad_norm_(self._engine.module.parameters(), max_norm)
+
+    def used(self) -> None:
+        """Nothing is kept; see `ReducedGradients.used`."""
+
+    def discard(self) -> None:
+        """Drop them; see `ReducedGradients.discard`."""
+        self._engine.zero_grad()
+
+
+class MasterGradients:
+    """Stage 1 in bf16: fp32 gradients in flat buffers beside the bf16 parameters.
+
+    Args:
+        engine: The DeepSpeed engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._optimizer = engine.optimizer
+        self._configured_norm: float = engine.gradient_clipping()
+
+    def scale_losses(self, scale: float) -> None:
+        """Nothing to do: bf16 has no loss scale; see `ReducedGradients.scale_losses`."""
+        assert scale == 1.0
+
+    def correct(self, factor: float) -> None:
+        """Multiply them in place; see `ReducedGradients.correct`."""
+        buffers = self._optimizer.fp32_groups_gradients_flat
+        torch._foreach_mul_(buffers, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Measure them now and let the step clip; see `ReducedGradients.clip`."""
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        self._optimizer.clip_grad = max_norm
+        dense, _ = self._optimizer.get_grads_for_norm()
+        return torch.as_tensor(get_global_norm_of_tensors(dense))
+
+    def used(self) -> None:
+        """Clip as configured again; see `ReducedGradients.used`."""
+        self._optimizer.clip_grad = self._configured_norm
+
+    def discard(self) -> None:
+        """Drop them; see `ReducedGradients.discard`."""
+        self._optimizer.clear_hp_grads()
+        self._optimizer.zero_grad()
+        self.used()
+
+
+class PartitionedGradients:
+    """ZeRO stages 1 to 3: each rank's part, which the step divides by the loss scale.
+
+    A correction is put into that division, so that it costs no pass over the gradients.
+
+    Args:
+        engine: The DeepSpeed engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._configured_norm: float = engine.gradient_clipping()
+        self._scale = 1.0
+        # The optimizer's own scaler moves its scale between measuring and dividing (0.19), so that gradients are
+        # halved in the step in which it grows; a scale from outside stays where it is put.
+        self._optimizer.custom_loss_scaler = True
+        self._optimizer.external_loss_scale = 1.0
+
+    def scale_losses(self, scale: float) -> None:
+        """Hand the scale to the optimizer; see `ReducedGradients.scale_losses`."""
+        self._scale = scale
+        self._optimizer.external_loss_scale = scale
+
+    def correct(self, factor: float) -> None:
+        """Put the factor into the step's division; see `ReducedGradients.correct`."""
+        self._optimizer.external_loss_scale = self._scale / factor if factor else math.inf
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Measure them now and let the step clip; see `ReducedGradients.clip`."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        self._optimizer.clip_grad = max_norm
+        if hasattr(self._optimizer, "scaled_global_norm"):  # stages 1 and 2
+            scaled = self._optimizer.scaled_global_norm()
+        else:
+            scaled = combine_grad_norm_groups(self._optimizer._get_norm_groups())
+        norm = torch.as_tensor(scaled)
+        # DeepSpeed says -1 of gradients that hold an infinity or NaN.
+        return torch.where(
+            norm < 0, torch.full_like(norm, math.nan), norm / self._optimizer.external_loss_scale
+        )
+
+    def used(self) -> None:
+        """Clip and scale as before; see `ReducedGradients.used`."""
+        self._optimizer.clip_grad = self._configured_norm
+        self._optimizer.external_loss_scale = self._scale
+
+    def discard(self) -> None:
+        """Drop them; see `ReducedGradients.discard`."""
+        self._optimizer.zero_grad()
+        if hasattr(self._optimizer, "scaled_global_norm"):
+            self._optimizer.micro_step_id = (
+                -1
+            )  # what stages 1 and 2 start a window with; else offloaded ones stay
+        self.used()
+
+
+def gradients_of(engine: Any) -> ReducedGradients:
+    """The gradients of an engine, by the kind of its optimizer."""
+    if not engine.zero_optimization():
+        return WholeGradients(engine)
+    if hasattr(engine.optimizer, "fp32_groups_gradients_flat"):
+        return MasterGradients(engine)
+    return PartitionedGradients(engine)
+
+
+class EngineCarrier:
+    """Runs backwards through the engines of the models, one at a time; see `GradientCarrier`.
+
+    Args:
+        window: The accumulation window.
+        scaler: The loss scale, for fp16.
+    """
+
+    def __init__(self, window: AccumulationWindow, scaler: LossScaler | None) -> None:
+        self._window = window
+        self._scaler = scaler
+        self._engines: dict[nn.Module, tuple[Any, ReducedGradients]] = {}
+        self._running: nn.Module | None = None
+
+    def add(self, engine: Any) -> ReducedGradients:
+        """Take in an engine, by the model it trains."""
+        self._engines[engine.module] = engine, (gradients := gradients_of(engine))
+        return gradients
+
+    def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+        """Run the engine's backward; see `GradientCarrier.run`.
+
+        Raises:
+            AccumulationError: The loss is said to train several models, or none that has an engine.
+        """
+        if len(models) != 1 or models[0] not in self._engines:
+            raise AccumulationError(
+                f"backward() of a loss of {' and '.join(type(m).__name__ for m in models)}: a DeepSpeed engine "
+                "trains one model with one optimizer; put models that one loss trains into one nn.Module, and say "
+                "backward(..., model=) where several are prepared"
+            )
+        engine, gradients = self._engines[models[0]]
+        if self._scaler is not None:
+            gradients.scale_losses(self._scaler.value)
+        self._running = models[0]
+        try:
+            engine.set_gradient_accumulation_boundary(self._window.closing)
+            engine.backward(loss, scale_wrt_gas=False)
+        finally:
+            self._running = None
+
+    def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
+        """Correct the gradients; the engine looks for overflows when it steps; see `GradientCarrier.settle`."""
+        if factor is not None:
+            self._engines[models[0]][1].correct(float(factor))
+        return False
+
+    def notice(self, model: EngineModel) -> None:
+        """Refuse a backward that reaches an engine which is not the one that runs.
+
+        Raises:
+            AccumulationError: It does.
+        """
+        if self._running is model.module:
+            return
+        name = type(model.module).__name__
+        if self._running is None:
+            raise AccumulationError(
+                f"loss.backward() reached {name}, whose gradients are its DeepSpeed engine's: call "
+                "accelerator.backward(loss) in its place"
+            )
+        raise AccumulationError(
+            f"a loss of {type(self._running).__name__} reached {name}, whose DeepSpeed engine would take the "
+            f"gradients for its own: freeze {name} while it is passed through, {name}.requires_grad_(False), and "
+            "unfreeze it before its own forward"
+        )

@@ -1,0 +1,200 @@
+"""A model whose backward, clipping and step are a DeepSpeed engine's."""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.deepspeed.gradients import ReducedGradients
+from drivetrain_backends.deepspeed.model import EngineModel
+from drivetrain_backends.deepspeed.state import load_state, read_state, spread
+from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.forward import restore_forward
+from drivetrain_backends.gradients import GradientGroup, GradientLedger
+from drivetrain_backends.optimizer import PreparedOptimizer, StepResult
+from drivetrain_backends.scheduler import PreparedScheduler
+from drivetrain_precision import LossScaler
+from drivetrain_state import Context
+
+_OPEN = StepResult(stepped=False, skipped=False)
+
+
+class DeepSpeedPrepared:
+    """One model with its optimizer, trained by an engine.
+
+    Args:
+        model: What the user calls.
+        context: Ranks and device.
+        ledger: What the backend's models know together of their gradients.
+        gradients: Where the engine keeps them; None for a model that is not trained.
+        names: Each parameter's name.
+        groups: The names of the parameters of each of the optimizer's groups.
+        scaler: The loss scale, for fp16.
+
+    Attributes:
+        model: What the user calls.
+        optimizers: The prepared optimizer.
+        schedulers: The prepared schedulers of that optimizer.
+        group: How far the model's gradients are.
+    """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        *,
+        context: Context,
+        ledger: GradientLedger,
+        gradients: ReducedGradients | None,
+        names: Mapping[Tensor, str],
+        groups: list[list[str]],
+        scaler: LossScaler | None,
+    ) -> None:
+        self.model = model
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self.group = GradientGroup([model.module], ledger)
+        self._ledger = ledger
+        self._window = ledger.window
+        self._watch = context.watch
+        self._gradients = gradients
+        self._names = names
+        self._groups = groups
+        self._scaler = scaler
+
+    def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
+        """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
+        self._ledger.backward(loss, count, (self.group,))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing to do: the engine is told at each backward whether it closes its window; see `Prepared.no_sync`."""
+        return nullcontext()
+
+    def step(self, optimizer: Optimizer) -> StepResult:
+        """Step the engine if the window is closed. Called on all ranks."""
+        del optimizer
+        if not self._window.closing:
+            return _OPEN
+        group = self.group
+        if group.stage == "used":
+            raise AccumulationError(
+                "optimizer.step() twice after one backward(): a DeepSpeed engine clears gradients when it steps"
+            )
+        if group.stage == "empty":
+            return StepResult(
+                stepped=True, skipped=False
+            )  # as torch's optimizers do without gradients: nothing
+        group.finish()
+        group.use()
+        self._watch.mark("optimizer step")
+        assert self._gradients is not None  # there is an optimizer
+        self.model.engine.step()
+        stepped: bool = self.model.engine.was_step_applied()
+        self._gradients.used()
+        if self._scaler is not None:
+            self._scaler.observe(overflowed=not stepped)
+        return StepResult(stepped=stepped, skipped=not stepped, grad_norm=group.grad_norm)
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Drop gradients that no step used; those of an open window stay. The engine clears the others."""
+        del set_to_none
+        window, group = self._window, self.group
+        gathered = group.stage == "open" and group.opened_in == window.number
+        closes = window.closing and (window.length == 1 or self._ledger.last_backward == window.begun)
+        if gathered and not closes:
+            return
+        if group.stage in ("open", "final") and self._gradients is not None:
+            self._gradients.discard()
+        group.cleared_by(optimizer)
+
+    def clip(
+        self,
+        parameters: Iterable[Tensor] | None = None,
+        *,
+        norm: float | None = None,
+        norm_type: float = 2.0,
+        value: float | None = None,
+    ) -> Tensor | None:
+        """Have the engine clip by the global norm at its next step; see `Prepared.clip`.
+
+        Raises:
+            ValueError: Something else than the 2-norm of all of the model's parameters is asked for, or the engine
+                was configured to clip at another norm.
+        """
+        if (norm is None) == (value is None):
+            raise ValueError(f"clip(norm={norm!r}, value={value!r}): give one of the two")
+        if norm is None or norm_type != 2.0:
+            what = f"value={value!r}" if norm is None else f"norm_type={norm_type!r}"
+            raise ValueError(
+                f"clip({what}): DeepSpeed clips by the 2-norm of all gradients; clip by norm, of type 2"
+            )
+        if not self._window.closing or self._gradients is None:
+            return None
+        self._check_clip(parameters, norm)
+        self.group.finish()
+        self.group.grad_norm = total = self._gradients.clip(norm)
+        return total
+
+    def unwrap(self) -> nn.Module:
+        """The user's module, computing in the run's precision; its parameters are partitioned in stage 3."""
+        return self.model.module
+
+    @contextmanager
+    def gathered(self, *, write: bool = False) -> Generator[None]:
+        """Inside, the parameters are whole; see `Prepared.gathered`."""
+        from deepspeed import zero
+
+        parameters = list(self.model.module.parameters())
+        with zero.GatheredParameters(parameters, modifier_rank=0 if write else None):
+            yield
+            if write:
+                spread(parameters)
+
+    def release(self) -> nn.Module:
+        """End the engine; the user's module with its own class."""
+        self.model.engine.destroy()
+        return restore_forward(self.model.module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and schedulers, as whole tensors in fp32; see `Prepared.state_dict`."""
+        return {
+            **read_state(self.model.engine, self._names, self._groups),
+            "schedulers": [s.state_dict() for s in self.schedulers],
+            "num_steps": [o.num_steps for o in self.optimizers],
+            "scheduler_lags": [s.lag for s in self.schedulers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state, be it another backend's; see `Prepared.load_state_dict`.
+
+        Raises:
+            ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters.
+        """
+        for kind, own in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
+            if len(state[kind]) != len(own):
+                raise ValueError(
+                    f"the checkpoint holds {len(state[kind])} {kind} for {type(self.unwrap()).__name__}, and "
+                    f"{len(own)} are prepared; prepare the same ones before load_state()"
+                )
+        load_state(self.model.engine, self._names, self._groups, state)
+        for optimizer, steps in zip(self.optimizers, state["num_steps"], strict=True):
+            optimizer.num_steps = steps
+        saved = zip(self.schedulers, state["schedulers"], state["scheduler_lags"], strict=True)
+        for scheduler, value, lag in saved:
+            scheduler.load_state_dict(value)
+            scheduler.catch_up(lag)
+
+    def _check_clip(self, parameters: Iterable[Tensor] | None, norm: float) -> None:
+        own = {p for p in self.model.module.parameters() if p.requires_grad}
+        if parameters is not None and not own <= set(parameters):
+            raise ValueError(
+                f"clip over some of the parameters of {type(self.unwrap()).__name__}: DeepSpeed clips by the norm of "
+                "all of them; pass model.parameters()"
+            )
+        configured: float = self.model.engine.gradient_clipping()
+        if configured not in (0.0, norm):
+            raise ValueError(
+                f"clip(norm={norm!r}) contradicts gradient_clipping={configured!r} of the DeepSpeed configuration; "
+                "leave out one of the two"
+            )

@@ -1,0 +1,192 @@
+"""An engine's model and optimizer as whole tensors under the parameters' names, at any stage, and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain_backends.optimizer import check_groups, load_named_state, named_state
+
+
+def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Gather an engine's state, one tensor at a time. Called on all ranks.
+
+    Args:
+        engine: The DeepSpeed engine.
+        names: Each parameter's name.
+        groups: The names of the parameters of each of the optimizer's groups.
+
+    Returns:
+        `{"model": {name: tensor}, "optimizers": [named state]}`, the same on every rank. Of a partitioned engine the
+        tensors are fp32 and on the CPU.
+    """
+    if not groups:  # not trained
+        return {"model": _read_model(engine), "optimizers": []}
+    if not engine.zero_optimization():
+        optimizer = named_state(engine.optimizer, dict(names))
+        return {"model": dict(engine.module.state_dict()), "optimizers": [optimizer]}
+    own = {name: parameter for parameter, name in names.items()}
+    base = engine.optimizer.optimizer
+    state: dict[str, dict[str, Any]] = {}
+    for index, group in enumerate(groups):
+        for name in group:
+            kept = base.state.get(_partition(engine, index, own[name]), {}) if own[name].requires_grad else {}
+            if kept:
+                state[name] = {key: _read_kept(own[name], key, value) for key, value in kept.items()}
+    options = [
+        {**options, "params": list(group)} for options, group in zip(base.param_groups, groups, strict=True)
+    ]
+    return {"model": _read_model(engine), "optimizers": [{"state": state, "param_groups": options}]}
+
+
+def load_state(
+    engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]], state: Mapping[str, Any]
+) -> None:
+    """Put a state into an engine, each rank keeping its part. Called on all ranks.
+
+    Args:
+        engine: The DeepSpeed engine.
+        names: Each parameter's name.
+        groups: The names of the parameters of each of the optimizer's groups.
+        state: What `read_state` gave, or another backend's state of the same model.
+
+    Raises:
+        ValueError: It is of another model or of other parameter groups; nothing was loaded.
+    """
+    if not groups:  # not trained
+        _load_model(engine, state["model"])
+        return
+    (saved,) = state["optimizers"]
+    check_groups(groups, saved["param_groups"])
+    if not engine.zero_optimization():
+        engine.module.load_state_dict(state["model"])
+        load_named_state(engine.optimizer, dict(names), saved)
+        return
+    _load_model(engine, state["model"])
+    own = {name: parameter for parameter, name in names.items()}
+    base = engine.optimizer.optimizer
+    for index, (group, options) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+        base.param_groups[index] |= {key: value for key, value in options.items() if key != "params"}
+        for name in group:
+            if own[name].requires_grad and name in saved["state"]:
+                partition = _partition(engine, index, own[name])
+                _make_room(base.state[partition], partition, saved["state"][name])
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state") and base.state:
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # stages 1 and 2 find a parameter's part by it
+    for name, kept in saved["state"].items():
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.dim() and own[name].requires_grad:
+                _write_part(own[name], value, key)
+
+
+def _write_part(parameter: Tensor, value: Tensor, key: str | None = None) -> None:
+    """Put this rank's part of a whole tensor into the master parameter, or into its optimizer state `key`."""
+    from deepspeed import utils
+
+    value = value.to(parameter.device, torch.float32)
+    if not hasattr(parameter, "ds_id"):  # stages 1 and 2
+        if key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+        return
+    # Stage 3's own writing of a whole tensor fails where ranks do not divide it evenly (0.19).
+    group: Any = parameter.ds_process_group
+    part = utils.safe_get_local_fp32_param(parameter)
+    padded = torch.zeros(part.numel() * dist.get_world_size(group), dtype=value.dtype, device=value.device)
+    padded[: value.numel()] = value.flatten()
+    own = padded.narrow(0, part.numel() * dist.get_rank(group), part.numel())
+    if key is None:
+        utils.safe_set_local_fp32_param(parameter, own)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, own, key)
+
+
+def spread(parameters: Sequence[nn.Parameter]) -> None:
+    """Bring what rank 0 has in gathered parameters to all ranks, and into their masters. Called on all ranks."""
+    for parameter in parameters:
+        dist.broadcast(parameter.detach(), src=0)
+        if parameter.requires_grad:
+            _write_part(parameter, parameter.detach())
+
+
+def _partition(engine: Any, index: int, parameter: Tensor) -> Tensor:
+    """The flat master tensor of this rank that a parameter's part lies in, or would."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3: a group is cut into several
+        return optimizer.fp32_partitioned_groups_flat[
+            optimizer.grad_position[optimizer.get_param_id(parameter)][0]
+        ]
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # stage 1 in bf16
+        return optimizer.fp32_groups_flat_partition[index]
+    return optimizer.single_partition_of_fp32_groups[index]
+
+
+def _make_room(kept: dict[str, Any], partition: Tensor, saved: Mapping[str, Any]) -> None:
+    """Give a partition the state that the optimizer makes at its first step."""
+    for key, value in saved.items():
+        if not (isinstance(value, Tensor) and value.dim()):
+            kept[key] = value.clone() if isinstance(value, Tensor) else value
+        elif key not in kept:
+            kept[key] = torch.zeros_like(partition)
+
+
+def _read_kept(parameter: Tensor, key: str, value: Any) -> Any:
+    if not (isinstance(value, Tensor) and value.dim()):
+        return value
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    whole = safe_get_full_optimizer_state(parameter, key)
+    assert whole is not None
+    return whole.cpu()
+
+
+def _read_model(engine: Any) -> dict[str, Any]:
+    """The model's own state dict, with masters in the place of partitioned or halved parameters."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from deepspeed import zero
+
+    whole: dict[Tensor, Tensor] = {}  # a tied parameter is gathered once, and stays tied
+    state: dict[str, Any] = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if not isinstance(value, nn.Parameter):
+            state[name] = value.detach() if isinstance(value, Tensor) else value
+            continue
+        if value not in whole:
+            master = safe_get_full_fp32_param(value) if value.requires_grad else None
+            with zero.GatheredParameters([value]):
+                whole[value] = (value.detach() if master is None else master).to("cpu", copy=True)
+        state[name] = whole[value]
+    return state
+
+
+def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
+    """Load parameters and their masters.
+
+    Raises:
+        ValueError: The names or shapes are not the model's.
+    """
+    from deepspeed import zero
+
+    module: nn.Module = engine.module
+    own = module.state_dict(keep_vars=True)
+    if odd := sorted(set(own) ^ set(state)):
+        raise ValueError(f"the checkpoint's {type(module).__name__} differs from this one by {odd[:5]}")
+    for name, value in own.items():
+        shape = getattr(value, "ds_shape", getattr(value, "shape", None))
+        if isinstance(value, Tensor) and shape != state[name].shape:
+            raise ValueError(
+                f"the checkpoint's {name} is of shape {tuple(state[name].shape)}, not {tuple(shape or ())}"
+            )
+    for name, value in own.items():
+        if not isinstance(value, nn.Parameter):
+            continue
+        with zero.GatheredParameters([value], modifier_rank=0), torch.no_grad():
+            value.copy_(state[name])
+        if value.requires_grad:
+            _write_part(value, state[name])
+    rest = {name: value for name, value in state.items() if not isinstance(own[name], nn.Parameter)}
+    module.load_state_dict(rest, strict=False)

@@ -1,0 +1,212 @@
+"""What the contract trains, and the plain loop that it is measured against: one process, torch alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+NUM_FEATURES = 6
+RATE = 0.1
+Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> (x, y)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        windows: Micro-batches of each accumulation window; a shorter one closes early.
+        accumulation: The nominal number of micro-batches.
+        counted: Losses are sums with a count, of sizes that differ by rank and micro-batch.
+        clip: The norm to clip to, if any.
+        tied: The model's last layer shares its first layer's weight.
+        frozen: The model's first layer is not trained.
+        zero_first: `zero_grad` comes before backward, as many loops have it.
+        mode: The precision; in fp16 and bf16 the model is float32, and its weights come near the plain loop's.
+    """
+
+    windows: Sequence[int]
+    accumulation: int = 1
+    counted: bool = False
+    clip: float | None = None
+    tied: bool = False
+    frozen: bool = False
+    zero_first: bool = False
+    mode: str = "no"
+
+
+class TinyModel(nn.Module):
+    """Two layers with a nonlinearity between them; maps (items, features) to (items, features)."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, NUM_FEATURES, dtype=dtype)
+        self.last = nn.Linear(NUM_FEATURES, NUM_FEATURES, dtype=dtype)
+        if case.tied:
+            self.last.weight = self.first.weight
+        if case.frozen:
+            self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (items, features) to (items, features)."""
+        return self.last(torch.tanh(self.first(x)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step of the plain loop gave.
+
+    Attributes:
+        losses: The loss of each micro-batch of each rank, as [micro-batch][rank].
+        norm: The gradients' norm before clipping; None where they are not clipped.
+        weights: The model's state after it.
+    """
+
+    losses: list[list[Tensor]]
+    norm: Tensor | None
+    weights: dict[str, Tensor] = field(repr=False)
+
+
+def tiny_model(case: Case, dtype: torch.dtype, *, seed: int) -> TinyModel:
+    """The model of a case; equal seeds give equal weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return TinyModel(case, dtype)
+
+
+def make_optimizer(model: nn.Module) -> Optimizer:
+    """SGD with momentum over the trainable parameters."""
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the model's state."""
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def make_windows(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]:
+    """The data of all ranks.
+
+    Where losses are counted, sizes differ by rank and micro-batch, and some ranks have none now and then: theirs is a
+    batch of one, whose loss counts nothing.
+    """
+    generator = torch.Generator().manual_seed(7)
+
+    def batch(step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
+        size = (3 * step + 5 * micro_batch + 7 * rank + 2) % 7 if case.counted else 4
+        x, y = torch.randn(2, size or 1, NUM_FEATURES, generator=generator, dtype=dtype)
+        return x, (y if size else torch.full_like(y, torch.nan))
+
+    return [
+        [[batch(step, i, rank) for rank in range(num_ranks)] for i in range(length)]
+        for step, length in enumerate(case.windows)
+    ]
+
+
+def loss_and_count(case: Case, output: Tensor, target: Tensor) -> tuple[Tensor, int | None]:
+    """The loss of a micro-batch: a mean, or a sum with its count, which leaves out targets that are NaN."""
+    if not case.counted:
+        return (output - target).square().sum(-1).mean(), None
+    real = target.isfinite()
+    target = torch.where(real, target, output.detach())
+    return (output - target).square().sum(), int(real[:, 0].sum())
+
+
+def train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Step]:
+    """Train on the micro-batches of all ranks at once."""
+    model = tiny_model(case, dtype, seed=0)
+    optimizer = make_optimizer(model)
+    steps: list[Step] = []
+    for window in make_windows(case, num_ranks, dtype):
+        found = [[loss_and_count(case, model(x), y) for x, y in by_rank] for by_rank in window]
+        losses = torch.stack([loss for by_rank in found for loss, _ in by_rank])
+        counts = [count for by_rank in found for _, count in by_rank if count is not None]
+        loss = losses.sum() / (max(1, sum(counts)) if case.counted else len(losses))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = None if case.clip is None else nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        values = [[loss.detach() for loss, _ in by_rank] for by_rank in found]
+        steps.append(Step(losses=values, norm=norm, weights=weights_of(model)))
+    return steps
+
+
+class Generator(nn.Module):
+    """One linear layer; maps (items, features) to (items, features)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(NUM_FEATURES, NUM_FEATURES, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (items, features) to (items, features)."""
+        return self.layer(x)
+
+
+class Discriminator(nn.Module):
+    """One linear layer; maps (items, features) to (items, 1)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(NUM_FEATURES, 1, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (items, features) to (items, 1)."""
+        return self.layer(torch.tanh(x))
+
+
+def make_gan(dtype: torch.dtype) -> tuple[Generator, Discriminator]:
+    """A generator and a discriminator, always with the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return Generator(dtype), Discriminator(dtype)
+
+
+def gan_batches(
+    num_steps: int, num_ranks: int, dtype: torch.dtype
+) -> Sequence[Sequence[tuple[Tensor, Tensor]]]:
+    """Noise and real items as [step][rank]."""
+    generator = torch.Generator().manual_seed(11)
+    return [
+        [tuple(torch.randn(2, 4, NUM_FEATURES, generator=generator, dtype=dtype)) for _ in range(num_ranks)]
+        for _ in range(num_steps)
+    ]
+
+
+def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
+    """Least squares: real items should give one, made ones zero; shape ()."""
+    return (real - 1).square().mean() + fake.square().mean()
+
+
+def generator_loss(fake: Tensor) -> Tensor:
+    """Least squares: made items should give one; shape ()."""
+    return (fake - 1).square().mean()
+
+
+def train_gan_plainly(num_steps: int, num_ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Train a generator and a discriminator in turns; the weights of both after each step."""
+    generator, discriminator = make_gan(dtype)
+    optimizers = make_optimizer(generator), make_optimizer(discriminator)
+    weights: list[dict[str, Tensor]] = []
+    for by_rank in gan_batches(num_steps, num_ranks, dtype):
+        losses = [
+            discriminator_loss(discriminator(real), discriminator(generator(noise).detach()))
+            for noise, real in by_rank
+        ]
+        optimizers[1].zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizers[1].step()
+        losses = [generator_loss(discriminator(generator(noise))) for noise, _ in by_rank]
+        optimizers[0].zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizers[0].step()
+        weights.append(named(g=weights_of(generator), d=weights_of(discriminator)))
+    return weights
+
+
+def named(**states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Several models' states in one, each name after its model's."""
+    return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}

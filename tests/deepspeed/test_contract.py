@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from drivetrain_backends import BackendContract, DeepSpeedSettings
+from drivetrain_backends.deepspeed.backend import DeepSpeedBackend
+from drivetrain_state import StateSettings, connect
+
+
+class DeepSpeedContract(BackendContract):
+    backend = DeepSpeedBackend
+    dtype = torch.float32  # DeepSpeed has no float64
+    tolerance = 2e-6
+    trains_models_together = False
+
+
+def check(stage: int, offload: bool) -> list[str]:
+    where = "cpu" if offload else None
+
+    class Contract(DeepSpeedContract):
+        modes = ("no",) if stage == 0 else ("no", "bf16")  # DeepSpeed has no fp16 on the CPU
+        settings = DeepSpeedSettings(
+            stage=stage,
+            offload_optimizer=where,
+            offload_param=where if stage == 3 else None,
+            config={"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else None,
+        )
+
+    with connect(StateSettings(device="cpu", watchdog=False), needs_group=True) as context:
+        return Contract().check_all(context)
+
+
+STAGES = pytest.mark.parametrize(
+    ("stage", "offload"), [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+)
+
+
+@STAGES
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_deepspeed_passes_the_contract(run_ranks, num_processes: int, stage: int, offload: bool) -> None:
+    ran = run_ranks(check, stage, offload, num_processes=num_processes, timeout_seconds=170)
+    assert len(ran) == num_processes
