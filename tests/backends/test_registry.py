@@ -25,5 +25,6 @@ def test_a_backend_is_added_without_changing_anything_elsewhere() -> None:
 
 
 def test_an_unknown_backend_lists_those_there_are() -> None:
-    with pytest.raises(UnknownBackendError, match="backend='dpp': must be 'auto' or one of 'ddp', 'deepspeed', 'single'"):
+    listed = "backend='dpp': must be 'auto' or one of 'ddp', 'deepspeed', 'single'"
+    with pytest.raises(UnknownBackendError, match=listed):
         BackendRegistry().get("dpp")

@@ -31,9 +31,13 @@ if TYPE_CHECKING:
     from drivetrain_backends.settings import DDPSettings as DDPSettings
     from drivetrain_backends.settings import DeepSpeedSettings as DeepSpeedSettings
     from drivetrain_backends.single import SingleBackend as SingleBackend
+    from drivetrain_backends.states import whole as whole
+    from drivetrain_backends.states import whole_state as whole_state
     from drivetrain_backends.testing import BackendContract as BackendContract
 
 _ROOMS = {
+    "whole_state": "states",
+    "whole": "states",
     "Chosen": "protocol",
     "DeepSpeedSettings": "settings",
     "DeepSpeedBackend": "deepspeed.backend",
@@ -84,6 +88,8 @@ __all__ = [
     "UnreducedGradientError",
     "register_backend",
     "restore_forward",
+    "whole",
+    "whole_state",
 ]
 
 

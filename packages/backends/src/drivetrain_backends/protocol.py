@@ -187,8 +187,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Let go of what the backend holds. Called on all ranks, once; further calls do nothing."""
         ...
-
-
-def whole(value: Any) -> Tensor:
-    """A tensor of a state, gathered where each rank holds a part of it. Called on all ranks, in the same order."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value

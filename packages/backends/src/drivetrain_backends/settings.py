@@ -113,7 +113,9 @@ class DeepSpeedSettings:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value!r}: must be at least 1 element")
         if (self.allgather_bucket_size or 0) % 2:
-            raise ValueError(f"allgather_bucket_size={self.allgather_bucket_size!r}: must be even, DeepSpeed's own rule")
+            raise ValueError(
+                f"allgather_bucket_size={self.allgather_bucket_size!r}: must be even, DeepSpeed's own rule"
+            )
         if "nvme" in (self.offload_optimizer, self.offload_param) and self.nvme_path is None:
             raise ValueError("nvme_path=None: offloading to nvme needs a folder on that disk")
         if self.offload_param in ("cpu", "nvme") and self.stage not in (None, 3):

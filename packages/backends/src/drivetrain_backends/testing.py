@@ -36,7 +36,8 @@ from drivetrain_backends.plain_training import (
     train_gan_plainly,
     train_plainly,
 )
-from drivetrain_backends.protocol import Backend, Prepared, whole
+from drivetrain_backends.protocol import Backend, Prepared
+from drivetrain_backends.states import whole_state
 from drivetrain_precision import PrecisionSettings, choose_policy, supported_modes
 from drivetrain_state import Context
 
@@ -150,7 +151,9 @@ class BackendContract:
         stopped = self._start(context, case, scheduled=True)
         for _ in zip(range(3), stopped.steps(), strict=False):
             pass
-        state, backend_state = deepcopy((stopped.prepared.state_dict(), stopped.backend.state_dict()))
+        state, backend_state = deepcopy(
+            whole_state((stopped.prepared.state_dict(), stopped.backend.state_dict()))
+        )
         stopped.backend.close()
         resumed = self._start(context, case, scheduled=True, seed=1)
         resumed.prepared.load_state_dict(state)
@@ -346,7 +349,8 @@ class _Run:
 
 
 def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
-    return {name: whole(value).cpu().clone() for name, value in prepared.state_dict()["model"].items()}
+    state = whole_state(prepared.state_dict()["model"])
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
 def _held(backend: Backend, prepared: Prepared) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from drivetrain.loaders import shard
 from drivetrain.plan import EffectivePlan
 from drivetrain.prepare import PreparedModels, prepare_objects
 from drivetrain.ranks import Ranks
+from drivetrain.results import Results
 from drivetrain.settings import RunSettings
 from drivetrain_backends import (
     AccumulationError,
@@ -27,13 +28,12 @@ from drivetrain_backends import (
 )
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
-from drivetrain_memory import free_memory, profile
+from drivetrain_memory import free_memory
 from drivetrain_precision import autocast
 from drivetrain_state import ParallelDims, set_seed
-from drivetrain_tracking import Tracker
 
 
-class Accelerator(Ranks):
+class Accelerator(Ranks, Results):
     """Prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
     Every argument may be left out; what is not said here is taken from the command line, the environment, a file, and
@@ -159,6 +159,17 @@ class Accelerator(Ranks):
                 user's own class on the same parameters; the model in training stays as it is.
         """
         return self._prepared.unwrap(model, keep_autocast=keep_autocast)
+
+    def gathered(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+        """Inside, a model's parameters are whole on every rank, of which a sharding backend else holds a part.
+
+        Called on all ranks.
+
+        Args:
+            model: A prepared model.
+            write: Whether what rank 0 writes into them is kept, on all ranks. Without, changes are undefined.
+        """
+        return self._prepared.of(model).gathered(write=write)
 
     def building(self) -> AbstractContextManager[None]:
         """Inside, a model is constructed as the backend wants it, straight on its device."""
@@ -324,24 +335,7 @@ class Accelerator(Ranks):
         """The rest of a loader's epoch, without reading what is skipped."""
         return skip_first_batches(dataloader, num_batches)
 
-    # Tracking
-
-    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
-        """Start the trackers of `log_with` with the run's configuration and effective plan; rank 0 logs."""
-        self._parts.trackers.start(project_name, {**(config or {}), "plan": self.plan.as_dict()})
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values from rank 0. May be called on all ranks.
-
-        Args:
-            values: Numbers, strings, or tensors of shape (), by name.
-            step: The optimizer step they belong to.
-        """
-        self._parts.trackers.log(values, step=step)
-
-    def get_tracker(self, name: str) -> Tracker:
-        """A tracker by its name in `log_with`; of another name, an error that lists those in use."""
-        return self._parts.trackers.get(name)
+    # The end
 
     def end_training(self) -> None:
         """Finish the trackers, release the models, leave the process group. Called on all ranks."""
@@ -356,15 +350,6 @@ class Accelerator(Ranks):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end_training()
-
-    # Memory and time
-
-    def profile(self, directory: Path | str | None = None) -> AbstractContextManager[Any]:
-        """Profile the block; each rank writes a trace into `directory` (`project_dir`/profile by default)."""
-        chosen = (
-            Path(directory) if directory is not None else self._parts.project_dir("profile()") / "profile"
-        )
-        return profile(chosen, rank=self.process_index)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all that was prepared, hand cached memory back, and give a None for each of the caller's names."""

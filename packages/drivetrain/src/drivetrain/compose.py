@@ -138,9 +138,14 @@ def compose(
     said["data"].setdefault("seed", settings.seed)
     for name, kind in _SECTIONS.items():
         resolved[name] = resolve(kind, section=name, code=said.pop(name, None), layers=layers)
-    context = connect(_state(resolved["state"].value, settings), parallelism=parallelism)
+    named = backend_class or (None if settings.backend == "auto" else registry.get(settings.backend))
+    context = connect(
+        _state(resolved["state"].value, settings),
+        parallelism=parallelism,
+        needs_group=named is not None and named.needs_group,
+    )
     policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
-    chosen = backend_class or registry.get(_backend_name(settings.backend, context))
+    chosen = named or registry.get("single" if context.topology.world_size == 1 else "ddp")
     backend_settings = None
     if chosen.settings_section is not None:
         name = chosen.settings_section
@@ -216,12 +221,6 @@ def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
     for section in resolved.values():
         for disagreement in section.disagreements:
             logger.warning("%s", disagreement)
-
-
-def _backend_name(name: str, context: Context) -> str:
-    if name != "auto":
-        return name
-    return "single" if context.topology.world_size == 1 else "ddp"
 
 
 def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:

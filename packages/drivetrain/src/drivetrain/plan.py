@@ -4,10 +4,12 @@ What is applied is read back from the live objects (the DDP wrapper, the device,
 was dropped on the way shows, and is an error.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from drivetrain_backends import Chosen
 from drivetrain_config import Resolved
 
 
@@ -69,6 +71,10 @@ class EffectivePlan:
             "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in table
         ]
         lines += [f"  {row.setting}: {row.reason}" for row in shown if row.reason]
+        for row in shown:
+            if isinstance(row.applied, Mapping) and row.applied != row.asked:
+                written = json.dumps(_plain(row.applied), indent=2).replace("\n", "\n  ")
+                lines.append(f"  {row.setting}, as applied: {written}")
         return "\n".join(lines)
 
 
@@ -83,7 +89,8 @@ def make_plan(
 
     Args:
         resolved: The resolved sections by name.
-        applied: For each section the values read back from live objects, by field; others are taken as asked.
+        applied: For each section the values read back from live objects, by field; `Chosen` where the backend was
+            left to choose. Others are taken as asked.
         reasons: Settings ("section.field") whose applied value may be another, with why.
         facts: What else the plan shows.
 
@@ -118,14 +125,16 @@ def _rows(
         setting = f"{section}.{field.name}"
         asked = getattr(value.value, field.name)
         source = value.sources[field.name]
-        in_force = applied.get(field.name, asked)
+        in_force, reason = applied.get(field.name, asked), reasons.get(setting, "")
+        if isinstance(in_force, Chosen):
+            in_force, reason = in_force.value, in_force.reason
         yield PlanRow(
             setting=setting,
             asked=asked,
             applied=in_force,
             source=str(source),
             read_back=field.name in applied,
-            reason="" if in_force == asked else reasons.get(setting, ""),
+            reason="" if in_force == asked else reason,
         )
 
 
@@ -140,5 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Mapping) and value:
+        return "see below"
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -56,6 +56,9 @@ def prepare_objects(
     found = sort_objects(objects)
     # Loaders first: they cannot fail half-way, and a bad one must not leave models changed.
     loaders = [shard(loader) for loader in found.loaders]
+    sizes = {loader.batch_size for loader in loaders}
+    if len(sizes) == 1:
+        backend.window.micro_batch_size = sizes.pop()
     prepared = backend.prepare(found.models, found.optimizers, found.schedulers)
     replaced: dict[int, object] = {id(old): new for old, new in zip(found.loaders, loaders, strict=True)}
     for one in prepared:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from drivetrain_backends import AccumulationError, Backend, Prepared
+from drivetrain_backends import AccumulationError, Backend, Prepared, whole_state
 from drivetrain_checkpoint import Checkpointer
 from drivetrain_data import ShardedLoader
 from drivetrain_state import Context, load_rng_state, reseed, rng_state
@@ -91,7 +91,9 @@ def save(run: RunState, checkpointer: Checkpointer, *, plan: Mapping[str, Any]) 
     models: dict[str, Any] = {}
     training: dict[str, Any] = {}
     for name, one in _named(run.prepared).items():
-        state = dict(one.state_dict())
+        state = whole_state(
+            dict(one.state_dict()), keep=run.context.topology.is_main
+        )  # only rank 0's is written
         models[name] = state.pop("model")
         training[name] = state
     trains = any(one.optimizers for one in run.prepared)  # else nothing steps, and what was received is done

@@ -1,6 +1,7 @@
 """An engine's model and optimizer as whole tensors under the parameters' names, at any stage, and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +9,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_backends.optimizer import check_groups, load_named_state, named_state
+from drivetrain_backends.states import whole
+
+
+class PartitionedTensor:
+    """A tensor of which each rank holds a part, gathered when it is asked for.
+
+    Args:
+        shape: That of the whole.
+        gather: Gives the whole. Called on all ranks.
+
+    Attributes:
+        shape: That of the whole.
+    """
+
+    def __init__(self, shape: torch.Size, gather: Callable[[], Tensor]) -> None:
+        self.shape = shape
+        self._gather = gather
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor. Called on all ranks, in the same order."""
+        return self._gather()
 
 
 def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Gather an engine's state, one tensor at a time. Called on all ranks.
+    """An engine's state; nothing is gathered yet. Called on all ranks.
 
     Args:
         engine: The DeepSpeed engine.
@@ -20,7 +42,7 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
 
     Returns:
         `{"model": {name: tensor}, "optimizers": [named state]}`, the same on every rank. Of a partitioned engine the
-        tensors are fp32 and on the CPU.
+        tensors are `PartitionedTensor`s, in fp32 once they are gathered.
     """
     if not groups:  # not trained
         return {"model": _read_model(engine), "optimizers": []}
@@ -77,8 +99,8 @@ def load_state(
         engine.optimizer._lazy_init_hp_params_optimizer_state()  # stages 1 and 2 find a parameter's part by it
     for name, kept in saved["state"].items():
         for key, value in kept.items():
-            if isinstance(value, Tensor) and value.dim() and own[name].requires_grad:
-                _write_part(own[name], value, key)
+            if _is_of_elements(key, value) and own[name].requires_grad:
+                _write_part(own[name], whole(value), key)
 
 
 def _write_part(parameter: Tensor, value: Tensor, key: str | None = None) -> None:
@@ -127,40 +149,52 @@ def _partition(engine: Any, index: int, parameter: Tensor) -> Tensor:
 def _make_room(kept: dict[str, Any], partition: Tensor, saved: Mapping[str, Any]) -> None:
     """Give a partition the state that the optimizer makes at its first step."""
     for key, value in saved.items():
-        if not (isinstance(value, Tensor) and value.dim()):
+        if not _is_of_elements(key, value):
             kept[key] = value.clone() if isinstance(value, Tensor) else value
         elif key not in kept:
             kept[key] = torch.zeros_like(partition)
 
 
-def _read_kept(parameter: Tensor, key: str, value: Any) -> Any:
-    if not (isinstance(value, Tensor) and value.dim()):
-        return value
+def _is_of_elements(key: str, value: Any) -> bool:
+    """Whether a saved state has a value for each element of its parameter, or one for all, as a count of steps."""
+    return key != "step" and hasattr(value, "shape")
+
+
+def _read_kept(parameter: nn.Parameter, key: str, value: Any) -> Any:
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    whole = safe_get_full_optimizer_state(parameter, key)
-    assert whole is not None
-    return whole.cpu()
+    if not (isinstance(value, Tensor) and value.dim()):  # one value for the partition, as a count of steps
+        return value
+    return PartitionedTensor(_shape(parameter), partial(safe_get_full_optimizer_state, parameter, key))
 
 
 def _read_model(engine: Any) -> dict[str, Any]:
     """The model's own state dict, with masters in the place of partitioned or halved parameters."""
+    parts: dict[Tensor, PartitionedTensor] = {}  # a tied parameter is gathered once, and stays tied
+    state: dict[str, Any] = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            part = PartitionedTensor(_shape(value), partial(_gather, value))
+            state[name] = parts.setdefault(value, part)
+        else:
+            state[name] = value.detach() if isinstance(value, Tensor) else value
+    return state
+
+
+def _gather(parameter: nn.Parameter) -> Tensor:
+    """A parameter as its master has it; one that is not trained as it is."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from deepspeed import zero
 
-    whole: dict[Tensor, Tensor] = {}  # a tied parameter is gathered once, and stays tied
-    state: dict[str, Any] = {}
-    for name, value in engine.module.state_dict(keep_vars=True).items():
-        if not isinstance(value, nn.Parameter):
-            state[name] = value.detach() if isinstance(value, Tensor) else value
-            continue
-        if value not in whole:
-            master = safe_get_full_fp32_param(value) if value.requires_grad else None
-            with zero.GatheredParameters([value]):
-                whole[value] = (value.detach() if master is None else master).to("cpu", copy=True)
-        state[name] = whole[value]
-    return state
+    if parameter.requires_grad and (master := safe_get_full_fp32_param(parameter)) is not None:
+        return master
+    with zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
@@ -176,17 +210,17 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
     if odd := sorted(set(own) ^ set(state)):
         raise ValueError(f"the checkpoint's {type(module).__name__} differs from this one by {odd[:5]}")
     for name, value in own.items():
-        shape = getattr(value, "ds_shape", getattr(value, "shape", None))
-        if isinstance(value, Tensor) and shape != state[name].shape:
+        if isinstance(value, nn.Parameter) and _shape(value) != state[name].shape:
             raise ValueError(
-                f"the checkpoint's {name} is of shape {tuple(state[name].shape)}, not {tuple(shape or ())}"
+                f"the checkpoint's {name} is of shape {tuple(state[name].shape)}, not {tuple(_shape(value))}"
             )
     for name, value in own.items():
         if not isinstance(value, nn.Parameter):
             continue
+        saved = whole(state[name])
         with zero.GatheredParameters([value], modifier_rank=0), torch.no_grad():
-            value.copy_(state[name])
+            value.copy_(saved)
         if value.requires_grad:
-            _write_part(value, state[name])
+            _write_part(value, saved)
     rest = {name: value for name, value in state.items() if not isinstance(own[name], nn.Parameter)}
     module.load_state_dict(rest, strict=False)
