@@ -248,9 +248,11 @@ def main() -> None:
         seed=args.seed, project_dir=args.project_dir, log_with="jsonl", data={"split_batches": True}
     ) as accelerator:
         model = train(accelerator, args)
+        # Every rank samples: a backend that shards the model computes its forward on all ranks together.
+        text = "" if model is None else sample(model, b"class ", num_bytes=500, temperature=0.6)
         if model is not None and accelerator.is_main_process:
             plot_losses(args.project_dir / "log.jsonl", args.project_dir / "loss.png")
-            print(sample(model, b"class ", num_bytes=500, temperature=0.6))
+            print(text)
             print(f"\nThe loss curve, the log and the checkpoints are in {args.project_dir}.")
     if model is None:
         raise SystemExit(

@@ -145,9 +145,11 @@ class Accelerator(Ranks, Results):
         self._prepared.add(prepared)
         self._loaders.extend(loaders)
         plan = self.plan
-        if not self._plan_shown and self.is_main_process:
-            self._plan_shown = True
-            show_plan(plan, self.settings)
+        if self.is_main_process:
+            store_plan(plan, self.settings)
+            if prepared and not self._plan_shown:
+                self._plan_shown = True
+                show_plan(plan, self.settings)
         return results[0] if len(results) == 1 else tuple(results)
 
     def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:

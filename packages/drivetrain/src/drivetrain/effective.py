@@ -49,10 +49,9 @@ def _read_back(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str,
 
 
 def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:
-    """Print the plan to standard error, and store it. Called on rank 0."""
+    """Print the plan to standard error, where that is wanted. Called on rank 0."""
     if settings.show_plan:
         sys.stderr.write(f"{plan}\n")
-    store_plan(plan, settings)
 
 
 def store_plan(plan: EffectivePlan, settings: RunSettings) -> None:

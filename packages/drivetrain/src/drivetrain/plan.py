@@ -61,7 +61,12 @@ class EffectivePlan:
         shown = [row for row in self.rows if row.source != "default" or row.asked != row.applied]
         table = [("setting", "asked", "applied", "from")]
         table += [
-            (r.setting, _short(r.asked), _short(r.applied) if r.read_back else "as asked", r.source)
+            (
+                r.setting,
+                "-" if r.asked is None else _short(r.asked),
+                _short(r.applied) if r.read_back else "as asked",
+                r.source,
+            )
             for r in shown
         ]
         widths = [max(len(row[i]) for row in table) for i in range(4)]
@@ -70,7 +75,7 @@ class EffectivePlan:
         lines += [
             "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in table
         ]
-        lines += [f"  {row.setting}: {row.reason}" for row in shown if row.reason]
+        lines += [f"  {row.setting}: {row.reason}" for row in shown if row.reason and row.asked is not None]
         for row in shown:
             if isinstance(row.applied, Mapping) and row.applied != row.asked:
                 written = json.dumps(_plain(row.applied), indent=2).replace("\n", "\n  ")

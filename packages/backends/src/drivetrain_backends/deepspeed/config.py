@@ -7,12 +7,14 @@ a norm of 1 where `gradient_clipping` is left out.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log2
 from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_backends.deepspeed.keys import check_keys
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.settings import DeepSpeedSettings
+from drivetrain_precision.settings import PrecisionSettings
 
 _DEFAULT_STAGE = 2
 _BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own; a model of fewer needs no larger buffer
@@ -29,6 +31,7 @@ class EngineRun:
         gradient_accumulation_steps: Micro-batches in a window.
         micro_batch_size: Samples of a micro-batch on one rank; None where no loader tells.
         mode: "no", "fp16" or "bf16".
+        scaling: How the loss scale moves, for fp16.
         num_elements: Trainable parameter elements of the model; None before there is one.
         optimizer: Class name of the prepared optimizer; None without one.
         optimizer_options: The options of its parameter groups that all groups share.
@@ -38,6 +41,7 @@ class EngineRun:
     gradient_accumulation_steps: int = 1
     micro_batch_size: int | None = None
     mode: str = "no"
+    scaling: PrecisionSettings | None = None
     num_elements: int | None = None
     optimizer: str | None = None
     optimizer_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -69,14 +73,20 @@ def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]
             asks for what the engine cannot do right; the message names both values.
     """
     given, where = read_given(settings.config)
-    flat = flatten(given)
-    stage = cast("int", flat.get("zero_optimization.stage", "auto"))
-    keys = _keys(settings, run, _stage(settings, stage))
-    if "optimizer.type" in flat:
-        keys |= _optimizer_keys(run)
     check_keys(given, where)
+    if run.optimizer is None:  # nothing is trained, or not yet
+        given.pop("optimizer", None)
+    flat = flatten(given)
+    keys = _keys(settings, run, _stage(settings, flat.get("zero_optimization.stage", "auto")))
+    if run.optimizer is not None:
+        keys |= _optimizer_keys(run)
     merged = _merge(keys, flat, where)
     _check_possible(merged, run)
+    if (
+        run.scaling is not None
+    ):  # compared above; the engine is handed each step's scale, and must not move its own
+        merged = {name: value for name, value in merged.items() if name not in _scaling_keys(run.scaling)}
+        merged["fp16.loss_scale"] = 1.0
     return nest(merged)
 
 
@@ -181,13 +191,30 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
             "bf16.bf16_optimizer_states": Key(value=False),
         }
     if run.mode == "fp16":
-        scale = "the run's own loss scale (the precision section), which is moved outside the engine"
-        keys |= {
-            "fp16.loss_scale": Key(value=1.0, said=scale),
-            "fp16.auto_cast": Key(value=False),
-            "fp16.fp16_master_weights_and_grads": Key(value=False),
-        }
+        keys["fp16.fp16_master_weights_and_grads"] = Key(value=False)
+    if run.scaling is not None:
+        keys |= _scaling_keys(run.scaling)
     return keys | _zero_keys(settings, run, stage.value)
+
+
+def _scaling_keys(scaling: PrecisionSettings) -> dict[str, Key]:
+    """What a given `fp16` section must agree with: the run's own loss scale, which is moved outside the engine."""
+    own = {
+        "loss_scale": (0, "a loss scale that moves"),
+        "initial_scale_power": (
+            log2(scaling.initial_scale),
+            f"precision.initial_scale={scaling.initial_scale}",
+        ),
+        "loss_scale_window": (
+            scaling.growth_interval,
+            f"precision.growth_interval={scaling.growth_interval}",
+        ),
+        "hysteresis": (1, "a loss scale that falls at each overflow"),
+        "consecutive_hysteresis": (False, "a loss scale that falls at each overflow"),
+        "min_loss_scale": (0, "a loss scale without a lower bound"),
+        "auto_cast": (False, "autocast inside the model, which casts inputs"),
+    }
+    return {f"fp16.{name}": Key(value=value, said=said) for name, (value, said) in own.items()}
 
 
 def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[str, Key]:

@@ -14,7 +14,13 @@ from drivetrain_precision import LossScaler
 
 
 class ReducedGradients(Protocol):
-    """The gradients of one engine, between the reduction that closes a window and the engine's step."""
+    """The gradients of one engine, between the reduction that closes a window and the engine's step.
+
+    Attributes:
+        in_backward: Whether the backward that closes a window makes them ready for the step, and no other may follow.
+    """
+
+    in_backward: bool
 
     def scale_losses(self, scale: float) -> None:
         """Multiply losses by `scale` from now on, and divide gradients by it at the step."""
@@ -43,6 +49,8 @@ class WholeGradients:
     Args:
         engine: The DeepSpeed engine.
     """
+
+    in_backward = False
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -74,6 +82,8 @@ class MasterGradients:
     Args:
         engine: The DeepSpeed engine.
     """
+
+    in_backward = False
 
     def __init__(self, engine: Any) -> None:
         self._optimizer = engine.optimizer
@@ -119,6 +129,8 @@ class PartitionedGradients:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
+        # Offloaded ones travel while the backward runs; done afterwards, each would travel twice more.
+        self.in_backward: bool = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
         self._configured_norm: float = engine.gradient_clipping()
         self._scale = 1.0
         # The optimizer's own scaler moves its scale between measuring and dividing (0.19), so that gradients are
@@ -158,10 +170,10 @@ class PartitionedGradients:
     def discard(self) -> None:
         """Drop them; see `ReducedGradients.discard`."""
         self._optimizer.zero_grad()
-        if hasattr(self._optimizer, "scaled_global_norm"):
-            self._optimizer.micro_step_id = (
-                -1
-            )  # what stages 1 and 2 start a window with; else offloaded ones stay
+        if hasattr(self._optimizer, "scaled_global_norm"):  # stages 1 and 2, as they do after an overflow
+            self._optimizer.micro_step_id = -1  # what a window starts with
+            for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
+                kept.update(dict.fromkeys(kept))
         self.used()
 
 
@@ -186,6 +198,7 @@ class EngineCarrier:
         self._window = window
         self._scaler = scaler
         self._engines: dict[nn.Module, tuple[Any, ReducedGradients]] = {}
+        self._ready: set[nn.Module] = set()  # whose gradients the last backward made ready for the step
         self._running: nn.Module | None = None
 
     def add(self, engine: Any) -> ReducedGradients:
@@ -206,20 +219,37 @@ class EngineCarrier:
                 "backward(..., model=) where several are prepared"
             )
         engine, gradients = self._engines[models[0]]
+        if models[0] in self._ready and self._window.closing:
+            raise AccumulationError(
+                f"a second backward() of {type(models[0]).__name__} in the micro-batch that closes its window: with "
+                "offload_optimizer the first has moved the gradients already; add the losses up and call it once"
+            )
+        closes = self._window.closing and gradients.in_backward
         if self._scaler is not None:
             gradients.scale_losses(self._scaler.value)
         self._running = models[0]
         try:
-            engine.set_gradient_accumulation_boundary(self._window.closing)
+            engine.set_gradient_accumulation_boundary(closes)
             engine.backward(loss, scale_wrt_gas=False)
         finally:
             self._running = None
+        if closes:
+            self._ready.add(models[0])
 
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Correct the gradients; the engine looks for overflows when it steps; see `GradientCarrier.settle`."""
+        """Reduce and correct the gradients; the engine looks for overflows when it steps; see `GradientCarrier.settle`."""
+        engine, gradients = self._engines[models[0]]
+        if models[0] in self._ready:
+            self._ready.discard(models[0])
+        else:
+            _reduce(engine)
         if factor is not None:
-            self._engines[models[0]][1].correct(float(factor))
+            gradients.correct(float(factor))
         return False
+
+    def forget(self, model: nn.Module) -> None:
+        """Note that the gradients of a model were dropped."""
+        self._ready.discard(model)
 
     def notice(self, model: EngineModel) -> None:
         """Refuse a backward that reaches an engine which is not the one that runs.
@@ -240,3 +270,12 @@ class EngineCarrier:
             f"gradients for its own: freeze {name} while it is passed through, {name}.requires_grad_(False), and "
             "unfreeze it before its own forward"
         )
+
+
+def _reduce(engine: Any) -> None:
+    """Make an engine's gradients ready for its step, as its backward does where it is told that it closes a window."""
+    engine.set_gradient_accumulation_boundary(True)
+    if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them in backward
+        engine.optimizer.finalize_gradient_accumulation_boundary()
+    else:
+        engine.allreduce_gradients()

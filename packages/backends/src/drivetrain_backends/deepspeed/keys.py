@@ -161,6 +161,11 @@ _ZERO = frozenset(
 )
 
 
+def known_keys(section: str) -> frozenset[str]:
+    """The names that a section may hold: "zero_optimization", "fp16" or any other whose names are checked."""
+    return _ZERO if section == "zero_optimization" else _ENGINE[section] or frozenset()
+
+
 def check_keys(given: Mapping[str, Any], where: str) -> None:
     """Refuse names that DeepSpeed does not read.
 

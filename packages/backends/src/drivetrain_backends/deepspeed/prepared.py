@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.deepspeed.gradients import ReducedGradients
+from drivetrain_backends.deepspeed.gradients import EngineCarrier, ReducedGradients
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.state import load_state, read_state, spread
 from drivetrain_backends.errors import AccumulationError
@@ -29,6 +29,7 @@ class DeepSpeedPrepared:
         context: Ranks and device.
         ledger: What the backend's models know together of their gradients.
         gradients: Where the engine keeps them; None for a model that is not trained.
+        carrier: Runs the engines' backwards.
         names: Each parameter's name.
         groups: The names of the parameters of each of the optimizer's groups.
         scaler: The loss scale, for fp16.
@@ -47,6 +48,7 @@ class DeepSpeedPrepared:
         context: Context,
         ledger: GradientLedger,
         gradients: ReducedGradients | None,
+        carrier: EngineCarrier,
         names: Mapping[Tensor, str],
         groups: list[list[str]],
         scaler: LossScaler | None,
@@ -59,6 +61,7 @@ class DeepSpeedPrepared:
         self._window = ledger.window
         self._watch = context.watch
         self._gradients = gradients
+        self._carrier = carrier
         self._names = names
         self._groups = groups
         self._scaler = scaler
@@ -106,6 +109,7 @@ class DeepSpeedPrepared:
             return
         if group.stage in ("open", "final") and self._gradients is not None:
             self._gradients.discard()
+            self._carrier.forget(self.model.module)
         group.cleared_by(optimizer)
 
     def clip(

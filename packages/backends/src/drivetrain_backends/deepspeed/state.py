@@ -103,10 +103,12 @@ def load_state(
                 _write_part(own[name], whole(value), key)
 
 
-def _write_part(parameter: Tensor, value: Tensor, key: str | None = None) -> None:
+def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
     """Put this rank's part of a whole tensor into the master parameter, or into its optimizer state `key`."""
     from deepspeed import utils
 
+    if not _has_master(parameter):
+        return
     value = value.to(parameter.device, torch.float32)
     if not hasattr(parameter, "ds_id"):  # stages 1 and 2
         if key is None:
@@ -130,8 +132,7 @@ def spread(parameters: Sequence[nn.Parameter]) -> None:
     """Bring what rank 0 has in gathered parameters to all ranks, and into their masters. Called on all ranks."""
     for parameter in parameters:
         dist.broadcast(parameter.detach(), src=0)
-        if parameter.requires_grad:
-            _write_part(parameter, parameter.detach())
+        _write_part(parameter, parameter.detach())
 
 
 def _partition(engine: Any, index: int, parameter: Tensor) -> Tensor:
@@ -187,10 +188,16 @@ def _gather(parameter: nn.Parameter) -> Tensor:
 
     from deepspeed import zero
 
-    if parameter.requires_grad and (master := safe_get_full_fp32_param(parameter)) is not None:
-        return master
+    if _has_master(parameter):
+        return safe_get_full_fp32_param(parameter)
     with zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
+
+
+def _has_master(parameter: nn.Parameter) -> bool:
+    """Whether an optimizer of ZeRO keeps an fp32 copy of it in parts."""
+    is_optimized = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
+    return parameter.requires_grad and is_optimized
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
@@ -220,7 +227,6 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
         saved = whole(state[name])
         with zero.GatheredParameters([value], modifier_rank=0), torch.no_grad():
             value.copy_(saved)
-        if value.requires_grad:
-            _write_part(value, saved)
+        _write_part(value, saved)
     rest = {name: value for name, value in state.items() if not isinstance(own[name], nn.Parameter)}
     module.load_state_dict(rest, strict=False)

@@ -1,0 +1,48 @@
+"""What the tests of the engines share: a backend in a group, and a small model."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_backends import AccumulationWindow, DeepSpeedBackend, DeepSpeedSettings
+from drivetrain_precision import Policy, PrecisionSettings, choose_policy
+from drivetrain_state import StateSettings, connect
+
+
+@contextmanager
+def backend(
+    *, mode: str = "no", accumulation: int = 1, scale: float | None = None, **settings: Any
+) -> Generator[DeepSpeedBackend]:
+    """A backend on the CPU; with `scale`, losses of fp32 are scaled as those of fp16 are."""
+    with connect(StateSettings(device="cpu", watchdog=False), needs_group=True) as context:
+        policy = choose_policy(mode, context.device)
+        if scale is not None:
+            scaling = PrecisionSettings(initial_scale=scale)
+            policy = Policy(mode="no", autocast_dtype=None, scaling=scaling, reason="scaled for a test")
+        made = DeepSpeedBackend(
+            context, policy, window=AccumulationWindow(accumulation), settings=DeepSpeedSettings(**settings)
+        )
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+class Weights(nn.Module):
+    """Three weights w; maps x of shape (3,) to the sum of w * x, so that a loss's gradient is known by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (3,) to ()."""
+        return (self.w * x).sum()
+
+
+def weights(prepared: Any) -> list[float]:
+    """The weights of a prepared `Weights`, whole."""
+    return prepared.state_dict()["model"]["w"].full_tensor().tolist()
