@@ -71,7 +71,7 @@ def test_auto_is_filled_in() -> None:
         "gradient_accumulation_steps",
         "gradient_clipping",
     )
-    given = {name: "auto" for name in names} | {
+    given = dict.fromkeys(names, "auto") | {
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.01}},
@@ -214,8 +214,8 @@ def test_a_given_loss_scale_must_be_the_runs() -> None:
     same = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": "auto"}
     assert config({"fp16": same}, run=FP16) == config(run=FP16)
     with pytest.raises(
-        EngineConfigError, match="fp16.loss_scale_window=1000 contradicts precision.growth_interval=2000"
+        EngineConfigError, match=r"fp16.loss_scale_window=1000 contradicts precision.growth_interval=2000"
     ):
         config({"fp16": same | {"loss_scale_window": 1000}}, run=FP16)
-    with pytest.raises(EngineConfigError, match="fp16.hysteresis=2 contradicts a loss scale that falls"):
+    with pytest.raises(EngineConfigError, match=r"fp16.hysteresis=2 contradicts a loss scale that falls"):
         config({"fp16": same | {"hysteresis": 2}}, run=FP16)

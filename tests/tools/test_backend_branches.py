@@ -51,6 +51,7 @@ def test_what_is_no_branch_on_a_backend_is_fine(text: str) -> None:
     [
         ("packages/toys/src/drivetrain_toys/toy.py", "isinstance(backend, ToyBackend)"),
         ("packages/toys/src/drivetrain_toys/big/engine.py", "if name == 'big': pass"),
+        ("packages/toys/src/drivetrain_toys/big/wheels.py", "if name == 'big': pass"),
     ],
 )
 def test_a_backend_may_speak_of_itself(path: str, text: str) -> None:

@@ -47,7 +47,9 @@ def backend_branches(sources: Iterable[Source], packages: Iterable[Package]) -> 
 
 
 def _path(module: str) -> str:
-    return "/src/" + module.replace(".", "/")
+    """Where a backend may speak of itself: its file, or the folder that it has within its package."""
+    package, *rooms = module.split(".")
+    return "/".join(["/src", package, *(rooms[:-1] or rooms)])
 
 
 def _owns(backend: Registered, source: Source) -> bool:

@@ -170,10 +170,12 @@ def gan_batches(
 ) -> Sequence[Sequence[tuple[Tensor, Tensor]]]:
     """Noise and real items as [step][rank]."""
     generator = torch.Generator().manual_seed(11)
-    return [
-        [tuple(torch.randn(2, 4, NUM_FEATURES, generator=generator, dtype=dtype)) for _ in range(num_ranks)]
-        for _ in range(num_steps)
-    ]
+
+    def batch() -> tuple[Tensor, Tensor]:
+        noise, real = torch.randn(2, 4, NUM_FEATURES, generator=generator, dtype=dtype)
+        return noise, real
+
+    return [[batch() for _ in range(num_ranks)] for _ in range(num_steps)]
 
 
 def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:

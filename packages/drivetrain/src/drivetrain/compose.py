@@ -128,33 +128,24 @@ def compose(
     Raises:
         ConfigError: A setting is unknown or outside its range; the message says where it came from.
     """
-    said = {name: dict(_as_mapping(section)) for name, section in sections.items()}
-    run = {**said.pop("run", {}), **{name: value for name, value in run.items() if value is not None}}
-    resolved: dict[str, Resolved[Any]] = {"run": resolve(RunSettings, section="run", code=run, layers=layers)}
+    resolved, said = _resolve(run, sections, layers)
     settings: RunSettings = resolved["run"].value
-    if settings.cpu:
-        _say_cpu(said.setdefault("state", {}))
-    _check_strategy(said.setdefault("data", {}).get("strategy"))
-    said["data"].setdefault("seed", settings.seed)
-    for name, kind in _SECTIONS.items():
-        resolved[name] = resolve(kind, section=name, code=said.pop(name, None), layers=layers)
     named = backend_class or (None if settings.backend == "auto" else registry.get(settings.backend))
-    context = connect(
-        _state(resolved["state"].value, settings),
-        parallelism=parallelism,
-        needs_group=named is not None and named.needs_group,
-    )
+    needs_group = named is not None and named.needs_group
+    state = _state(resolved["state"].value, settings)
+    context = connect(state, parallelism=parallelism, needs_group=needs_group)
     policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
     chosen = named or registry.get("single" if context.topology.world_size == 1 else "ddp")
-    backend_settings = None
-    if chosen.settings_section is not None:
-        name = chosen.settings_section
+    if (name := chosen.settings_section) is not None:
         assert chosen.settings_type is not None  # the two come together
         resolved[name] = resolve(chosen.settings_type, section=name, code=said.pop(name, None), layers=layers)
-        backend_settings = resolved[name].value
     _check_unused(said)
-    window = AccumulationWindow(settings.gradient_accumulation_steps)
-    backend = chosen(context, policy, window=window, settings=backend_settings)
+    backend = chosen(
+        context,
+        policy,
+        window=AccumulationWindow(settings.gradient_accumulation_steps),
+        settings=None if name is None else resolved[name].value,
+    )
     if context.topology.is_main:
         _tell_disagreements(resolved)
     return Parts(
@@ -171,6 +162,23 @@ def compose(
             settings=resolved["tracking"].value,
         ),
     )
+
+
+def _resolve(
+    run: Mapping[str, object | None], sections: Mapping[str, object], layers: Layers
+) -> tuple[dict[str, Resolved[Any]], dict[str, dict[str, object]]]:
+    """The sections that every run has, and what code said of others."""
+    said = {name: dict(_as_mapping(section)) for name, section in sections.items()}
+    run = {**said.pop("run", {}), **{name: value for name, value in run.items() if value is not None}}
+    resolved: dict[str, Resolved[Any]] = {"run": resolve(RunSettings, section="run", code=run, layers=layers)}
+    settings: RunSettings = resolved["run"].value
+    if settings.cpu:
+        _say_cpu(said.setdefault("state", {}))
+    _check_strategy(said.setdefault("data", {}).get("strategy"))
+    said["data"].setdefault("seed", settings.seed)
+    for name, kind in _SECTIONS.items():
+        resolved[name] = resolve(kind, section=name, code=said.pop(name, None), layers=layers)
+    return resolved, said
 
 
 def _say_cpu(state: dict[str, object]) -> None:

@@ -67,17 +67,15 @@ def connect(
     place = _place(settings.device, index, topology)
     plan = parallelism.plan(topology.world_size) if parallelism is not None else None
     with ExitStack() as undo:
-        wanted = needs_group or plan is not None
-        owns_group = _join(place, topology, launched, settings, needs_group=wanted, undo=undo)
+        needs_group = needs_group or plan is not None
+        owns_group = _join(place, topology, launched, settings, needs_group=needs_group, undo=undo)
         watch = Watch()
         if settings.watchdog and topology.world_size > 1:
             from drivetrain_state.watchdog import start_watchdog  # its rooms serve several processes alone
 
             reports = settings.hang_report_directory
-            watchdog = start_watchdog(
-                topology=topology, settings=settings, watch=watch, report_directory=reports
-            )
-            undo.callback(watchdog.stop)
+            dog = start_watchdog(topology=topology, settings=settings, watch=watch, report_directory=reports)
+            undo.callback(dog.stop)
         if settings.deterministic:
             undo.enter_context(deterministic_algorithms())
         return Context(

@@ -1,7 +1,7 @@
 """Training by DeepSpeed's engines, one for each model with its optimizer."""
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
@@ -13,7 +13,7 @@ from drivetrain_backends.accumulation import AccumulationWindow
 from drivetrain_backends.carrier import trainable_parameters
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.gradients import EngineCarrier
-from drivetrain_backends.deepspeed.library import entering, load_deepspeed
+from drivetrain_backends.deepspeed.library import accelerator, entering, load_deepspeed, local_rank_known
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared
 from drivetrain_backends.errors import AccumulationError, EngineConfigError, PairingError
@@ -64,6 +64,7 @@ class DeepSpeedBackend:
             pass
         self._carrier = EngineCarrier(window, self.scaler)
         self._ledger = GradientLedger(context, window, self.scaler, self._carrier)
+        self._lifetime = ExitStack()  # of the engines
         self._prepared: list[DeepSpeedPrepared] = []
         self._untrained: list[TorchPrepared | DeepSpeedPrepared] = []  # models without an optimizer
 
@@ -91,6 +92,8 @@ class DeepSpeedBackend:
         check_new(models)
         check_schedulers(schedulers, known)
         trained_by = self._pair(models, optimizers)
+        if not (self._prepared or self._untrained):
+            self._lifetime.enter_context(local_rank_known(self.context))
         new: list[Prepared] = [
             self._start(model, trained_by[model]) if model in trained_by else self._place(model)
             for model in models
@@ -142,7 +145,7 @@ class DeepSpeedBackend:
             "loss_scaling": self.scaler is not None,
         }
         for prepared in self._prepared[:1]:
-            found |= _read_back(prepared.model.engine, self.settings)
+            found |= _read_back(prepared.engine, self.settings)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,6 +165,7 @@ class DeepSpeedBackend:
         for prepared in [*self._prepared, *self._untrained]:
             prepared.release()
         self._prepared, self._untrained, self._ledger.groups = [], [], []
+        self._lifetime.close()
 
     def _run(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> EngineRun:
         return EngineRun(
@@ -273,14 +277,12 @@ def _check_device(policy: Policy) -> None:
     Raises:
         PrecisionError: It does not.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    able = {"fp16": accelerator.is_fp16_supported(), "bf16": accelerator.is_bf16_supported()}
+    device = accelerator()
+    able = {"fp16": device.is_fp16_supported(), "bf16": device.is_bf16_supported()}
     if not able.get(policy.mode, True):
         others = ", ".join(repr(mode) for mode, has in {"no": True, **able}.items() if has)
         raise PrecisionError(
-            f"mixed_precision={policy.mode!r}: DeepSpeed does not compute in it on {accelerator.device_name()}; "
+            f"mixed_precision={policy.mode!r}: DeepSpeed does not compute in it on {device.device_name()}; "
             f"it can do {others}"
         )
 

@@ -237,7 +237,7 @@ class EngineCarrier:
             self._ready.add(models[0])
 
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Reduce and correct the gradients; the engine looks for overflows when it steps; see `GradientCarrier.settle`."""
+        """Reduce and correct the gradients; overflows are looked for at the step; see `GradientCarrier.settle`."""
         engine, gradients = self._engines[models[0]]
         if models[0] in self._ready:
             self._ready.discard(models[0])
@@ -266,14 +266,14 @@ class EngineCarrier:
                 "accelerator.backward(loss) in its place"
             )
         raise AccumulationError(
-            f"a loss of {type(self._running).__name__} reached {name}, whose DeepSpeed engine would take the "
+            f"a loss of {type(self._running).__name__} reached {name}, whose DeepSpeed engine would take its "
             f"gradients for its own: freeze {name} while it is passed through, {name}.requires_grad_(False), and "
             "unfreeze it before its own forward"
         )
 
 
 def _reduce(engine: Any) -> None:
-    """Make an engine's gradients ready for its step, as its backward does where it is told that it closes a window."""
+    """Make an engine's gradients ready for its step, as a backward does that is told it closes a window."""
     engine.set_gradient_accumulation_boundary(True)
     if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them in backward
         engine.optimizer.finalize_gradient_accumulation_boundary()

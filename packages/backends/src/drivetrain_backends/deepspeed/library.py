@@ -1,8 +1,12 @@
 """DeepSpeed itself: imported when it is needed, for the device of the run, with the variables it wants."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
 
 from drivetrain_backends.errors import BackendNotInstalledError
 from drivetrain_config import environ
@@ -15,25 +19,28 @@ def load_deepspeed(context: Context) -> ModuleType:
     Raises:
         BackendNotInstalledError: It is not installed, or was imported before for another kind of device.
     """
+    if find_spec("deepspeed") is None:
+        raise BackendNotInstalledError(
+            "backend='deepspeed': the package deepspeed is not installed; it comes with "
+            "pip install 'drivetrain[deepspeed]', or 'drivetrain-backends[deepspeed]'"
+        )
     with _variables(context):
-        try:
-            from deepspeed.accelerator import get_accelerator
+        import deepspeed
 
-            import deepspeed
-        except ModuleNotFoundError as error:
-            if error.name != "deepspeed":
-                raise
-            raise BackendNotInstalledError(
-                "backend='deepspeed': the package deepspeed is not installed; it comes with "
-                "pip install 'drivetrain[deepspeed]', or 'drivetrain-backends[deepspeed]'"
-            ) from error
-        found = get_accelerator().device_name()
+        found = accelerator().device_name()
     if found != context.device.type:
         raise BackendNotInstalledError(
             f"backend='deepspeed' on device {context.device.type!r}: DeepSpeed was imported before, and serves "
             f"{found!r} in this process; leave importing it to prepare(), or set DS_ACCELERATOR={context.device.type}"
         )
     return deepspeed
+
+
+def accelerator() -> Any:
+    """What DeepSpeed knows of the device."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
 
 
 @contextmanager
@@ -49,10 +56,29 @@ def entering(context: Context) -> Generator[None]:
         )
     from deepspeed import comm
 
+    _forget_ended_groups()
     with _variables(context):
         if not comm.is_initialized():
             comm.init_distributed(dist_init_required=False)
         yield
+
+
+def local_rank_known(context: Context) -> AbstractContextManager[None]:
+    """Inside, LOCAL_RANK is set, which stage 3 reads in every backward, and which one process alone does not have."""
+    return environ.exported(LOCAL_RANK=str(context.topology.local_rank))
+
+
+def _forget_ended_groups() -> None:
+    """Have DeepSpeed make its groups again: it keeps those of a process group that has ended since (0.19)."""
+    from deepspeed.utils import groups
+
+    kept = groups._WORLD_GROUP
+    if kept is None:
+        return
+    try:
+        dist.get_process_group_ranks(kept)
+    except KeyError:
+        groups._release_process_group_references()
 
 
 def _variables(context: Context):

@@ -39,6 +39,7 @@ class DeepSpeedPrepared:
         optimizers: The prepared optimizer.
         schedulers: The prepared schedulers of that optimizer.
         group: How far the model's gradients are.
+        engine: The DeepSpeed engine.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class DeepSpeedPrepared:
         groups: list[list[str]],
         scaler: LossScaler | None,
     ) -> None:
-        self.model = model
+        self.model: nn.Module = model
+        self.engine = model.engine
+        self._module = model.module
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.group = GradientGroup([model.module], ledger)
@@ -92,8 +95,8 @@ class DeepSpeedPrepared:
         group.use()
         self._watch.mark("optimizer step")
         assert self._gradients is not None  # there is an optimizer
-        self.model.engine.step()
-        stepped: bool = self.model.engine.was_step_applied()
+        self.engine.step()
+        stepped: bool = self.engine.was_step_applied()
         self._gradients.used()
         if self._scaler is not None:
             self._scaler.observe(overflowed=not stepped)
@@ -109,7 +112,7 @@ class DeepSpeedPrepared:
             return
         if group.stage in ("open", "final") and self._gradients is not None:
             self._gradients.discard()
-            self._carrier.forget(self.model.module)
+            self._carrier.forget(self._module)
         group.cleared_by(optimizer)
 
     def clip(
@@ -142,14 +145,14 @@ class DeepSpeedPrepared:
 
     def unwrap(self) -> nn.Module:
         """The user's module, computing in the run's precision; its parameters are partitioned in stage 3."""
-        return self.model.module
+        return self._module
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
         """Inside, the parameters are whole; see `Prepared.gathered`."""
         from deepspeed import zero
 
-        parameters = list(self.model.module.parameters())
+        parameters = list(self._module.parameters())
         with zero.GatheredParameters(parameters, modifier_rank=0 if write else None):
             yield
             if write:
@@ -157,13 +160,13 @@ class DeepSpeedPrepared:
 
     def release(self) -> nn.Module:
         """End the engine; the user's module with its own class."""
-        self.model.engine.destroy()
-        return restore_forward(self.model.module)
+        self.engine.destroy()
+        return restore_forward(self._module)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and schedulers, as whole tensors in fp32; see `Prepared.state_dict`."""
         return {
-            **read_state(self.model.engine, self._names, self._groups),
+            **read_state(self.engine, self._names, self._groups),
             "schedulers": [s.state_dict() for s in self.schedulers],
             "num_steps": [o.num_steps for o in self.optimizers],
             "scheduler_lags": [s.lag for s in self.schedulers],
@@ -181,7 +184,7 @@ class DeepSpeedPrepared:
                     f"the checkpoint holds {len(state[kind])} {kind} for {type(self.unwrap()).__name__}, and "
                     f"{len(own)} are prepared; prepare the same ones before load_state()"
                 )
-        load_state(self.model.engine, self._names, self._groups, state)
+        load_state(self.engine, self._names, self._groups, state)
         for optimizer, steps in zip(self.optimizers, state["num_steps"], strict=True):
             optimizer.num_steps = steps
         saved = zip(self.schedulers, state["schedulers"], state["scheduler_lags"], strict=True)
@@ -190,13 +193,13 @@ class DeepSpeedPrepared:
             scheduler.catch_up(lag)
 
     def _check_clip(self, parameters: Iterable[Tensor] | None, norm: float) -> None:
-        own = {p for p in self.model.module.parameters() if p.requires_grad}
+        own = {p for p in self._module.parameters() if p.requires_grad}
         if parameters is not None and not own <= set(parameters):
             raise ValueError(
                 f"clip over some of the parameters of {type(self.unwrap()).__name__}: DeepSpeed clips by the norm of "
                 "all of them; pass model.parameters()"
             )
-        configured: float = self.model.engine.gradient_clipping()
+        configured: float = self.engine.gradient_clipping()
         if configured not in (0.0, norm):
             raise ValueError(
                 f"clip(norm={norm!r}) contradicts gradient_clipping={configured!r} of the DeepSpeed configuration; "

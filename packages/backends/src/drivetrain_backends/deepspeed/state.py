@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
     if not engine.zero_optimization():
         optimizer = named_state(engine.optimizer, dict(names))
         return {"model": dict(engine.module.state_dict()), "optimizers": [optimizer]}
-    own = {name: parameter for parameter, name in names.items()}
+    own = {name: cast("nn.Parameter", parameter) for parameter, name in names.items()}
     base = engine.optimizer.optimizer
     state: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):
@@ -87,7 +87,7 @@ def load_state(
         load_named_state(engine.optimizer, dict(names), saved)
         return
     _load_model(engine, state["model"])
-    own = {name: parameter for parameter, name in names.items()}
+    own = {name: cast("nn.Parameter", parameter) for parameter, name in names.items()}
     base = engine.optimizer.optimizer
     for index, (group, options) in enumerate(zip(groups, saved["param_groups"], strict=True)):
         base.param_groups[index] |= {key: value for key, value in options.items() if key != "params"}
@@ -162,11 +162,20 @@ def _is_of_elements(key: str, value: Any) -> bool:
 
 
 def _read_kept(parameter: nn.Parameter, key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dim():  # a count of steps: one for the partition here, one for each parameter elsewhere
+        return value.clone()
+    return PartitionedTensor(_shape(parameter), partial(_gather_kept, parameter, key))
+
+
+def _gather_kept(parameter: nn.Parameter, key: str) -> Tensor:
+    """An optimizer's state of a parameter."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    if not (isinstance(value, Tensor) and value.dim()):  # one value for the partition, as a count of steps
-        return value
-    return PartitionedTensor(_shape(parameter), partial(safe_get_full_optimizer_state, parameter, key))
+    gathered = safe_get_full_optimizer_state(parameter, key)
+    assert gathered is not None  # the optimizer keeps it
+    return gathered
 
 
 def _read_model(engine: Any) -> dict[str, Any]:
@@ -184,12 +193,13 @@ def _read_model(engine: Any) -> dict[str, Any]:
 
 def _gather(parameter: nn.Parameter) -> Tensor:
     """A parameter as its master has it; one that is not trained as it is."""
+    from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from deepspeed import zero
-
     if _has_master(parameter):
-        return safe_get_full_fp32_param(parameter)
+        master = safe_get_full_fp32_param(parameter)
+        assert master is not None
+        return master
     with zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
 

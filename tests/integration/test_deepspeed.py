@@ -1,0 +1,95 @@
+"""The Accelerator over DeepSpeed's engines: the same loop, checkpoints of other backends, a plan that tells."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain_backends import whole_state
+
+ROUTE = ["ddp", "deepspeed-3", "deepspeed-1", "deepspeed-0", "deepspeed-2", "ddp"]
+
+
+def one_step_more(project_dir: str, backend: str, position: int) -> dict[str, list[float]]:
+    """Go on from the newest checkpoint for one step, save, and give the weights."""
+    name, _, stage = backend.partition("-")
+    sections = {"deepspeed": {"stage": int(stage)}} if stage else None
+    with Accelerator(
+        backend=name, cpu=True, seed=0, project_dir=project_dir, sections=sections
+    ) as accelerator:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+        optimizer = AdamW(model.parameters(), lr=0.05)
+        data = TensorDataset(torch.arange(72.0).reshape(24, 3) / 72)
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if position:
+            assert accelerator.load_state() == position
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            break
+        accelerator.save_state()
+        state = whole_state(accelerator._prepared.of(model).state_dict()["model"])
+        return {key: value.flatten().tolist() for key, value in state.items()}
+
+
+def walk(project_dir: str, route: list[str]) -> list[dict[str, list[float]]]:
+    return [one_step_more(project_dir, backend, position) for position, backend in enumerate(route)]
+
+
+def test_a_checkpoint_goes_from_backend_to_backend_with_its_optimizer(run_ranks, tmp_path: Path) -> None:
+    mixed = run_ranks(walk, str(tmp_path / "mixed"), ROUTE, num_processes=2, timeout_seconds=150)
+    plain = run_ranks(
+        walk, str(tmp_path / "plain"), ["ddp"] * len(ROUTE), num_processes=2, timeout_seconds=150
+    )
+    for step, (ours, expected) in enumerate(zip(mixed[0], plain[0], strict=True)):
+        for name, value in expected.items():
+            assert ours[name] == pytest.approx(value, abs=2e-6), f"{name} after step {step + 1}"
+    assert mixed[0] == mixed[1]
+
+
+def told(project_dir: str) -> dict[str, object]:
+    with Accelerator(
+        backend="deepspeed",
+        cpu=True,
+        project_dir=project_dir,
+        gradient_accumulation_steps=2,
+        sections={"deepspeed": {"config": {"zero_optimization": {"stage": 1}}}},
+    ) as accelerator:
+        model = nn.Linear(1, 1)
+        loader = DataLoader(torch.ones(8, 1), batch_size=4)
+        accelerator.prepare(model, AdamW(model.parameters()), loader)
+    return json.loads((Path(project_dir) / "plan.json").read_text())["settings"]
+
+
+def test_the_plan_shows_the_whole_configuration_and_what_was_chosen(run_ranks, tmp_path: Path) -> None:
+    (settings,) = run_ranks(told, str(tmp_path), num_processes=1)
+    config = settings["deepspeed.config"]["applied"]
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["gradient_clipping"] == 0.0
+    assert settings["deepspeed.stage"]["applied"] == 1
+    assert settings["deepspeed.stage"]["reason"] == "of deepspeed.config"
+
+
+MISSING = """
+import sys
+sys.modules["deepspeed"] = None  # as where it is not installed
+from drivetrain import Accelerator
+Accelerator(backend="deepspeed", cpu=True)
+"""
+
+
+def test_deepspeed_that_is_not_installed_is_named_with_its_extra(run_ranks_script) -> None:
+    (run,) = run_ranks_script(MISSING, num_processes=1)
+    assert run.returncode == 1
+    assert "pip install 'drivetrain[deepspeed]'" in run.stderr
