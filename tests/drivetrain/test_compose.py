@@ -1,6 +1,7 @@
 import logging
 
 import pytest
+import torch
 
 from drivetrain import Accelerator, ConfigError
 from drivetrain_backends import SingleBackend, register_backend
@@ -82,3 +83,9 @@ def test_cpu_holds_whatever_else_the_state_section_says_and_contradicts_another_
 def test_a_function_for_a_strategy_is_sent_to_shard_loader() -> None:
     with pytest.raises(ValueError, match=r"data\.strategy=len: .*drivetrain_data\.shard_loader"):
         Accelerator(cpu=True, data={"strategy": len})
+
+
+def test_a_run_that_does_not_come_to_be_leaves_no_process_group() -> None:
+    with pytest.raises(ConfigError, match="no section 'nothing'"):
+        Accelerator(backend="ddp", cpu=True, sections={"nothing": {}})
+    assert not torch.distributed.is_initialized()

@@ -13,7 +13,7 @@ from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
 from drivetrain_backends.optimizer import PreparedOptimizer, StepResult, load_named_state, named_state
 from drivetrain_backends.pairing import parameter_names
-from drivetrain_backends.scheduler import PreparedScheduler
+from drivetrain_backends.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_state import Context
 
 _OPEN = StepResult(stepped=False, skipped=False)
@@ -134,9 +134,7 @@ class TorchPrepared:
         return {
             "model": self.unwrap().state_dict(),
             "optimizers": [named_state(o.optimizer, names) for o in self.optimizers],
-            "schedulers": [s.state_dict() for s in self.schedulers],
-            "num_steps": [o.num_steps for o in self.optimizers],
-            "scheduler_lags": [s.lag for s in self.schedulers],
+            **progress_of(self.optimizers, self.schedulers),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,24 +143,12 @@ class TorchPrepared:
         Raises:
             ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters.
         """
-        for kind, own in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
-            if len(state[kind]) != len(own):
-                raise ValueError(
-                    f"the checkpoint holds {len(state[kind])} {kind} for {type(self.unwrap()).__name__}, and "
-                    f"{len(own)} are prepared; prepare the same ones before load_state()"
-                )
+        check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         names = self._names()
         self.unwrap().load_state_dict(state["model"])
-        for optimizer, saved, steps in zip(
-            self.optimizers, state["optimizers"], state["num_steps"], strict=True
-        ):
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer.optimizer, names, saved)
-            optimizer.num_steps = steps
-        for scheduler, saved, lag in zip(
-            self.schedulers, state["schedulers"], state["scheduler_lags"], strict=True
-        ):
-            scheduler.load_state_dict(saved)
-            scheduler.catch_up(lag)
+        load_progress(state, self.optimizers, self.schedulers)
 
     def _names(self) -> dict[Tensor, str]:
         return parameter_names({str(i): model for i, model in enumerate(self.group.models)})

@@ -4,6 +4,7 @@ Ranks do not multiply steps, an open accumulation window is no step, and neither
 the numbers a schedule is written in mean optimizer steps, or epochs where it is called once an epoch.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from drivetrain_backends.optimizer import PreparedOptimizer
@@ -79,3 +80,47 @@ class PreparedScheduler:
 
     def __repr__(self) -> str:
         return f"PreparedScheduler({self.scheduler!r})"
+
+
+def progress_of(
+    optimizers: Sequence[PreparedOptimizer], schedulers: Sequence[PreparedScheduler]
+) -> dict[str, list[Any]]:
+    """How far the optimizers and schedulers of a model are, as a part of its state."""
+    return {
+        "schedulers": [s.state_dict() for s in schedulers],
+        "num_steps": [o.num_steps for o in optimizers],
+        "scheduler_lags": [s.lag for s in schedulers],
+    }
+
+
+def check_numbers(
+    state: Mapping[str, Any],
+    optimizers: Sequence[PreparedOptimizer],
+    schedulers: Sequence[PreparedScheduler],
+    *,
+    of: str,
+) -> None:
+    """Refuse a state of another number of optimizers or schedulers.
+
+    Raises:
+        ValueError: It is one; the message says which.
+    """
+    for kind, own in (("optimizers", optimizers), ("schedulers", schedulers)):
+        if len(state[kind]) != len(own):
+            raise ValueError(
+                f"the checkpoint holds {len(state[kind])} {kind} for {of}, and {len(own)} are prepared; prepare the "
+                "same ones before load_state()"
+            )
+
+
+def load_progress(
+    state: Mapping[str, Any],
+    optimizers: Sequence[PreparedOptimizer],
+    schedulers: Sequence[PreparedScheduler],
+) -> None:
+    """Take up what `progress_of` gave."""
+    for optimizer, steps in zip(optimizers, state["num_steps"], strict=True):
+        optimizer.num_steps = steps
+    for scheduler, saved, lag in zip(schedulers, state["schedulers"], state["scheduler_lags"], strict=True):
+        scheduler.load_state_dict(saved)
+        scheduler.catch_up(lag)

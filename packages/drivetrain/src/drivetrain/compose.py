@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -134,6 +135,26 @@ def compose(
     needs_group = named is not None and named.needs_group
     state = _state(resolved["state"].value, settings)
     context = connect(state, parallelism=parallelism, needs_group=needs_group)
+    with ExitStack() as undo:
+        undo.callback(context.close)  # a group that was made for a run that does not come to be must not stay
+        parts = _build(context, named, registry, resolved, said, layers, parallelism)
+        undo.pop_all()
+    if context.topology.is_main:
+        _tell_disagreements(resolved)
+    return parts
+
+
+def _build(
+    context: Context,
+    named: type[Backend] | None,
+    registry: BackendRegistry,
+    resolved: dict[str, Resolved[Any]],
+    said: dict[str, dict[str, object]],
+    layers: Layers,
+    parallelism: ParallelDims | None,
+) -> Parts:
+    """The parts, once the ranks are connected."""
+    settings: RunSettings = resolved["run"].value
     policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
     chosen = named or registry.get("single" if context.topology.world_size == 1 else "ddp")
     if (name := chosen.settings_section) is not None:
@@ -146,8 +167,6 @@ def compose(
         window=AccumulationWindow(settings.gradient_accumulation_steps),
         settings=None if name is None else resolved[name].value,
     )
-    if context.topology.is_main:
-        _tell_disagreements(resolved)
     return Parts(
         resolved=resolved,
         context=context,

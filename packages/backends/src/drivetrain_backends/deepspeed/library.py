@@ -72,13 +72,13 @@ def _forget_ended_groups() -> None:
     """Have DeepSpeed make its groups again: it keeps those of a process group that has ended since (0.19)."""
     from deepspeed.utils import groups
 
-    kept = groups._WORLD_GROUP
-    if kept is None:
+    module: Any = groups  # it has no public way to do this
+    if module._WORLD_GROUP is None:
         return
     try:
-        dist.get_process_group_ranks(kept)
+        dist.get_process_group_ranks(module._WORLD_GROUP)
     except KeyError:
-        groups._release_process_group_references()
+        module._release_process_group_references()
 
 
 def _variables(context: Context):

@@ -14,7 +14,7 @@ from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
 from drivetrain_backends.optimizer import PreparedOptimizer, StepResult
-from drivetrain_backends.scheduler import PreparedScheduler
+from drivetrain_backends.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
 
@@ -167,9 +167,7 @@ class DeepSpeedPrepared:
         """Model, optimizer and schedulers, as whole tensors in fp32; see `Prepared.state_dict`."""
         return {
             **read_state(self.engine, self._names, self._groups),
-            "schedulers": [s.state_dict() for s in self.schedulers],
-            "num_steps": [o.num_steps for o in self.optimizers],
-            "scheduler_lags": [s.lag for s in self.schedulers],
+            **progress_of(self.optimizers, self.schedulers),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,19 +176,9 @@ class DeepSpeedPrepared:
         Raises:
             ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters.
         """
-        for kind, own in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
-            if len(state[kind]) != len(own):
-                raise ValueError(
-                    f"the checkpoint holds {len(state[kind])} {kind} for {type(self.unwrap()).__name__}, and "
-                    f"{len(own)} are prepared; prepare the same ones before load_state()"
-                )
+        check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         load_state(self.engine, self._names, self._groups, state)
-        for optimizer, steps in zip(self.optimizers, state["num_steps"], strict=True):
-            optimizer.num_steps = steps
-        saved = zip(self.schedulers, state["schedulers"], state["scheduler_lags"], strict=True)
-        for scheduler, value, lag in saved:
-            scheduler.load_state_dict(value)
-            scheduler.catch_up(lag)
+        load_progress(state, self.optimizers, self.schedulers)
 
     def _check_clip(self, parameters: Iterable[Tensor] | None, norm: float) -> None:
         own = {p for p in self._module.parameters() if p.requires_grad}
