@@ -99,7 +99,7 @@ def test_backward_without_a_model_is_refused() -> None:
 
 def test_loading_a_checkpoint_of_another_precision_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="saved with fp16 loss scaling, and this run has mixed_precision='no'"
+        ValueError, match="saved with fp16 loss scaling, and this run does not scale its loss"
     ):
         backend().load_state_dict({"scaler": {"scale": 2.0, "growth_tracker": 0}})
 

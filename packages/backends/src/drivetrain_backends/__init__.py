@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from drivetrain_backends.errors import BackendNotInstalledError as BackendNotInstalledError
     from drivetrain_backends.errors import BatchMismatchError as BatchMismatchError
     from drivetrain_backends.errors import EngineConfigError as EngineConfigError
+    from drivetrain_backends.errors import NonFiniteGradientError as NonFiniteGradientError
     from drivetrain_backends.errors import PairingError as PairingError
+    from drivetrain_backends.errors import ReplacedParameterError as ReplacedParameterError
     from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
     from drivetrain_backends.errors import UnreducedGradientError as UnreducedGradientError
     from drivetrain_backends.forward import restore_forward as restore_forward
@@ -47,7 +49,9 @@ _ROOMS = {
     "BatchMismatchError": "errors",
     "DDPBackend": "ddp",
     "DDPSettings": "settings",
+    "NonFiniteGradientError": "errors",
     "PairingError": "errors",
+    "ReplacedParameterError": "errors",
     "Prepared": "protocol",
     "PreparedOptimizer": "optimizer",
     "PreparedScheduler": "scheduler",
@@ -73,10 +77,12 @@ __all__ = [
     "DeepSpeedBackend",
     "DeepSpeedSettings",
     "EngineConfigError",
+    "NonFiniteGradientError",
     "PairingError",
     "Prepared",
     "PreparedOptimizer",
     "PreparedScheduler",
+    "ReplacedParameterError",
     "Scheduler",
     "SingleBackend",
     "StepResult",

@@ -119,6 +119,7 @@ class TorchBackend:
             "gradient_accumulation_steps": self.window.num_micro_batches,
             "mixed_precision": self.policy.mode,
             "loss_scaling": self.scaler is not None,
+            "nonfinite_gradients": self.window.nonfinite_gradients,
         }
 
     def state_dict(self) -> dict[str, Any]:

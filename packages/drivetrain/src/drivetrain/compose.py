@@ -148,8 +148,9 @@ def compose(
         resolved[name] = resolve(chosen.settings_type, section=name, code=said.pop(name, None), layers=layers)
         backend_settings = resolved[name].value
     _check_unused(said)
-    window = AccumulationWindow(settings.gradient_accumulation_steps)
+    window = _window(settings)
     backend = chosen(context, policy, window=window, settings=backend_settings)
+    _check_guard(backend, settings)
     if context.topology.is_main:
         _tell_disagreements(resolved)
     return Parts(
@@ -222,6 +223,25 @@ def _backend_name(name: str, context: Context) -> str:
     if name != "auto":
         return name
     return "single" if context.topology.world_size == 1 else "ddp"
+
+
+def _window(settings: RunSettings) -> AccumulationWindow:
+    return AccumulationWindow(
+        settings.gradient_accumulation_steps, nonfinite_gradients=settings.nonfinite_gradients
+    )
+
+
+def _check_guard(backend: Backend, settings: RunSettings) -> None:
+    """Refuse to leave gradients unseen that a run wants looked at.
+
+    Raises:
+        ConfigError: The backend does not look.
+    """
+    if settings.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in backend.applied():
+        raise ConfigError(
+            f"run.nonfinite_gradients={settings.nonfinite_gradients!r}: {type(backend).__name__} does not look for "
+            "infinities and NaNs in gradients; leave it at 'ignore', or choose another backend"
+        )
 
 
 def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:
