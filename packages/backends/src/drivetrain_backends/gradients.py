@@ -89,7 +89,7 @@ class GradientGroup:
         self.overflowed = self._ledger.carrier.settle(self.models, self._correction())
 
     def judge(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
-        """Look for infinities and NaNs in gradients that are final, once. Called on all ranks, where a run asks for it.
+        """Look for infinities and NaNs in gradients that are final, once. Called on all ranks, where it is asked for.
 
         Args:
             optimizer: The one that is to step, if any: its second step is on other gradients than its first.

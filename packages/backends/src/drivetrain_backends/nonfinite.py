@@ -4,6 +4,7 @@ What a run does about them stands in its accumulation window: "ignore" looks for
 "raise" ends the run with an error. fp16's loss scaler looks for them by itself, and skips what a smaller scale mends.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -40,7 +41,6 @@ def nonfinite_error(
     step: int,
     bad_loss: bool = False,
     alone: bool = False,
-    advice: str = "",
 ) -> NonFiniteGradientError:
     """Say which parameter's gradient is the first that is not finite, and on which ranks. Called on all ranks.
 
@@ -51,7 +51,6 @@ def nonfinite_error(
         step: The optimizer step that they were for; counted from 1.
         bad_loss: Whether a loss of this rank was not finite.
         alone: Other ranks are elsewhere and cannot be asked.
-        advice: What to do about it, if it is not what is said by default.
 
     Returns:
         The error, for the caller to raise.
@@ -67,12 +66,9 @@ def nonfinite_error(
     where = "" if len(holders) == len(table) else f" on {_ranks(holders)}"
     cause = f"; a loss of {_ranks(lost)} was not finite" if lost else ""
     which = f"of {names[first]}" if first < len(names) else "of a parameter"
-    advice = advice or (
-        "torch.autograd.set_detect_anomaly(True) finds the operation; nonfinite_gradients='skip' leaves such steps out"
-    )
     return NonFiniteGradientError(
         f"the gradient {which} holds an infinity or NaN{where} at optimizer step {step}{cause}. Nothing was stepped. "
-        f"{advice}"
+        "torch.autograd.set_detect_anomaly(True) finds where; nonfinite_gradients='skip' leaves such steps out"
     )
 
 
@@ -86,10 +82,10 @@ def _all_finite(parts: Sequence[Tensor]) -> bool:
         by_place.setdefault((part.device, part.dtype), []).append(part)
     # The largest magnitude, not the 2-norm: that of finite gradients may overflow. It keeps a NaN.
     largest = [
-        torch.stack(torch._foreach_norm(group, float("inf")))  # pyright: ignore[reportPrivateUsage] as torch clips
+        torch.stack(torch._foreach_norm(group, math.inf))  # pyright: ignore[reportPrivateUsage] as torch clips
         for group in by_place.values()
     ]
-    return all([each.isfinite().all().item() for each in largest])
+    return all(each.isfinite().all().item() for each in largest)
 
 
 def _is_bad(gradient: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
+from drivetrain_backends.known_parameters import KnownParameters
 from drivetrain_backends.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
 from drivetrain_backends.optimizer import PreparedOptimizer, StepResult, load_named_state, named_state
 from drivetrain_backends.pairing import parameter_names
@@ -46,6 +47,7 @@ class TorchPrepared:
         self._ledger = ledger
         self._window = ledger.window
         self._prepared_at = ledger.num_backwards
+        self._known = KnownParameters(self.unwrap())
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -68,6 +70,7 @@ class TorchPrepared:
         group = self.group
         if self._ledger.unreduced:
             self._ledger.check_reduced(optimizer)
+        self._known.look_now_and_then()
         group.finish()
         if self._window.nonfinite_gradients != "ignore":
             group.judge(optimizer)
@@ -138,7 +141,12 @@ class TorchPrepared:
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizers and schedulers; see `Prepared.state_dict`."""
+        """Model, optimizers and schedulers; see `Prepared.state_dict`.
+
+        Raises:
+            ReplacedParameterError: The model has parameters that were not prepared.
+        """
+        self._known.look()
         names = self._names()
         return {
             "model": self.unwrap().state_dict(),
@@ -153,7 +161,9 @@ class TorchPrepared:
 
         Raises:
             ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters.
+            ReplacedParameterError: The model has parameters that were not prepared.
         """
+        self._known.look()
         for kind, own in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
             if len(state[kind]) != len(own):
                 raise ValueError(

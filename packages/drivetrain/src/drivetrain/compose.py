@@ -148,8 +148,7 @@ def compose(
         resolved[name] = resolve(chosen.settings_type, section=name, code=said.pop(name, None), layers=layers)
         backend_settings = resolved[name].value
     _check_unused(said)
-    window = _window(settings)
-    backend = chosen(context, policy, window=window, settings=backend_settings)
+    backend = chosen(context, policy, window=_window(settings), settings=backend_settings)
     _check_guard(backend, settings)
     if context.topology.is_main:
         _tell_disagreements(resolved)
