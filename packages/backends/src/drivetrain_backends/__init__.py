@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain_backends.accumulation import AccumulationWindow as AccumulationWindow
+    from drivetrain_backends.compiled import uncompiled as uncompiled
     from drivetrain_backends.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
     from drivetrain_backends.errors import AccumulationError as AccumulationError
@@ -62,6 +63,7 @@ _ROOMS = {
     "UnreducedGradientError": "errors",
     "register_backend": "registry",
     "restore_forward": "forward",
+    "uncompiled": "compiled",
 }
 __all__ = [
     "AccumulationError",
@@ -90,6 +92,7 @@ __all__ = [
     "UnreducedGradientError",
     "register_backend",
     "restore_forward",
+    "uncompiled",
 ]
 
 

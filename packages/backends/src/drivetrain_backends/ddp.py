@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.errors import UnreducedGradientError
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.torch_backend import TorchBackend
@@ -99,7 +100,8 @@ class DDPBackend(TorchBackend):
         Args:
             models: The prepared models that are trained inside.
         """
-        replicas: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
+        found = (uncompiled(model) for model in models)
+        replicas: list[Joinable] = [model for model in found if isinstance(model, DistributedDataParallel)]
         self._ledger.is_joined = True
         try:
             with Join(replicas, divide_by_initial_world_size=False):

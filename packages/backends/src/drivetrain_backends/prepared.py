@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from drivetrain_backends.compiled import load_plain_state, plain_state
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
 from drivetrain_backends.known_parameters import KnownParameters
@@ -149,7 +150,7 @@ class TorchPrepared:
         self._known.look()
         names = self._names()
         return {
-            "model": self.unwrap().state_dict(),
+            "model": plain_state(self.unwrap()),
             "optimizers": [named_state(o.optimizer, names) for o in self.optimizers],
             "schedulers": [s.state_dict() for s in self.schedulers],
             "num_steps": [o.num_steps for o in self.optimizers],
@@ -171,7 +172,7 @@ class TorchPrepared:
                     f"{len(own)} are prepared; prepare the same ones before load_state()"
                 )
         names = self._names()
-        self.unwrap().load_state_dict(state["model"])
+        load_plain_state(self.unwrap(), state["model"])
         for optimizer, saved, steps in zip(
             self.optimizers, state["optimizers"], state["num_steps"], strict=True
         ):

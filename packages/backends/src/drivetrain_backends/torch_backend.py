@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.forward import PreparedForward, prepare_forward, restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger, group_models
@@ -175,9 +176,9 @@ def check_new(models: Sequence[nn.Module]) -> None:
         ValueError: One is.
     """
     for model in models:
-        if isinstance(model, PreparedForward):
+        if isinstance(model, PreparedForward) or isinstance(uncompiled(model), PreparedForward):
             raise ValueError(
-                f"{type(model).__name__} is prepared already; prepare() a model once, or free_memory() first"
+                f"{type(uncompiled(model)).__name__} is prepared already; prepare() a model once, or free_memory() first"
             )
 
 
