@@ -176,9 +176,10 @@ def check_new(models: Sequence[nn.Module]) -> None:
         ValueError: One is.
     """
     for model in models:
-        if isinstance(model, PreparedForward) or isinstance(uncompiled(model), PreparedForward):
+        inner = uncompiled(model)
+        if isinstance(model, PreparedForward) or isinstance(inner, PreparedForward):
             raise ValueError(
-                f"{type(uncompiled(model)).__name__} is prepared already; prepare() a model once, or free_memory() first"
+                f"{type(inner).__name__} is prepared already; prepare() a model once, or free_memory() first"
             )
 
 
