@@ -7,7 +7,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
@@ -94,8 +94,10 @@ class DDPBackend(TorchBackend):
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
 
         Raises:
-            ValueError: `sync_batch_norm` is on, and a layer cannot be synchronised.
+            ValueError: Two models share a parameter that is trained; or `sync_batch_norm` is on, and a layer cannot be
+                synchronised.
         """
+        _check_shared([*(p.unwrap() for p in self._prepared), *models])
         if not cast("DDPSettings", self.settings).sync_batch_norm:
             return super().prepare(models, optimizers, schedulers)
         for model in models:
@@ -178,6 +180,20 @@ class DDPBackend(TorchBackend):
         found = (module for prepared in self._prepared for _, module in batch_norms(prepared.unwrap()))
         asked = cast("DDPSettings", self.settings).sync_batch_norm
         return asked and all(isinstance(module, nn.SyncBatchNorm) for module in found)
+
+
+def _check_shared(models: Sequence[nn.Module]) -> None:
+    """Refuse models of which each would average the same gradient: DDP raises in backward, or adds to it twice."""
+    holders: dict[Tensor, nn.Module] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            other = holders.setdefault(parameter, model)
+            if parameter.requires_grad and other is not model:
+                raise ValueError(
+                    f"{type(other).__name__} and {type(model).__name__} share {name}, whose gradient the ddp backend "
+                    "would average once for each: put both into one nn.Module whose forward gives both outputs (it "
+                    "may have two optimizers), or freeze what they share"
+                )
 
 
 def _group(context: Context) -> ProcessGroup:
