@@ -72,7 +72,9 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
 def prepare_with_sync_batch_norm(model: nn.Module) -> str:
     context = connect(StateSettings(device="cpu", watchdog=False))
     settings = DDPSettings(sync_batch_norm=True)
-    ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow(), settings=settings)
+    ddp = DDPBackend(
+        context, choose_policy("no", context.device), window=AccumulationWindow(), settings=settings
+    )
     try:
         ddp.prepare([model], [], [])
         return f"prepared, sync_batch_norm={ddp.applied()['sync_batch_norm']}"
@@ -93,7 +95,9 @@ def running_means(broadcast: bool) -> tuple[list[float], list[float], object]:
     """The running mean of each rank after training on its own values, and after one more forward."""
     context = connect(StateSettings(device="cpu", watchdog=False))
     settings = DDPSettings(broadcast_buffers=broadcast)
-    ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow(2), settings=settings)
+    ddp = DDPBackend(
+        context, choose_policy("no", context.device), window=AccumulationWindow(2), settings=settings
+    )
     model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     (prepared,) = ddp.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
     x = torch.tensor([[1.0], [3.0]]) * (1 + dist.get_rank())

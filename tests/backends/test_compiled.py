@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from drivetrain import Accelerator
 from drivetrain_backends import AccumulationWindow, DDPBackend, uncompiled
 from drivetrain_backends.compiled import plain_name
 from drivetrain_precision import choose_policy
@@ -19,7 +18,9 @@ from drivetrain_state import StateSettings, connect
 from single_process import backend
 
 # torch 2.15's compiler asks an activation for its gradient, and torch warns of that.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 X = torch.linspace(-1, 1, 8).reshape(4, 2)
 
@@ -34,7 +35,9 @@ class Graphs:
     def __call__(self, graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
         self.num_graphs += 1
         calls = Counter(node.target for node in graph.graph.nodes if node.op.startswith("call"))
-        self.num_calls += sum(n for target, n in calls.items() if "autocast" not in getattr(target, "__name__", ""))
+        self.num_calls += sum(
+            n for target, n in calls.items() if "autocast" not in getattr(target, "__name__", "")
+        )
         return graph.forward
 
 
@@ -170,20 +173,6 @@ def test_compiling_a_prepared_model_and_preparing_that_is_refused() -> None:
         single.prepare([torch.compile(prepared.model, backend="eager")], [], [])
 
 
-def test_an_accelerator_knows_a_model_that_was_compiled_after_prepare() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, sections={"run": {"show_plan": False}})
-    plain = net()
-    model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters()))
-    model = torch.compile(model, backend="eager")
-    before = plain[0].weight.detach().clone()
-    for _ in range(2):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(X).sum(), model=model)
-            optimizer.step()
-    assert accelerator.unwrap_model(model) is plain
-    assert not torch.equal(plain[0].weight, before)
-
-
 def test_names_and_modules_without_a_compiler_stay_as_they_are() -> None:
     model = net()
     assert uncompiled(model) is model
@@ -219,7 +208,9 @@ def test_ddp_adds_no_graph_break_of_ours(run_ranks, mode: str) -> None:
         for way in ("compile_whole", "compile_in_place", "compile_regions"):
             assert found[f"{way} prepared"] == found[f"{way} alone"]
         assert found["compile_whole prepared"] == (1, 3)
-        num_graphs, num_calls = found["compiled after prepare"]  # DDP itself is not traced, the model is whole
+        num_graphs, num_calls = found[
+            "compiled after prepare"
+        ]  # DDP itself is not traced, the model is whole
         assert (num_graphs, num_calls >= 3) == (1, True)
 
 

@@ -60,7 +60,9 @@ def trained_on_uneven_ranks(
 
 @pytest.mark.parametrize("mode", ["no", "fp16", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_gradients_are_the_mean_over_the_ranks_that_have_batches(run_ranks, mode: str, accumulation: int) -> None:
+def test_gradients_are_the_mean_over_the_ranks_that_have_batches(
+    run_ranks, mode: str, accumulation: int
+) -> None:
     (first, few), (second, many) = run_ranks(trained_on_uneven_ranks, mode, accumulation, {})
     assert (few, many) == NUM_WINDOWS
     assert torch.equal(first, second)  # the ranks that ended take what the last one has
@@ -69,7 +71,8 @@ def test_gradients_are_the_mean_over_the_ranks_that_have_batches(run_ranks, mode
 
 
 @pytest.mark.parametrize(
-    "settings", [{"find_unused_parameters": True}, {"gradient_as_bucket_view": False}, {"bucket_size_mb": 0.00001}]
+    "settings",
+    [{"find_unused_parameters": True}, {"gradient_as_bucket_view": False}, {"bucket_size_mb": 0.00001}],
 )
 def test_other_settings_train_the_same_on_uneven_ranks(run_ranks, settings: dict[str, object]) -> None:
     (first, _), (second, _) = run_ranks(trained_on_uneven_ranks, "no", 3, settings)

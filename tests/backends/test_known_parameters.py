@@ -67,7 +67,9 @@ def train(prepared: TorchPrepared, num_steps: int) -> None:
 def test_the_first_step_refuses_what_was_not_prepared(change, named: str) -> None:
     model, prepared = start()
     change(model)
-    with pytest.raises(ReplacedParameterError, match=rf"parameters of Net are not those of prepare\(\): {named}"):
+    with pytest.raises(
+        ReplacedParameterError, match=rf"parameters of Net are not those of prepare\(\): {named}"
+    ):
         train(prepared, 1)
 
 
@@ -103,7 +105,9 @@ def test_a_module_without_parameters_may_be_exchanged() -> None:
 def test_a_layer_that_was_taken_out_is_named() -> None:
     model, prepared = start()
     model.head = nn.Identity()
-    with pytest.raises(ReplacedParameterError, match=r"prepare\(\): head\.weight, head\.bias replaced or taken out"):
+    with pytest.raises(
+        ReplacedParameterError, match=r"prepare\(\): head\.weight, head\.bias replaced or taken out"
+    ):
         prepared.state_dict()
 
 

@@ -41,7 +41,9 @@ def test_a_step_on_gradients_that_are_not_finite_is_an_error_that_names_the_para
     prepared.optimizers[0].zero_grad()
     before = model[1].weight.detach().clone()
     prepared.backward(poison(model, value))
-    with pytest.raises(NonFiniteGradientError, match=r"of 1\.weight holds an infinity or NaN at optimizer step 2\."):
+    with pytest.raises(
+        NonFiniteGradientError, match=r"of 1\.weight holds an infinity or NaN at optimizer step 2\."
+    ):
         prepared.optimizers[0].step()
     assert torch.equal(model[1].weight, before)
 

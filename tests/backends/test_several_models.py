@@ -1,4 +1,4 @@
-"""Several models and optimizers on one backend train as a plain loop does: shared trunks, teachers, two optimizers."""
+"""Several models and optimizers train as in a plain loop: shared trunks, teachers, two optimizers for a model."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -176,7 +176,6 @@ def test_on_two_ranks(run_ranks, name: str, calls: int) -> None:
         assert_equal(found, train_plainly(*CASES[name], 2))
 
 
-
 def prepare_models_that_share(calls: int) -> str:
     context = connect(StateSettings(device="cpu", watchdog=False))
     ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
@@ -196,7 +195,9 @@ def prepare_models_that_share(calls: int) -> str:
 
 
 @CALLS
-def test_models_that_share_a_trunk_are_refused_where_ranks_would_average_it_twice(run_ranks, calls: int) -> None:
+def test_models_that_share_a_trunk_are_refused_where_ranks_would_average_it_twice(
+    run_ranks, calls: int
+) -> None:
     for said in run_ranks(prepare_models_that_share, calls):
         assert said.startswith("Head and Head share trunk.weight")
         assert "put both into one nn.Module" in said

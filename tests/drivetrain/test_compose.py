@@ -47,7 +47,9 @@ def test_a_backend_comes_as_class_or_from_a_registry() -> None:
 
 
 def test_gradients_are_looked_at_where_the_run_says_so() -> None:
-    accelerator = Accelerator(cpu=True, sections={"run": {"nonfinite_gradients": "raise", "show_plan": False}})
+    accelerator = Accelerator(
+        cpu=True, sections={"run": {"nonfinite_gradients": "raise", "show_plan": False}}
+    )
     (row,) = [row for row in accelerator.plan.rows if row.setting == "run.nonfinite_gradients"]
     assert (row.asked, row.applied, row.read_back) == ("raise", "raise", True)
     model = torch.nn.Linear(2, 1)

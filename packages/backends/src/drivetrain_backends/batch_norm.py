@@ -25,8 +25,8 @@ def check_batch_norms(model: nn.Module, device: torch.device) -> None:
     for name, module in batch_norms(model):
         if device.type in _WITHOUT:
             raise ValueError(
-                f"ddp.sync_batch_norm=True: torch has no SyncBatchNorm on {device.type}, and {name or 'the model'} is "
-                f"a {type(module).__name__}; leave the setting off here (each rank then normalises its own batch), "
+                f"ddp.sync_batch_norm=True: torch has no SyncBatchNorm on {device.type}, and "
+                f"{name or 'the model'} is a {type(module).__name__}; leave the setting off here (each rank then normalises its own batch), "
                 "or train on a GPU"
             )
         if type(module) not in (*_KINDS, nn.SyncBatchNorm):
@@ -52,7 +52,7 @@ def synchronise_batch_norms(
     found = {module: type(module) for module in layers if type(module) in _KINDS}
     for module in found:
         module.__class__ = nn.SyncBatchNorm
-        module.process_group = group
+        module.process_group = group  # pyright: ignore[reportArgumentType] no Tensor or Module, as in its __init__
     return found
 
 

@@ -94,8 +94,8 @@ class DDPBackend(TorchBackend):
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
 
         Raises:
-            ValueError: Two models share a parameter that is trained; or `sync_batch_norm` is on, and a layer cannot be
-                synchronised.
+            ValueError: Two models share a parameter that is trained; or `sync_batch_norm` is on, and a layer cannot
+                be synchronised.
         """
         _check_shared([*(p.unwrap() for p in self._prepared), *models])
         if not cast("DDPSettings", self.settings).sync_batch_norm:

@@ -48,7 +48,9 @@ class GradientGroup:
         self.grad_norm: Tensor | None = None
         self.num_optimizers = 0
         self._cleared: set[int] = set()  # the optimizers that cleared theirs since the last loss
-        self._judged_for: set[int] | None = None  # who stepped since infinities were looked for; None: not yet
+        self._judged_for: set[int] | None = (
+            None  # who stepped since infinities were looked for; None: not yet
+        )
         self._ledger = ledger
         self._is_counted = False
         self._count: Tensor | float = 0.0

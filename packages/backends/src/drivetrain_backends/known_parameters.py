@@ -54,8 +54,8 @@ class KnownParameters:
         changes += [f"{_some(gone)} replaced or taken out"] if gone else []
         raise ReplacedParameterError(
             f"the parameters of {type(self._model).__name__} are not those of prepare(): {'; '.join(changes)}. New "
-            "ones are stepped by no optimizer and shared by no ranks. Change the model before prepare(), or free_memory() "
-            "and prepare() again; values alone go in with parameter.copy_(...) under torch.no_grad()"
+            "ones are stepped by no optimizer and shared by no ranks. Change the model before prepare(), or "
+            "free_memory() and prepare() again; values alone go in with parameter.copy_(...) under torch.no_grad()"
         )
 
     def _take_up(self) -> None:

@@ -40,7 +40,8 @@ def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
     """Name every parameter once, as "name" for a single model and "model.name" for several.
 
-    A tied parameter keeps the first of its names, the one `named_parameters` gives; torch.compile leaves no trace in it.
+    A tied parameter keeps the first of its names, the one `named_parameters` gives. torch.compile leaves no trace in
+    names.
     """
     if len(models) == 1:
         (model,) = models.values()
