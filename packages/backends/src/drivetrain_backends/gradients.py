@@ -51,6 +51,7 @@ class GradientGroup:
         self._judged_for: set[int] | None = (
             None  # who stepped since infinities were looked for; None: not yet
         )
+        self._all: list[nn.Parameter] | None = None
         self._ledger = ledger
         self._is_counted = False
         self._count: Tensor | float = 0.0
@@ -100,7 +101,7 @@ class GradientGroup:
         if self._ledger.scaler is not None:
             return  # fp16's scaler has looked as it unscaled them
         if self._judged_for is None or (optimizer is not None and id(optimizer) in self._judged_for):
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            gradients = [gradient for p in self._held() if (gradient := p.grad) is not None]
             self.overflowed = not are_finite and holds_nonfinite(self._ledger.context, gradients)
             self._judged_for = set()
         if optimizer is not None:
@@ -153,6 +154,12 @@ class GradientGroup:
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once."""
         return trainable_parameters(self.models)
+
+    def _held(self) -> list[nn.Parameter]:
+        """All parameters, trained or not; found once, for that takes as long as a pass over small gradients."""
+        if self._all is None:
+            self._all = list(dict.fromkeys(p for model in self.models for p in model.parameters()))
+        return self._all
 
     def fingerprint(self) -> list[tuple[int, int]]:
         """Changes whenever a gradient does."""

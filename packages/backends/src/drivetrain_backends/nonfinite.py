@@ -28,7 +28,7 @@ def holds_nonfinite(context: Context, gradients: Sequence[Tensor]) -> bool:
         context: The ranks.
         gradients: Of any shapes, dtypes and devices; sparse ones too.
     """
-    found = not _all_finite([part for g in gradients if (part := _local(g)).numel()])
+    found = not _all_finite([_local(gradient) for gradient in gradients])
     if any(isinstance(gradient, DTensor) for gradient in gradients):
         return bool(reduce(context, torch.tensor(float(found), device=context.device), op="max").item())
     return found
@@ -79,7 +79,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _all_finite(parts: Sequence[Tensor]) -> bool:
     by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for part in parts:
-        by_place.setdefault((part.device, part.dtype), []).append(part)
+        if part.numel():
+            by_place.setdefault((part.device, part.dtype), []).append(part)
     # The largest magnitude, not the 2-norm: that of finite gradients may overflow. It keeps a NaN.
     largest = [
         torch.stack(torch._foreach_norm(group, math.inf))  # pyright: ignore[reportPrivateUsage] as torch clips
