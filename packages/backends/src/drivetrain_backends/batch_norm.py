@@ -23,15 +23,16 @@ def check_batch_norms(model: nn.Module, device: torch.device) -> None:
         ValueError: The device has no SyncBatchNorm, or a layer has a forward of its own; the message names the layer.
     """
     for name, module in batch_norms(model):
+        where = name or "the model"
         if device.type in _WITHOUT:
             raise ValueError(
-                f"ddp.sync_batch_norm=True: torch has no SyncBatchNorm on {device.type}, and "
-                f"{name or 'the model'} is a {type(module).__name__}; leave the setting off here (each rank then normalises its own batch), "
+                f"ddp.sync_batch_norm=True: torch has no SyncBatchNorm on {device.type}, and {where} is a "
+                f"{type(module).__name__}; leave the setting off here (each rank then normalises its own batch), "
                 "or train on a GPU"
             )
         if type(module) not in (*_KINDS, nn.SyncBatchNorm):
             raise ValueError(
-                f"ddp.sync_batch_norm=True: {name or 'the model'} is a {type(module).__name__}, whose own forward "
+                f"ddp.sync_batch_norm=True: {where} is a {type(module).__name__}, whose own forward "
                 "SyncBatchNorm would not run; use BatchNorm1d, BatchNorm2d or BatchNorm3d there, or leave the "
                 "setting off"
             )

@@ -1,8 +1,8 @@
 """Models compiled by `torch.compile`, whole or a module at a time: the same names as their plain twins.
 
 `torch.compile(module)` gives a wrapper that holds the module as `_orig_mod`, and puts that into every name. In a
-checkpoint it is left out, so that a compiled model and a plain one load each other's. (`module.compile()` leaves names
-alone.)
+checkpoint it is left out, so that a compiled model and a plain one load each other's. (`module.compile()` leaves
+names alone.)
 """
 
 from collections.abc import Mapping
