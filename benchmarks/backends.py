@@ -3,8 +3,8 @@
     uv run --group bench python benchmarks/backends.py
 
 Two ranks (one for `single`), on GPUs where there are any, else on the CPU over gloo. Every loop clips by the global
-norm and steps AdamW. Times are of contestants that take turns in the same processes; peaks of memory of processes of their
-own.
+norm and steps AdamW. Times are of contestants that take turns in the same processes; peaks
+of memory are of processes of their own.
 """
 
 import argparse

@@ -4,17 +4,22 @@ import torch
 from torch import nn
 
 from drivetrain_backends import AccumulationWindow, SingleBackend
+from drivetrain_backends.accumulation import NonFiniteGradients
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import StateSettings, connect
 
 
 def backend(
-    mode: str = "no", accumulation: int = 1, settings: PrecisionSettings | None = None
+    mode: str = "no",
+    accumulation: int = 1,
+    settings: PrecisionSettings | None = None,
+    nonfinite_gradients: NonFiniteGradients = "ignore",
 ) -> SingleBackend:
     """The backend of one process."""
     context = connect(StateSettings(device="cpu"))
     policy = choose_policy(mode, context.device, settings)
-    return SingleBackend(context, policy, window=AccumulationWindow(accumulation))
+    window = AccumulationWindow(accumulation, nonfinite_gradients=nonfinite_gradients)
+    return SingleBackend(context, policy, window=window)
 
 
 def linear() -> nn.Linear:

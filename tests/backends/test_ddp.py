@@ -1,5 +1,8 @@
 """What DDP alone brings: hooks that compress gradients, ranks that run out of batches."""
 
+from contextlib import nullcontext
+from dataclasses import fields
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,3 +140,191 @@ def test_parameters_without_a_gradient_are_named_with_the_flag_that_allows_them(
     for said in run_ranks(step_with_an_unused_layer):
         assert "gave no gradient to unused.weight, unused.bias, and ranks wait" in said
         assert "--ddp-find-unused-parameters" in said
+
+
+def every_setting() -> list[tuple[str, object, object]]:
+    asked = {
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": False,
+        "bucket_size_mb": 3.0,
+        "broadcast_buffers": False,
+        "sync_batch_norm": True,
+        "communication_hook": "power_sgd",
+        "power_sgd_rank": 2,
+        "power_sgd_start_step": 7,
+    }
+    backend, model, optimizer = ddp(**asked)
+    backend.prepare([model], [optimizer], [])
+    found = dict(backend.applied())
+    backend.close()
+    backend, model, optimizer = ddp(static_graph=True)
+    backend.prepare([model], [optimizer], [])
+    found["static_graph"] = backend.applied()["static_graph"]
+    backend.close()
+    return [(name, value, found.get(name)) for name, value in {**asked, "static_graph": True}.items()]
+
+
+def test_every_setting_reads_back_as_it_was_asked_for(run_ranks) -> None:
+    for rows in run_ranks(every_setting):
+        assert {name for name, *_ in rows} == {field.name for field in fields(DDPSettings)}
+        for name, asked, applied in rows:
+            assert asked == applied, name
+
+
+class Branches(nn.Module):
+    """Two layers of which one is taken, and a third that never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.unused = nn.Linear(4, 1), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, *, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(x)
+
+
+def branches() -> Branches:
+    torch.manual_seed(0)
+    return Branches()
+
+
+def takes_left(rank: int, number: int) -> bool:
+    return (rank + number) % 3 == 0
+
+
+def trained_branches(settings: dict[str, object], by_rank: bool) -> dict[str, torch.Tensor]:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    window = AccumulationWindow(2)
+    backend = DDPBackend(
+        context, choose_policy("no", context.device), window=window, settings=DDPSettings(**settings)
+    )
+    model = branches()
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    for number in range(8):
+        window.begin()
+        left = takes_left(dist.get_rank(), number) if by_rank else True
+        with nullcontext() if window.closing else prepared.no_sync():
+            x = torch.full((2, 4), 1.0 + dist.get_rank() + number)
+            prepared.backward(prepared.model(x, left=left).sum(), count=2)
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+    backend.close()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def plainly_trained_branches(by_rank: bool) -> dict[str, torch.Tensor]:
+    model = branches()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for window in range(4):
+        optimizer.zero_grad()
+        for number in (2 * window, 2 * window + 1):
+            for rank in range(2):
+                left = takes_left(rank, number) if by_rank else True
+                (model(torch.full((2, 4), 1.0 + rank + number), left=left).sum() / 8).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_rank"),
+    [
+        ({"find_unused_parameters": True}, True),
+        ({"find_unused_parameters": True, "gradient_as_bucket_view": False}, True),
+        ({"find_unused_parameters": True, "bucket_size_mb": 0.00001}, True),
+        ({"static_graph": True}, False),
+    ],
+)
+def test_layers_that_ranks_leave_out_train_as_in_a_plain_loop(run_ranks, settings, by_rank: bool) -> None:
+    first, second = run_ranks(trained_branches, settings, by_rank)
+    for name, value in plainly_trained_branches(by_rank).items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], value)
+    assert torch.equal(first["unused.weight"], branches().unused.weight)
+
+
+def trained_with_windows(hook: str) -> torch.Tensor:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    window = AccumulationWindow(3)
+    settings = DDPSettings(communication_hook=hook, power_sgd_start_step=2)
+    backend = DDPBackend(context, choose_policy("no", context.device), window=window, settings=settings)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for number in range(11):
+        window.begin(is_last=number == 10)
+        with nullcontext() if window.closing else prepared.no_sync():
+            loss = prepared.model(torch.randn(4 + number % 3, 8, generator=generator)).square().sum()
+            prepared.backward(loss, count=4 + number % 3)
+        prepared.clip(norm=1.0)
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+    backend.close()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize(("hook", "tolerance"), [("fp16", 1e-3), ("bf16", 1e-2), ("power_sgd", 1e-1)])
+def test_hooks_compress_counted_and_accumulated_gradients(run_ranks, hook: str, tolerance: float) -> None:
+    whole, _ = run_ranks(trained_with_windows, "none")
+    compressed, on_other_rank = run_ranks(trained_with_windows, hook)
+    assert torch.equal(compressed, on_other_rank)
+    assert 0 < (compressed - whole).abs().max() < tolerance
+
+
+def generator_step_through_a_frozen_replica() -> tuple[torch.Tensor, torch.Tensor, bool]:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    backend = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    g, c = backend.prepare(
+        [generator, critic], [SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)], []
+    )
+    x = torch.full((1, 2), 1.0 + dist.get_rank())
+    critic.requires_grad_(False)
+    for _ in range(2):  # the second forward comes with no backward of the critic in between
+        g.backward(c.model(g.model(x)).sum())
+        g.optimizers[0].step()
+        g.optimizers[0].zero_grad()
+    untouched = all(parameter.grad is None for parameter in critic.parameters())
+    critic.requires_grad_(True)
+    c.backward(c.model(g.model(x).detach()).square().sum())
+    c.optimizers[0].step()
+    backend.close()
+    return generator.weight.detach().clone(), critic.weight.detach().clone(), untouched
+
+
+def test_a_replica_that_is_frozen_for_a_while_is_passed_through(run_ranks) -> None:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    inputs = [torch.full((1, 2), 1.0), torch.full((1, 2), 2.0)]
+    optimizers = [SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)]
+    for _ in range(2):
+        torch.stack([critic(generator(x)).sum() for x in inputs]).mean().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    optimizers[1].zero_grad()
+    torch.stack([critic(generator(x).detach()).square().sum() for x in inputs]).mean().backward()
+    optimizers[1].step()
+    for generator_weight, critic_weight, untouched in run_ranks(generator_step_through_a_frozen_replica):
+        assert untouched
+        torch.testing.assert_close(generator_weight, generator.weight)
+        torch.testing.assert_close(critic_weight, critic.weight)
+
+
+def train_with_a_layer_frozen_later() -> str:
+    backend, _, _ = ddp()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    model[0].requires_grad_(False)
+    try:
+        for _ in range(2):
+            prepared.backward(prepared.model(torch.ones(2, 8)).sum())
+    except UnreducedGradientError as error:
+        return str(error)
+    finally:
+        backend.close()
+    return "trained"
+
+
+def test_a_layer_frozen_after_prepare_is_the_one_that_is_named(run_ranks) -> None:
+    for said in run_ranks(train_with_a_layer_frozen_later):
+        assert "gave no gradient to 0.weight, 0.bias, and ranks wait" in said

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drivetrain import Accelerator, ConfigError
-from drivetrain_backends import SingleBackend, register_backend
+from drivetrain_backends import NonFiniteGradientError, SingleBackend, register_backend
 from drivetrain_checkpoint import CheckpointSettings
 from drivetrain_config import Layers
 from drivetrain_state import StateSettings
@@ -44,6 +44,29 @@ def test_a_backend_comes_as_class_or_from_a_registry() -> None:
     given = Accelerator(cpu=True, backend=Mine)
     named = Accelerator(cpu=True, backend="mine", registry=register_backend("mine", Mine))
     assert given.plan.facts["backend"] == named.plan.facts["backend"] == "Mine"
+
+
+def test_gradients_are_looked_at_where_the_run_says_so() -> None:
+    accelerator = Accelerator(
+        cpu=True, sections={"run": {"nonfinite_gradients": "raise", "show_plan": False}}
+    )
+    (row,) = [row for row in accelerator.plan.rows if row.setting == "run.nonfinite_gradients"]
+    assert (row.asked, row.applied, row.read_back) == ("raise", "raise", True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.backward(model(torch.full((1, 2), torch.inf)).sum())
+    with pytest.raises(NonFiniteGradientError, match="the gradient of weight holds"):
+        optimizer.step()
+
+
+def test_a_backend_that_looks_at_no_gradients_is_refused_where_the_run_wants_it() -> None:
+    class Blind(SingleBackend):
+        def applied(self):
+            return {name: value for name, value in super().applied().items() if name != "nonfinite_gradients"}
+
+    assert Accelerator(cpu=True, backend=Blind).settings.nonfinite_gradients == "ignore"
+    with pytest.raises(ConfigError, match="Blind does not look for infinities and NaNs"):
+        Accelerator(cpu=True, backend=Blind, sections={"run": {"nonfinite_gradients": "skip"}})
 
 
 def test_every_section_can_be_given_in_code() -> None:

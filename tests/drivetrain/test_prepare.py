@@ -5,6 +5,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain import Accelerator
 from drivetrain.prepare import PreparedModels, sort_objects
 
 
@@ -29,3 +30,17 @@ def test_a_model_that_was_not_prepared_is_named() -> None:
         PreparedModels(list).of(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="the 0 parameters to clip belong to no prepared model"):
         PreparedModels(list).holding([])
+
+
+def test_an_accelerator_knows_a_model_that_was_compiled_after_prepare() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, sections={"run": {"show_plan": False}})
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    model = torch.compile(model, backend="eager")
+    before = plain[0].weight.detach().clone()
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum(), model=model)
+            optimizer.step()
+    assert accelerator.unwrap_model(model) is plain
+    assert not torch.equal(plain[0].weight, before)

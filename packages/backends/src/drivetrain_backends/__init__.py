@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain_backends.accumulation import AccumulationWindow as AccumulationWindow
+    from drivetrain_backends.compiled import uncompiled as uncompiled
     from drivetrain_backends.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
     from drivetrain_backends.errors import AccumulationError as AccumulationError
     from drivetrain_backends.errors import BackendNotInstalledError as BackendNotInstalledError
     from drivetrain_backends.errors import BatchMismatchError as BatchMismatchError
     from drivetrain_backends.errors import EngineConfigError as EngineConfigError
+    from drivetrain_backends.errors import NonFiniteGradientError as NonFiniteGradientError
     from drivetrain_backends.errors import PairingError as PairingError
+    from drivetrain_backends.errors import ReplacedParameterError as ReplacedParameterError
     from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
     from drivetrain_backends.errors import UnreducedGradientError as UnreducedGradientError
     from drivetrain_backends.forward import restore_forward as restore_forward
@@ -51,7 +54,9 @@ _ROOMS = {
     "BatchMismatchError": "errors",
     "DDPBackend": "ddp",
     "DDPSettings": "settings",
+    "NonFiniteGradientError": "errors",
     "PairingError": "errors",
+    "ReplacedParameterError": "errors",
     "Prepared": "protocol",
     "PreparedOptimizer": "optimizer",
     "PreparedScheduler": "scheduler",
@@ -62,6 +67,7 @@ _ROOMS = {
     "UnreducedGradientError": "errors",
     "register_backend": "registry",
     "restore_forward": "forward",
+    "uncompiled": "compiled",
 }
 __all__ = [
     "AccumulationError",
@@ -77,10 +83,12 @@ __all__ = [
     "DeepSpeedBackend",
     "DeepSpeedSettings",
     "EngineConfigError",
+    "NonFiniteGradientError",
     "PairingError",
     "Prepared",
     "PreparedOptimizer",
     "PreparedScheduler",
+    "ReplacedParameterError",
     "Scheduler",
     "SingleBackend",
     "StepResult",
@@ -88,6 +96,7 @@ __all__ = [
     "UnreducedGradientError",
     "register_backend",
     "restore_forward",
+    "uncompiled",
     "whole",
     "whole_state",
 ]

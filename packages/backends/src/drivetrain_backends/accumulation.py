@@ -9,10 +9,14 @@ Two meanings of a loss are kept apart, and a window that mixes them is an error:
   total is known, before clipping. The division keeps fp16 gradients in range.
 """
 
+from typing import Literal, TypeAlias, get_args
+
 import torch
 from torch import Tensor
 
 from drivetrain_state import Context, reduce
+
+NonFiniteGradients: TypeAlias = Literal["ignore", "skip", "raise"]
 
 
 class AccumulationWindow:
@@ -22,6 +26,8 @@ class AccumulationWindow:
 
     Attributes:
         num_micro_batches: The nominal number of micro-batches in a window.
+        nonfinite_gradients: What becomes of a step whose gradients hold an infinity or NaN: "ignore" does not look,
+            "skip" leaves it out, "raise" is an error.
         length: Micro-batches in the current window so far, the current one included.
         closing: The current micro-batch is the window's last: gradients are reduced and optimizers step.
         begun: How many micro-batches have begun in all; it tells one micro-batch from the next.
@@ -29,14 +35,30 @@ class AccumulationWindow:
         micro_batch_size: Samples of a micro-batch on one rank, where a loader has told; nothing is computed with it.
     """
 
-    __slots__ = ("begun", "closing", "length", "micro_batch_size", "num_micro_batches", "number")
+    __slots__ = (
+        "begun",
+        "closing",
+        "length",
+        "micro_batch_size",
+        "nonfinite_gradients",
+        "num_micro_batches",
+        "number",
+    )
 
-    def __init__(self, num_micro_batches: int = 1) -> None:
+    def __init__(
+        self, num_micro_batches: int = 1, *, nonfinite_gradients: NonFiniteGradients = "ignore"
+    ) -> None:
         if num_micro_batches < 1:
             raise ValueError(
                 f"gradient_accumulation_steps={num_micro_batches!r}: must be at least 1 micro-batch a step"
             )
+        if nonfinite_gradients not in get_args(NonFiniteGradients):
+            raise ValueError(
+                f"nonfinite_gradients={nonfinite_gradients!r}: must be one of "
+                f"{', '.join(get_args(NonFiniteGradients))}"
+            )
         self.num_micro_batches = num_micro_batches
+        self.nonfinite_gradients: NonFiniteGradients = nonfinite_gradients
         self.length = 1
         self.closing = True
         self.begun = 0

@@ -7,15 +7,27 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.batch_norm import (
+    batch_norms,
+    check_batch_norms,
+    restore_batch_norms,
+    synchronise_batch_norms,
+)
+from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.errors import UnreducedGradientError
+from drivetrain_backends.prepared import TorchPrepared
+from drivetrain_backends.scheduler import Scheduler
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.torch_backend import TorchBackend
+from drivetrain_precision import Policy
 from drivetrain_state import Context
 
 # torch 2.15 renamed the argument, and warns of the old name.
@@ -37,6 +49,11 @@ _HOOKS = MappingProxyType(
 class Replica(DistributedDataParallel):
     """DDP, which lets a frozen model be passed through, and tells of parameters without a gradient by their names."""
 
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        # What DDP counts through, whatever is frozen later.
+        self._reduced = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward; past DDP while all of it is frozen, for DDP would wait for its gradients."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
@@ -47,8 +64,7 @@ class Replica(DistributedDataParallel):
             found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
             if found is None:
                 raise
-            names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-            unused = ", ".join(names[int(index)] for index in re.findall(r"\d+", found[1]))
+            unused = ", ".join(self._reduced[int(index)] for index in re.findall(r"\d+", found[1]))
             raise UnreducedGradientError(
                 f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is "
                 "not trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step"
@@ -65,6 +81,41 @@ class DDPBackend(TorchBackend):
     settings_section: ClassVar[str | None] = "ddp"
     settings_type: ClassVar[type[Any] | None] = DDPSettings
     needs_group: ClassVar[bool] = True
+
+    def __init__(
+        self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
+    ) -> None:
+        super().__init__(context, policy, window=window, settings=settings)
+        self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # those that are synchronised, as they were
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
+    ) -> tuple[TorchPrepared, ...]:
+        """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
+
+        Raises:
+            ValueError: Two models share a parameter that is trained; or `sync_batch_norm` is on, and a layer cannot
+                be synchronised.
+        """
+        _check_shared([*(p.unwrap() for p in self._prepared), *models])
+        if not cast("DDPSettings", self.settings).sync_batch_norm:
+            return super().prepare(models, optimizers, schedulers)
+        for model in models:
+            check_batch_norms(model, self.context.device)
+        changed = synchronise_batch_norms(models, self.context.group)
+        try:
+            prepared = super().prepare(models, optimizers, schedulers)
+        except BaseException:
+            restore_batch_norms(changed)
+            raise
+        self._batch_norms |= changed
+        return prepared
+
+    def close(self) -> None:
+        """Give every model and layer its own class back and forget them all."""
+        super().close()
+        restore_batch_norms(self._batch_norms)
+        self._batch_norms = {}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Replicate `model`: rank 0's parameters and buffers reach all ranks. Called on all ranks."""
@@ -99,7 +150,8 @@ class DDPBackend(TorchBackend):
         Args:
             models: The prepared models that are trained inside.
         """
-        replicas: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
+        found = (uncompiled(model) for model in models)
+        replicas: list[Joinable] = [model for model in found if isinstance(model, DistributedDataParallel)]
         self._ledger.is_joined = True
         try:
             with Join(replicas, divide_by_initial_world_size=False):
@@ -117,10 +169,31 @@ class DDPBackend(TorchBackend):
                 "static_graph": replica.static_graph,
                 "gradient_as_bucket_view": replica.gradient_as_bucket_view,
                 "broadcast_buffers": getattr(replica, _BUFFERS),
+                "sync_batch_norm": self._is_synchronised(),
                 "bucket_size_mb": replica.bucket_bytes_cap / 2**20,
                 **_applied_hook(replica),
             }
         return found
+
+    def _is_synchronised(self) -> bool:
+        """Whether that was asked for and nothing is left to do."""
+        found = (module for prepared in self._prepared for _, module in batch_norms(prepared.unwrap()))
+        asked = cast("DDPSettings", self.settings).sync_batch_norm
+        return asked and all(isinstance(module, nn.SyncBatchNorm) for module in found)
+
+
+def _check_shared(models: Sequence[nn.Module]) -> None:
+    """Refuse models of which each would average the same gradient: DDP raises in backward, or adds to it twice."""
+    holders: dict[Tensor, nn.Module] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            other = holders.setdefault(parameter, model)
+            if parameter.requires_grad and other is not model:
+                raise ValueError(
+                    f"{type(other).__name__} and {type(model).__name__} share {name}, whose gradient the ddp backend "
+                    "would average once for each: put both into one nn.Module whose forward gives both outputs (it "
+                    "may have two optimizers), or freeze what they share"
+                )
 
 
 def _group(context: Context) -> ProcessGroup:

@@ -27,3 +27,11 @@ class EngineConfigError(ValueError):
 
 class BackendNotInstalledError(ImportError):
     """The library behind a backend is not installed, or cannot serve this device."""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient holds an infinity or NaN, and the run is to end there."""
+
+
+class ReplacedParameterError(RuntimeError):
+    """A model's parameters are not those that were prepared: what is new would be trained by nothing."""

@@ -47,7 +47,9 @@ def prepare_forward(model: nn.Module, policy: Policy, device: torch.device) -> N
             raise
 
     def reduce_as_original(self: nn.Module, protocol: Any) -> Any:
-        _, arguments, *rest = original.__reduce_ex__(self, protocol)
+        function, arguments, *rest = original.__reduce_ex__(self, protocol)
+        if function is type(self):  # a class that is called anew, as torch.compile's wrapper is
+            return original, arguments, *rest
         return _new, tuple(original if a is type(self) else a for a in arguments), *rest
 
     members = {

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from drivetrain_backends.accumulation import AccumulationWindow, ReferenceCount, total_count
 from drivetrain_backends.carrier import GradientCarrier, ParameterGradients, trainable_parameters
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
+from drivetrain_backends.nonfinite import holds_nonfinite
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
 
@@ -31,7 +32,9 @@ class GradientGroup:
     Attributes:
         stage: How far the gradients are.
         opened_in: The window of the last loss that was this group's; -1 before the first.
-        overflowed: Whether the gradients last made final held an infinity or NaN (fp16).
+        overflowed: Whether the gradients last made final held an infinity or NaN, where it was looked for: in fp16,
+            and where the window says so.
+        bad_loss: Whether a loss of the window was not finite, shape (); None where that is not kept.
         grad_norm: Their norm before clipping, where they were clipped by norm.
         num_optimizers: How many optimizers train the models.
     """
@@ -41,9 +44,14 @@ class GradientGroup:
         self.stage: Stage = "empty"
         self.opened_in = -1
         self.overflowed = False
+        self.bad_loss: Tensor | None = None
         self.grad_norm: Tensor | None = None
         self.num_optimizers = 0
         self._cleared: set[int] = set()  # the optimizers that cleared theirs since the last loss
+        self._judged_for: set[int] | None = (
+            None  # who stepped since infinities were looked for; None: not yet
+        )
+        self._all: list[nn.Parameter] | None = None
         self._ledger = ledger
         self._is_counted = False
         self._count: Tensor | float = 0.0
@@ -60,7 +68,7 @@ class GradientGroup:
                 "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
             )
         if self.stage in ("empty", "used"):
-            self._is_counted, self._count = count is not None, 0.0
+            self._is_counted, self._count, self.bad_loss = count is not None, 0.0, None
         elif self._is_counted != (count is not None):
             raise AccumulationError(
                 "backward(loss) and backward(loss_sum, count=...) came in one accumulation window: a mean and a sum "
@@ -69,6 +77,7 @@ class GradientGroup:
             )
         self.stage, self.opened_in, self.grad_norm = "open", window.number, None
         self._cleared.clear()
+        self._judged_for = None
         if count is not None:
             self._count = self._count + (count.detach() if isinstance(count, Tensor) else count)
 
@@ -81,6 +90,27 @@ class GradientGroup:
             return
         self.stage = "final"
         self.overflowed = self._ledger.carrier.settle(self.models, self._correction())
+
+    def judge(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
+        """Look for infinities and NaNs in gradients that are final, once. Called on all ranks, where it is asked for.
+
+        Args:
+            optimizer: The one that is to step, if any: its second step is on other gradients than its first.
+            are_finite: They were found finite already, as a norm tells.
+        """
+        if self._ledger.scaler is not None:
+            return  # fp16's scaler has looked as it unscaled them
+        if self._judged_for is None or (optimizer is not None and id(optimizer) in self._judged_for):
+            gradients = [gradient for p in self._held() if (gradient := p.grad) is not None]
+            self.overflowed = not are_finite and holds_nonfinite(self._ledger.context, gradients)
+            self._judged_for = set()
+        if optimizer is not None:
+            self._judged_for.add(id(optimizer))
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keep whether a loss is finite, for the error that tells of its gradients."""
+        is_bad = loss.detach().isfinite().logical_not()
+        self.bad_loss = is_bad if self.bad_loss is None else self.bad_loss | is_bad
 
     def use(self) -> None:
         """Note that an optimizer steps, or would but for an overflow.
@@ -113,6 +143,8 @@ class GradientGroup:
 
     def cleared_by(self, optimizer: Optimizer) -> None:
         """Note that an optimizer's gradients were cleared; once all are, so are the losses behind them."""
+        if self.stage != "used":
+            self._judged_for = None
         if self.stage == "empty":
             return
         self._cleared.add(id(optimizer))
@@ -122,6 +154,12 @@ class GradientGroup:
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once."""
         return trainable_parameters(self.models)
+
+    def _held(self) -> list[nn.Parameter]:
+        """All parameters, trained or not; found once, for that takes as long as a pass over small gradients."""
+        if self._all is None:
+            self._all = list(dict.fromkeys(p for model in self.models for p in model.parameters()))
+        return self._all
 
     def fingerprint(self) -> list[tuple[int, int]]:
         """Changes whenever a gradient does."""
@@ -211,6 +249,8 @@ class GradientLedger:
         for group in owners:
             if group not in final:
                 group.note(count)
+                if self.window.nonfinite_gradients == "raise":
+                    group.note_loss(loss)
         if count is not None:
             loss = loss / self._reference_of(count)
         elif self.window.num_micro_batches > 1:

@@ -14,7 +14,8 @@ class StepResult:
 
     Attributes:
         stepped: The optimizer moved the parameters.
-        skipped: The window was closed, and the step left out because a gradient overflowed (fp16).
+        skipped: The window was closed, and the step left out because a gradient was not finite: in fp16, or where the
+            run says so.
         grad_norm: The global gradient norm before clipping, shape (), where one was computed for this step.
     """
 
@@ -80,7 +81,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the last call to `step` was left out because a gradient overflowed (fp16)."""
+        """Whether the last call to `step` was left out because a gradient was not finite."""
         return self.last_result is not None and self.last_result.skipped
 
     @property

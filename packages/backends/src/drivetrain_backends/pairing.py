@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.compiled import plain_name
 from drivetrain_backends.errors import PairingError
 
 
@@ -39,13 +40,14 @@ def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
     """Name every parameter once, as "name" for a single model and "model.name" for several.
 
-    A tied parameter keeps the first of its names, the one `named_parameters` gives.
+    A tied parameter keeps the first of its names, the one `named_parameters` gives. torch.compile leaves no trace in
+    names.
     """
     if len(models) == 1:
         (model,) = models.values()
-        return {parameter: name for name, parameter in model.named_parameters()}
+        return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
     names: dict[Tensor, str] = {}
     for key, model in models.items():
         for name, parameter in model.named_parameters():
-            names.setdefault(parameter, f"{key}.{name}")
+            names.setdefault(parameter, f"{key}.{plain_name(name)}")
     return names

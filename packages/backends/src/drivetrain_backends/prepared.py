@@ -1,6 +1,6 @@
 """A model whose backward is torch's own: what the single and DDP backends have in common."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from drivetrain_backends.compiled import load_plain_state, plain_state
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
+from drivetrain_backends.known_parameters import KnownParameters
+from drivetrain_backends.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
 from drivetrain_backends.optimizer import PreparedOptimizer, StepResult, load_named_state, named_state
 from drivetrain_backends.pairing import parameter_names
 from drivetrain_backends.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
@@ -45,6 +48,7 @@ class TorchPrepared:
         self._ledger = ledger
         self._window = ledger.window
         self._prepared_at = ledger.num_backwards
+        self._known = KnownParameters(self.unwrap())
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -67,7 +71,11 @@ class TorchPrepared:
         group = self.group
         if self._ledger.unreduced:
             self._ledger.check_reduced(optimizer)
+        self._known.look_now_and_then()
         group.finish()
+        if self._window.nonfinite_gradients != "ignore":
+            group.judge(optimizer)
+            self._refuse_nonfinite()
         group.use()
         self._watch.mark("optimizer step")
         if group.overflowed:
@@ -104,10 +112,15 @@ class TorchPrepared:
         chosen = list(self.model.parameters() if parameters is None else parameters)
         groups = self._ledger.finish_all_of(chosen)
         if value is not None:
-            nn.utils.clip_grad_value_(chosen, value)
+            self._judge_together(groups)
+            if not any(group.overflowed for group in groups):
+                nn.utils.clip_grad_value_(chosen, value)
             return None
         assert norm is not None
-        total = nn.utils.clip_grad_norm_(chosen, norm, norm_type=norm_type)
+        total = nn.utils.get_total_norm([p.grad for p in chosen if p.grad is not None], norm_type)
+        self._judge_together(groups, chosen, total)
+        if not any(group.overflowed for group in groups):
+            nn.utils.clip_grads_with_norm_(chosen, norm, total)
         for group in groups:
             group.grad_norm = total
         return total
@@ -129,10 +142,15 @@ class TorchPrepared:
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizers and schedulers; see `Prepared.state_dict`."""
+        """Model, optimizers and schedulers; see `Prepared.state_dict`.
+
+        Raises:
+            ReplacedParameterError: The model has parameters that were not prepared.
+        """
+        self._known.look()
         names = self._names()
         return {
-            "model": self.unwrap().state_dict(),
+            "model": plain_state(self.unwrap()),
             "optimizers": [named_state(o.optimizer, names) for o in self.optimizers],
             **progress_of(self.optimizers, self.schedulers),
         }
@@ -142,13 +160,54 @@ class TorchPrepared:
 
         Raises:
             ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters.
+            ReplacedParameterError: The model has parameters that were not prepared.
         """
+        self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         names = self._names()
-        self.unwrap().load_state_dict(state["model"])
+        load_plain_state(self.unwrap(), state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer.optimizer, names, saved)
         load_progress(state, self.optimizers, self.schedulers)
+
+    def _judge_together(
+        self, groups: Sequence[GradientGroup], clipped: Sequence[Tensor] = (), norm: Tensor | None = None
+    ) -> None:
+        """Look for infinities before clipping: it would spread a NaN over all, and cut an infinity to size.
+
+        What is clipped by one norm is skipped together, for that norm tells nothing once a part of it is lost.
+        """
+        if self._window.nonfinite_gradients != "ignore":
+            held = set(map(id, clipped)) if norm is not None and norm.isfinite().item() else set[int]()
+            for group in groups:
+                group.judge(are_finite=all(id(p) in held for p in group.parameters() if p.grad is not None))
+        if any(group.overflowed for group in groups):
+            for group in groups:
+                group.overflowed = True
+        self._refuse_nonfinite(groups)
+
+    def _refuse_nonfinite(self, groups: Sequence[GradientGroup] = ()) -> None:
+        """End the run on gradients that are not finite, where it wants that and no smaller loss scale is left to try.
+
+        Raises:
+            NonFiniteGradientError: It does; the message names the first parameter.
+        """
+        groups = [group for group in groups or (self.group,) if group.overflowed]
+        if self._window.nonfinite_gradients != "raise" or not groups:
+            return
+        scaler = self._ledger.scaler
+        if scaler is not None and scaler.value > SMALLEST_LOSS_SCALE:
+            return
+        models = [model for group in groups for model in group.models]
+        names = parameter_names({str(i): model for i, model in enumerate(models)})
+        raise nonfinite_error(
+            self._context,
+            {name: parameter.grad for parameter, name in names.items() if parameter.requires_grad},
+            step=1 + max((o.num_steps for o in self.optimizers), default=0),
+            bad_loss=any(group.bad_loss is not None and bool(group.bad_loss.item()) for group in groups),
+            # What is not averaged over ranks may be bad on this rank alone, and a rank out of batches does not step.
+            alone=self._ledger.is_joined or not isinstance(self.model, DistributedDataParallel),
+        )
 
     def _names(self) -> dict[Tensor, str]:
         return parameter_names({str(i): model for i, model in enumerate(self.group.models)})

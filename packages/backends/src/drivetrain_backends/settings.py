@@ -25,6 +25,12 @@ class DDPSettings:
         default=True,
         metadata={"help": "rank 0's buffers (batch norm statistics) reach all ranks at each forward"},
     )
+    sync_batch_norm: bool = field(
+        default=False,
+        metadata={
+            "help": "batch normalisation over the batches of all ranks, by torch's SyncBatchNorm (GPU only)"
+        },
+    )
     communication_hook: Literal["none", "fp16", "bf16", "power_sgd"] = field(
         default="none", metadata={"help": "compress gradients while they travel"}
     )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.forward import PreparedForward, prepare_forward, restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger, group_models
@@ -119,6 +120,7 @@ class TorchBackend:
             "gradient_accumulation_steps": self.window.num_micro_batches,
             "mixed_precision": self.policy.mode,
             "loss_scaling": self.scaler is not None,
+            "nonfinite_gradients": self.window.nonfinite_gradients,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,9 +176,10 @@ def check_new(models: Sequence[nn.Module]) -> None:
         ValueError: One is.
     """
     for model in models:
-        if isinstance(model, PreparedForward):
+        inner = uncompiled(model)
+        if isinstance(model, PreparedForward) or isinstance(inner, PreparedForward):
             raise ValueError(
-                f"{type(model).__name__} is prepared already; prepare() a model once, or free_memory() first"
+                f"{type(inner).__name__} is prepared already; prepare() a model once, or free_memory() first"
             )
 
 

@@ -257,7 +257,7 @@ class Accelerator(Ranks, Results):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer's last step was left out because a gradient overflowed (fp16)."""
+        """Whether an optimizer's last step was left out because a gradient was not finite (fp16, or asked for)."""
         return any(optimizer.was_skipped for one in self._prepared.all for optimizer in one.optimizers)
 
     def clip_grad_norm_(

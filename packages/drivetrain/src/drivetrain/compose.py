@@ -164,9 +164,10 @@ def _build(
     backend = chosen(
         context,
         policy,
-        window=AccumulationWindow(settings.gradient_accumulation_steps),
+        window=_window(settings),
         settings=None if name is None else resolved[name].value,
     )
+    _check_guard(backend, settings)
     return Parts(
         resolved=resolved,
         context=context,
@@ -248,6 +249,25 @@ def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
     for section in resolved.values():
         for disagreement in section.disagreements:
             logger.warning("%s", disagreement)
+
+
+def _window(settings: RunSettings) -> AccumulationWindow:
+    return AccumulationWindow(
+        settings.gradient_accumulation_steps, nonfinite_gradients=settings.nonfinite_gradients
+    )
+
+
+def _check_guard(backend: Backend, settings: RunSettings) -> None:
+    """Refuse to leave gradients unseen that a run wants looked at.
+
+    Raises:
+        ConfigError: The backend does not look.
+    """
+    if settings.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in backend.applied():
+        raise ConfigError(
+            f"run.nonfinite_gradients={settings.nonfinite_gradients!r}: {type(backend).__name__} does not look for "
+            "infinities and NaNs in gradients; leave it at 'ignore', or choose another backend"
+        )
 
 
 def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:

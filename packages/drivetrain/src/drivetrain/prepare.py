@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain_backends import Backend, Prepared, PreparedOptimizer, PreparedScheduler, Scheduler
+from drivetrain_backends import Backend, Prepared, PreparedOptimizer, PreparedScheduler, Scheduler, uncompiled
 from drivetrain_data import ShardedLoader, is_loader
 
 
@@ -116,7 +116,7 @@ class PreparedModels:
             ValueError: It was not prepared here.
         """
         for one in self.all:
-            if one.model is model or one.unwrap() is model:
+            if any(given in (one.model, one.unwrap()) for given in (model, uncompiled(model))):
                 return one
         raise ValueError(
             f"{type(model).__name__} was not prepared by this Accelerator; pass it to prepare() first, and then "
@@ -125,7 +125,8 @@ class PreparedModels:
 
     def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
         """The user's module; without autocast, a shallow copy on the same parameters, of the user's own class."""
-        inner = next((one.unwrap() for one in self.all if one.model is model), model)
+        given = (model, uncompiled(model))  # it may have been compiled since
+        inner = next((one.unwrap() for one in self.all if one.model in given), model)
         return inner if keep_autocast else copy(inner)
 
     def holding(self, parameters: Sequence[Tensor]) -> Prepared:

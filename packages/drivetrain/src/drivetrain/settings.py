@@ -24,6 +24,12 @@ class RunSettings:
     gradient_accumulation_steps: int = field(
         default=1, metadata={"help": "micro-batches in one optimizer step"}
     )
+    nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(
+        default="ignore",
+        metadata={
+            "help": "a step whose gradients hold an infinity or NaN: taken unseen, left out on all ranks, or an error"
+        },
+    )
     cpu: bool = field(
         default=False, metadata={"help": "train on the CPU even where an accelerator is present"}
     )
@@ -50,6 +56,10 @@ class RunSettings:
         if self.gradient_accumulation_steps < 1:
             raise ValueError(
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: must be at least 1 micro-batch"
+            )
+        if self.nonfinite_gradients not in ("ignore", "skip", "raise"):
+            raise ValueError(
+                f"nonfinite_gradients={self.nonfinite_gradients!r}: must be one of ignore, skip, raise"
             )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: must lie between 0 and 2**63 - 1")

@@ -1,0 +1,75 @@
+"""The parameters that a model was prepared with; one that takes the place of another is trained by nothing."""
+
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from drivetrain_backends.errors import ReplacedParameterError
+
+# A look at a model of 200 parameters takes about 25 us: less than 2 us a step at one look in so many.
+STEPS_A_LOOK = 16
+
+
+class KnownParameters:
+    """Tells when a model's parameters are others than those it had when it was prepared.
+
+    A backend looks at some of its steps and before it saves. The objects are compared, not their values: sharding,
+    loading and moving in place change none.
+
+    Args:
+        model: The user's module, with the parameters that are trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._until_look = 1
+        self._take_up()
+
+    def look_now_and_then(self) -> None:
+        """Do what `look` does at the first step, and then at one in `STEPS_A_LOOK`. For every step."""
+        self._until_look -= 1
+        if self._until_look == 0:
+            self._until_look = STEPS_A_LOOK
+            self.look()
+
+    def look(self) -> None:
+        """Refuse parameters that were not prepared, and the loss of some that were.
+
+        Raises:
+            ReplacedParameterError: There are such; the message names them.
+        """
+        now = list(chain.from_iterable(map(dict[str, Any].values, self._slots)))
+        if len(now) == len(self._held) and all(map(is_, now, self._held)):
+            return
+        present = {id(p): name for name, p in self._model.named_parameters()}
+        new = [name for key, name in present.items() if key not in self._known]
+        gone = [name for key, name in self._known.items() if key not in present]
+        if not new and not gone:
+            self._take_up()
+            return
+        changes = [f"{_some(new)} created or assigned"] if new else []
+        changes += [f"{_some(gone)} replaced or taken out"] if gone else []
+        raise ReplacedParameterError(
+            f"the parameters of {type(self._model).__name__} are not those of prepare(): {'; '.join(changes)}. New "
+            "ones are stepped by no optimizer and shared by no ranks. Change the model before prepare(), or "
+            "free_memory() and prepare() again; values alone go in with parameter.copy_(...) under torch.no_grad()"
+        )
+
+    def _take_up(self) -> None:
+        """Keep what every module holds now."""
+        modules = list(self._model.modules())
+        self._slots: list[dict[str, Any]] = [
+            held
+            for module in modules
+            for held in (module._parameters, module._modules)  # pyright: ignore[reportPrivateUsage] 4 times as fast
+        ]
+        self._held: list[Any] = list(chain.from_iterable(map(dict[str, Any].values, self._slots)))
+        self._known = {id(parameter): name for name, parameter in self._model.named_parameters()}
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} others" if len(listed) > 5 else "")

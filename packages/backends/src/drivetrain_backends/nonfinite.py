@@ -1,0 +1,100 @@
+"""Gradients that hold an infinity or NaN: found in one pass, and named on every rank alike.
+
+What a run does about them stands in its accumulation window: "ignore" looks for none, "skip" leaves the step out,
+"raise" ends the run with an error. fp16's loss scaler looks for them by itself, and skips what a smaller scale mends.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from drivetrain_backends.errors import NonFiniteGradientError
+from drivetrain_state import Context, gather, reduce
+
+# An overflow at a larger loss scale may be the scale's own doing; below, the gradients themselves are out of range.
+SMALLEST_LOSS_SCALE = 1.0
+
+
+def holds_nonfinite(context: Context, gradients: Sequence[Tensor]) -> bool:
+    """Whether one of the gradients is not finite. Waits for the device. Called on all ranks.
+
+    Gradients that are whole, and averaged over ranks, are the same on all of them: each looks by itself. Where one is
+    a rank's own part of a whole (a DTensor), ranks agree, at the cost of reducing one number.
+
+    Args:
+        context: The ranks.
+        gradients: Of any shapes, dtypes and devices; sparse ones too.
+    """
+    found = not _all_finite([_local(gradient) for gradient in gradients])
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        return bool(reduce(context, torch.tensor(float(found), device=context.device), op="max").item())
+    return found
+
+
+def nonfinite_error(
+    context: Context,
+    gradients: Mapping[str, Tensor | None],
+    *,
+    step: int,
+    bad_loss: bool = False,
+    alone: bool = False,
+) -> NonFiniteGradientError:
+    """Say which parameter's gradient is the first that is not finite, and on which ranks. Called on all ranks.
+
+    Args:
+        context: The ranks.
+        gradients: By the parameters' names, the same names in the same order on all ranks; None where a parameter
+            has none, a part of one where a rank holds only that.
+        step: The optimizer step that they were for; counted from 1.
+        bad_loss: Whether a loss of this rank was not finite.
+        alone: Other ranks are elsewhere and cannot be asked.
+
+    Returns:
+        The error, for the caller to raise.
+    """
+    names = list(gradients)
+    own = next((i for i, g in enumerate(gradients.values()) if _is_bad(g)), len(names))
+    rank = context.topology.rank
+    said = torch.tensor([rank, own, bad_loss], device=context.device)
+    table: list[list[int]] = (said[None] if alone else gather(context, said[None])).tolist()
+    first = min(index for _, index, _ in table)
+    holders = [rank for rank, index, _ in table if index == first]
+    lost = [rank for rank, _, is_bad in table if is_bad]
+    where = "" if len(holders) == len(table) else f" on {_ranks(holders)}"
+    cause = f"; a loss of {_ranks(lost)} was not finite" if lost else ""
+    which = f"of {names[first]}" if first < len(names) else "of a parameter"
+    return NonFiniteGradientError(
+        f"the gradient {which} holds an infinity or NaN{where} at optimizer step {step}{cause}. Nothing was stepped. "
+        "torch.autograd.set_detect_anomaly(True) finds where; nonfinite_gradients='skip' leaves such steps out"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _all_finite(parts: Sequence[Tensor]) -> bool:
+    by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for part in parts:
+        if part.numel():
+            by_place.setdefault((part.device, part.dtype), []).append(part)
+    # The largest magnitude, not the 2-norm: that of finite gradients may overflow. It keeps a NaN.
+    largest = [
+        torch.stack(torch._foreach_norm(group, math.inf))  # pyright: ignore[reportPrivateUsage] as torch clips
+        for group in by_place.values()
+    ]
+    return all(each.isfinite().all().item() for each in largest)
+
+
+def _is_bad(gradient: Tensor | None) -> bool:
+    return gradient is not None and not torch.isfinite(_local(gradient)).all().item()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The elements that this rank holds."""
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    return gradient._values() if gradient.is_sparse else gradient
