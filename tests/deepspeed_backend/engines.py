@@ -14,7 +14,12 @@ from drivetrain_state import StateSettings, connect
 
 @contextmanager
 def backend(
-    *, mode: str = "no", accumulation: int = 1, scale: float | None = None, **settings: Any
+    *,
+    mode: str = "no",
+    accumulation: int = 1,
+    scale: float | None = None,
+    nonfinite: Any = "ignore",
+    **settings: Any,
 ) -> Generator[DeepSpeedBackend]:
     """A backend on the CPU; with `scale`, losses of fp32 are scaled as those of fp16 are."""
     with connect(StateSettings(device="cpu", watchdog=False), needs_group=True) as context:
@@ -23,7 +28,10 @@ def backend(
             scaling = PrecisionSettings(initial_scale=scale)
             policy = Policy(mode="no", autocast_dtype=None, scaling=scaling, reason="scaled for a test")
         made = DeepSpeedBackend(
-            context, policy, window=AccumulationWindow(accumulation), settings=DeepSpeedSettings(**settings)
+            context,
+            policy,
+            window=AccumulationWindow(accumulation, nonfinite_gradients=nonfinite),
+            settings=DeepSpeedSettings(**settings),
         )
         try:
             yield made

@@ -9,7 +9,13 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from deepspeed_backend.engines import Weights, backend, weights
-from drivetrain_backends import AccumulationError, EngineConfigError, PairingError
+from drivetrain_backends import (
+    AccumulationError,
+    EngineConfigError,
+    NonFiniteGradientError,
+    PairingError,
+    ReplacedParameterError,
+)
 from drivetrain_precision import PrecisionError
 
 X = torch.tensor([1.0, 2.0, 3.0])
@@ -265,3 +271,53 @@ def two_losses(stage: int, accumulation: int) -> list[float]:
 def test_two_losses_of_a_micro_batch_add_up(run_ranks, stage: int, accumulation: int) -> None:
     for moved in run_ranks(two_losses, stage, accumulation, num_processes=2):
         assert moved == pytest.approx([3.0, 6.0, 9.0])
+
+
+def guarded(stage: int, nonfinite: str, mode: str) -> list[object]:
+    """A good step, one whose loss is NaN on rank 1, a good step."""
+    with backend(stage=stage, nonfinite=nonfinite, mode=mode) as one:
+        model = Weights()
+        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
+        found: list[object] = []
+        for factor in (1.0, float("nan") if one.context.topology.rank == 1 else 1.0, 1.0):
+            one.window.begin()
+            prepared.backward(prepared.model(X) * factor)
+            try:
+                prepared.optimizers[0].step()
+            except NonFiniteGradientError as error:
+                return [*found, str(error)]
+            found.append(prepared.optimizers[0].was_skipped)
+            prepared.optimizers[0].zero_grad()
+        return [*found, weights(prepared) if stage else model.w.tolist()]
+
+
+WAYS = [(0, "no"), (1, "no"), (2, "no"), (3, "no"), (1, "bf16"), (2, "bf16")]
+
+
+@pytest.mark.parametrize(("stage", "mode"), WAYS)
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(run_ranks, stage: int, mode: str) -> None:
+    for first, second, third, found in run_ranks(guarded, stage, "skip", mode, num_processes=2):
+        assert (first, second, third) == (False, True, False)
+        assert found == pytest.approx([-1.0, -3.0, -5.0])
+
+
+@pytest.mark.parametrize(("stage", "mode"), WAYS)
+def test_a_step_that_is_not_finite_ends_the_run_with_the_parameters_name(
+    run_ranks, stage: int, mode: str
+) -> None:
+    for first, said in run_ranks(guarded, stage, "raise", mode, num_processes=2):
+        assert first is False
+        assert "the gradient of w holds an infinity or NaN at optimizer step 2; a loss of rank 1" in str(said)
+
+
+def reassigned() -> str:
+    with backend(stage=2) as one:
+        model = Weights()
+        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
+        model.w = nn.Parameter(torch.zeros(3))
+        return error_of(ReplacedParameterError, prepared.state_dict)
+
+
+def test_a_parameter_assigned_after_prepare_is_an_error_at_the_latest_when_it_is_saved(run_ranks) -> None:
+    (said,) = run_ranks(reassigned, num_processes=1)
+    assert "w" in said

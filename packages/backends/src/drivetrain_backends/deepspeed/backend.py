@@ -143,6 +143,7 @@ class DeepSpeedBackend:
             "gradient_accumulation_steps": self.window.num_micro_batches,
             "mixed_precision": self.policy.mode,
             "loss_scaling": self.scaler is not None,
+            "nonfinite_gradients": self._guard(),
         }
         for prepared in self._prepared[:1]:
             found |= _read_back(prepared.engine, self.settings)
@@ -166,6 +167,13 @@ class DeepSpeedBackend:
             prepared.release()
         self._prepared, self._untrained, self._ledger.groups = [], [], []
         self._lifetime.close()
+
+    def _guard(self) -> object:
+        """What becomes of gradients that are not finite."""
+        asked = self.window.nonfinite_gradients
+        if asked == "ignore" and self.config["zero_optimization"]["stage"] and self.policy.mode != "bf16":
+            return Chosen(value="skip", reason="ZeRO leaves such steps out by itself")
+        return asked
 
     def _run(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> EngineRun:
         return EngineRun(

@@ -30,6 +30,10 @@ class ReducedGradients(Protocol):
         """Multiply them by `factor`, at the latest when they are used."""
         ...
 
+    def norm(self) -> Tensor:
+        """Their global 2-norm, shape (); infinite or NaN where one of them is. Called on all ranks."""
+        ...
+
     def clip(self, max_norm: float) -> Tensor:
         """Clip their global norm at the step, or now; the norm before, shape (). Called on all ranks."""
         ...
@@ -63,6 +67,11 @@ class WholeGradients:
         """Multiply them in place; see `ReducedGradients.correct`."""
         found = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+
+    def norm(self) -> Tensor:
+        """Their norm; see `ReducedGradients.norm`."""
+        found = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        return nn.utils.get_total_norm(found)
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip them in place; see `ReducedGradients.clip`."""
@@ -98,13 +107,17 @@ class MasterGradients:
         buffers = self._optimizer.fp32_groups_gradients_flat
         torch._foreach_mul_(buffers, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Measure them now and let the step clip; see `ReducedGradients.clip`."""
+    def norm(self) -> Tensor:
+        """Their norm; see `ReducedGradients.norm`."""
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
-        self._optimizer.clip_grad = max_norm
         dense, _ = self._optimizer.get_grads_for_norm()
-        return torch.as_tensor(get_global_norm_of_tensors(dense))
+        return _as_nan(torch.as_tensor(get_global_norm_of_tensors(dense)))
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Measure them now and let the step clip; see `ReducedGradients.clip`."""
+        self._optimizer.clip_grad = max_norm
+        return self.norm()
 
     def used(self) -> None:
         """Clip as configured again; see `ReducedGradients.used`."""
@@ -147,20 +160,20 @@ class PartitionedGradients:
         """Put the factor into the step's division; see `ReducedGradients.correct`."""
         self._optimizer.external_loss_scale = self._scale / factor if factor else math.inf
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Measure them now and let the step clip; see `ReducedGradients.clip`."""
+    def norm(self) -> Tensor:
+        """Their norm; see `ReducedGradients.norm`."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        self._optimizer.clip_grad = max_norm
         if hasattr(self._optimizer, "scaled_global_norm"):  # stages 1 and 2
             scaled = self._optimizer.scaled_global_norm()
         else:
             scaled = combine_grad_norm_groups(self._optimizer._get_norm_groups())
-        norm = torch.as_tensor(scaled)
-        # DeepSpeed says -1 of gradients that hold an infinity or NaN.
-        return torch.where(
-            norm < 0, torch.full_like(norm, math.nan), norm / self._optimizer.external_loss_scale
-        )
+        return _as_nan(torch.as_tensor(scaled)) / self._optimizer.external_loss_scale
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Measure them now and let the step clip; see `ReducedGradients.clip`."""
+        self._optimizer.clip_grad = max_norm
+        return self.norm()
 
     def used(self) -> None:
         """Clip and scale as before; see `ReducedGradients.used`."""
@@ -175,6 +188,11 @@ class PartitionedGradients:
             for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
                 kept.update(dict.fromkeys(kept))
         self.used()
+
+
+def _as_nan(norm: Tensor) -> Tensor:
+    """A norm, NaN where DeepSpeed says -1: of gradients that hold an infinity or NaN."""
+    return torch.where(norm < 0, torch.full_like(norm, math.nan), norm)
 
 
 def gradients_of(engine: Any) -> ReducedGradients:

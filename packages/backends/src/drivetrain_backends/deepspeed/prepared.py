@@ -13,6 +13,8 @@ from drivetrain_backends.deepspeed.state import load_state, read_state, spread
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
+from drivetrain_backends.known_parameters import KnownParameters
+from drivetrain_backends.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
 from drivetrain_backends.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_precision import LossScaler
@@ -62,7 +64,9 @@ class DeepSpeedPrepared:
         self.group = GradientGroup([model.module], ledger)
         self._ledger = ledger
         self._window = ledger.window
+        self._context = context
         self._watch = context.watch
+        self._known = KnownParameters(model.module)
         self._gradients = gradients
         self._carrier = carrier
         self._names = names
@@ -95,6 +99,10 @@ class DeepSpeedPrepared:
         group.use()
         self._watch.mark("optimizer step")
         assert self._gradients is not None  # there is an optimizer
+        self._known.look_now_and_then()
+        if self._window.nonfinite_gradients != "ignore" and not self._are_finite(self._gradients):
+            self._gradients.discard()
+            return StepResult(stepped=False, skipped=True, grad_norm=group.grad_norm)
         self.engine.step()
         stepped: bool = self.engine.was_step_applied()
         self._gradients.used()
@@ -165,6 +173,7 @@ class DeepSpeedPrepared:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and schedulers, as whole tensors in fp32; see `Prepared.state_dict`."""
+        self._known.look()
         return {
             **read_state(self.engine, self._names, self._groups),
             **progress_of(self.optimizers, self.schedulers),
@@ -179,6 +188,30 @@ class DeepSpeedPrepared:
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         load_state(self.engine, self._names, self._groups, state)
         load_progress(state, self.optimizers, self.schedulers)
+
+    def _are_finite(self, gradients: ReducedGradients) -> bool:
+        """Whether all gradients are, as far as their norm tells. Called on all ranks.
+
+        Raises:
+            NonFiniteGradientError: One is not, the run ends then, and no smaller loss scale is left to try.
+        """
+        norm = gradients.norm() if self.group.grad_norm is None else self.group.grad_norm
+        if norm.isfinite().item():
+            return True
+        if self._scaler is not None:
+            self._scaler.observe(overflowed=True)
+        if self._window.nonfinite_gradients == "skip" or (
+            self._scaler is not None and self._scaler.value > SMALLEST_LOSS_SCALE
+        ):
+            return False
+        from deepspeed.utils import safe_get_full_grad
+
+        raise nonfinite_error(
+            self._context,
+            {name: safe_get_full_grad(p) for p, name in self._names.items() if p.requires_grad},
+            step=1 + max(o.num_steps for o in self.optimizers),
+            bad_loss=self.group.bad_loss is not None and bool(self.group.bad_loss.item()),
+        )
 
     def _check_clip(self, parameters: Iterable[Tensor] | None, norm: float) -> None:
         own = {p for p in self._module.parameters() if p.requires_grad}
