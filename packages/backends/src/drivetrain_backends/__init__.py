@@ -1,8 +1,8 @@
 """Training backends behind one protocol, and the contract test that each of them passes.
 
 A `Backend` prepares models together with their optimizers and schedulers; what comes back is stepped through
-`Prepared`. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every rank. A third
-party's backend is found by the entry point group `drivetrain.backends`.
+`Prepared`. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every rank, `FSDPBackend`
+shards it. A third party's backend is found by the entry point group `drivetrain.backends`.
 """
 
 from typing import TYPE_CHECKING
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from drivetrain_backends.errors import PairingError as PairingError
     from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
     from drivetrain_backends.errors import UnreducedGradientError as UnreducedGradientError
+    from drivetrain_backends.errors import UnshardedParameterError as UnshardedParameterError
     from drivetrain_backends.forward import restore_forward as restore_forward
+    from drivetrain_backends.fsdp.backend import FSDPBackend as FSDPBackend
     from drivetrain_backends.optimizer import PreparedOptimizer as PreparedOptimizer
     from drivetrain_backends.optimizer import StepResult as StepResult
     from drivetrain_backends.protocol import Backend as Backend
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
     from drivetrain_backends.scheduler import Scheduler as Scheduler
     from drivetrain_backends.settings import DDPSettings as DDPSettings
     from drivetrain_backends.settings import DeepSpeedSettings as DeepSpeedSettings
+    from drivetrain_backends.settings import FSDPSettings as FSDPSettings
     from drivetrain_backends.single import SingleBackend as SingleBackend
     from drivetrain_backends.testing import BackendContract as BackendContract
+    from drivetrain_backends.whole_state import load_whole as load_whole
+    from drivetrain_backends.whole_state import whole_tensors as whole_tensors
 
 _ROOMS = {
     "Chosen": "protocol",
@@ -47,6 +52,8 @@ _ROOMS = {
     "BatchMismatchError": "errors",
     "DDPBackend": "ddp",
     "DDPSettings": "settings",
+    "FSDPBackend": "fsdp.backend",
+    "FSDPSettings": "settings",
     "PairingError": "errors",
     "Prepared": "protocol",
     "PreparedOptimizer": "optimizer",
@@ -56,6 +63,9 @@ _ROOMS = {
     "StepResult": "optimizer",
     "UnknownBackendError": "errors",
     "UnreducedGradientError": "errors",
+    "UnshardedParameterError": "errors",
+    "load_whole": "whole_state",
+    "whole_tensors": "whole_state",
     "register_backend": "registry",
     "restore_forward": "forward",
 }
@@ -73,6 +83,8 @@ __all__ = [
     "DeepSpeedBackend",
     "DeepSpeedSettings",
     "EngineConfigError",
+    "FSDPBackend",
+    "FSDPSettings",
     "PairingError",
     "Prepared",
     "PreparedOptimizer",
@@ -82,8 +94,11 @@ __all__ = [
     "StepResult",
     "UnknownBackendError",
     "UnreducedGradientError",
+    "UnshardedParameterError",
+    "load_whole",
     "register_backend",
     "restore_forward",
+    "whole_tensors",
 ]
 
 

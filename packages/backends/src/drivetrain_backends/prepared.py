@@ -152,7 +152,7 @@ class TorchPrepared:
                     f"{len(own)} are prepared; prepare the same ones before load_state()"
                 )
         names = self._names()
-        self.unwrap().load_state_dict(state["model"])
+        self._load_model(state["model"])
         for optimizer, saved, steps in zip(
             self.optimizers, state["optimizers"], state["num_steps"], strict=True
         ):
@@ -163,6 +163,9 @@ class TorchPrepared:
         ):
             scheduler.load_state_dict(saved)
             scheduler.catch_up(lag)
+
+    def _load_model(self, state: Mapping[str, Any]) -> None:
+        self.unwrap().load_state_dict(state)
 
     def _names(self) -> dict[Tensor, str]:
         return parameter_names({str(i): model for i, model in enumerate(self.group.models)})
