@@ -47,8 +47,14 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
 
-def make_room(modules: Iterable[nn.Module], device: torch.device) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace tensors on meta by ones on `device` that hold no values yet; tied ones stay tied.
+def make_room(
+    modules: Iterable[nn.Module], new_tensor: Callable[[Tensor], Tensor]
+) -> dict[nn.Module, tuple[str, ...]]:
+    """Replace tensors on meta by ones that hold no values yet; tied ones stay tied.
+
+    Args:
+        modules: The modules that hold them.
+        new_tensor: Memory for one of them.
 
     Returns:
         For each module that had any, their attributes.
@@ -59,7 +65,7 @@ def make_room(modules: Iterable[nn.Module], device: torch.device) -> dict[nn.Mod
         empty = {name: tensor for name, tensor in tensors_of(module).items() if tensor.is_meta}
         for name, tensor in empty.items():
             if tensor not in new:
-                values = torch.empty_like(tensor, device=device)
+                values = new_tensor(tensor)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 new[tensor] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
             setattr(module, name, new[tensor])
@@ -87,7 +93,8 @@ def initialise(
     """
     ways = [way for module in around if callable(way := getattr(module, "_init_weights", None))]
     filled: set[Tensor] = set()
-    for module, missing in empty.items():
+    # Inner ones first: a module may fill what its children hold in another way than they do.
+    for module, missing in sorted(empty.items(), key=lambda item: -_depth(names[item[0]])):
         tensors = tensors_of(module)
         attributes = [name for name in missing if tensors[name] not in filled]
         if not attributes:  # tied to those of a module before
@@ -100,7 +107,7 @@ def initialise(
         with torch.random.fork_rng(
             devices=list(devices), device_type=next(iter(devices), torch.device("cuda")).type
         ):
-            torch.manual_seed((seed << 32) | crc32(names[module].encode()))
+            torch.manual_seed(crc32(f"{seed} {names[module]}".encode()))
             _fill(module, ways)
         with torch.no_grad():
             for name, values in kept.items():
@@ -108,6 +115,10 @@ def initialise(
         for name in attributes:
             if _is_marked(tensors_of(module)[name]):
                 raise ValueError(_no_way(f"{names[module]}.{name}".lstrip("."), module))
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
 
 
 def _fill(module: nn.Module, ways: Sequence[Callable[[nn.Module], Any]]) -> None:
@@ -132,13 +143,20 @@ def _mark(tensor: Tensor) -> None:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether an element still holds the mark; booleans have no value to spare, so theirs count as not filled."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
+    """Whether an element still holds the mark; booleans have no value to spare, so theirs count as not filled.
+
+    It takes no memory: a mask of the elements would leave a hole in the allocator for every tensor.
+    """
+    if tensor.numel() == 0:
+        return False
     if tensor.dtype is torch.bool:
         return True
-    limits = torch.iinfo(tensor.dtype)
-    return bool((tensor == (limits.min if tensor.dtype.is_signed else limits.max)).any())
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+    if tensor.is_floating_point():
+        return bool(tensor.min().isnan())
+    if tensor.dtype.is_signed:
+        return int(tensor.min()) == torch.iinfo(tensor.dtype).min
+    return int(tensor.max()) == torch.iinfo(tensor.dtype).max
 
 
 def _no_way(name: str, module: nn.Module) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from drivetrain_backends.fsdp.dtypes import HALF, DtypePlan
 from drivetrain_backends.fsdp.materialise import initialise, make_room, tensors_of
+from drivetrain_backends.fsdp.scratch import Scratch, room_for
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
 from drivetrain_backends.fsdp.wrap_plan import WrapPlan
 from drivetrain_backends.shards import broadcast_from_first
@@ -61,15 +62,34 @@ def shard_model(model: nn.Module, plan: WrapPlan, sharding: Sharding, context: C
     """
     sources = _agree(model)
     names = {module: name for name, module in model.named_modules()}
+    groups = _groups(model, plan)
+    scratch = Scratch(
+        context.device, [_size_on_meta(modules, sharding.dtypes) for modules in groups.values()]
+    )
     blocks: list[FSDPModule] = []
-    done: set[nn.Module] = set()
-    for name in (*plan.blocks, ""):
-        block = model.get_submodule(name)
-        group = [module for module in block.modules() if module not in done]
-        _bring_values(group, model, names, sources, sharding, context)
-        blocks.append(_shard(block, group, sharding, is_root=not name, is_alone=not plan.blocks))
-        done.update(group)
+    for name, modules in groups.items():
+        scratch.clear()
+        _bring_values(modules, model, names, sources, scratch, sharding, context)
+        blocks.append(
+            _shard(model.get_submodule(name), modules, sharding, is_root=not name, is_alone=not plan.blocks)
+        )
     return ShardedModel(module=model, plan=plan, blocks=tuple(blocks), places=tuple(find_places(model)))
+
+
+def _groups(model: nn.Module, plan: WrapPlan) -> dict[str, list[nn.Module]]:
+    """The modules of each block that are in no block inside it, by the block's name; the root comes last."""
+    done: set[nn.Module] = set()
+    groups: dict[str, list[nn.Module]] = {}
+    for name in (*plan.blocks, ""):
+        groups[name] = [module for module in model.get_submodule(name).modules() if module not in done]
+        done.update(groups[name])
+    return groups
+
+
+def _size_on_meta(modules: list[nn.Module], dtypes: DtypePlan) -> int:
+    """How many bytes what is to be divided of some modules takes whole, as far as it is on meta."""
+    held = {p for module in modules for p in module.parameters(recurse=False)}
+    return sum(room_for(p, _kept_in(p, dtypes)) for p in held if p.is_meta and not is_plain(p))
 
 
 def check_dtypes(model: nn.Module, plan: WrapPlan, dtypes: DtypePlan) -> None:
@@ -78,16 +98,12 @@ def check_dtypes(model: nn.Module, plan: WrapPlan, dtypes: DtypePlan) -> None:
     Raises:
         ValueError: There are some; the message names two.
     """
-    done: set[nn.Parameter] = set()
-    for name in (*plan.blocks, ""):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for modules in _groups(model, plan).values():
         found: dict[torch.dtype, str] = {}
-        for key, parameter in model.get_submodule(name).named_parameters():
-            if parameter in done:
-                continue
-            done.add(parameter)
-            if parameter.requires_grad and parameter.dim():
-                dtype = torch.float32 if dtypes.upcast and parameter.dtype in HALF else parameter.dtype
-                found.setdefault(dtype, f"{name}.{key}".lstrip("."))
+        for parameter in (p for module in modules for p in module.parameters(recurse=False)):
+            if parameter.requires_grad and not is_plain(parameter):
+                found.setdefault(_kept_in(parameter, dtypes), names[parameter])
         if len(found) > 1:
             shown = " and ".join(f"{key} in {str(dtype)[6:]}" for dtype, key in found.items())
             raise ValueError(
@@ -132,11 +148,20 @@ def _bring_values(
     model: nn.Module,
     names: Mapping[nn.Module, str],
     sources: _Sources,
+    scratch: Scratch,
     sharding: Sharding,
     context: Context,
 ) -> None:
     """Bring the tensors of some modules, whole, to the device, with rank 0's values."""
-    empty = make_room(group, context.device)
+
+    def new_tensor(tensor: Tensor) -> Tensor:
+        is_divided = isinstance(tensor, nn.Parameter) and not is_plain(tensor)
+        dtype = _kept_in(tensor, sharding.dtypes)
+        if is_divided:
+            return scratch.like(tensor, dtype)
+        return torch.empty_like(tensor, dtype=dtype, device=context.device)
+
+    empty = make_room(group, new_tensor)
     made = {
         module: tuple(a for a in attributes if f"{names[module]}.{a}".lstrip(".") in sources.initialised)
         for module, attributes in empty.items()
@@ -154,8 +179,7 @@ def _bring_values(
                 continue
             seen.add(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
-            wanted = torch.float32 if _is_upcast(tensor, sharding.dtypes) else tensor.dtype
-            values = tensor.detach().to(context.device, wanted).contiguous()
+            values = tensor.detach().to(context.device, _kept_in(tensor, sharding.dtypes)).contiguous()
             if tensor not in filled:
                 broadcast_from_first(values, context)
             if is_parameter:
@@ -166,10 +190,10 @@ def _bring_values(
                 tensor.copy_(values)
 
 
-def _is_upcast(tensor: Tensor, dtypes: DtypePlan) -> bool:
-    return (
-        isinstance(tensor, nn.Parameter) and tensor.requires_grad and dtypes.upcast and tensor.dtype in HALF
-    )
+def _kept_in(tensor: Tensor, dtypes: DtypePlan) -> torch.dtype:
+    """The dtype that a tensor is kept in."""
+    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return torch.float32 if is_trained and dtypes.upcast and tensor.dtype in HALF else tensor.dtype
 
 
 def _shard(
