@@ -20,6 +20,7 @@ from drivetrain_backends.forward import prepare_forward
 from drivetrain_backends.fsdp.applied import read_back
 from drivetrain_backends.fsdp.dtypes import plan_dtypes
 from drivetrain_backends.fsdp.gradients import ShardedGradients
+from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.materialise import parameters_on_meta
 from drivetrain_backends.fsdp.mesh_plan import plan_mesh
 from drivetrain_backends.fsdp.pairing import repoint
@@ -79,6 +80,7 @@ class FSDPBackend(TorchBackend):
         )
         self._plans: dict[nn.Module, WrapPlan] = {}
         self._sharded: dict[nn.Module, ShardedModel] = {}
+        self._guard = AssignmentGuard()
         self._successors = WeakIdKeyDictionary()  # the shards of what optimizers made before prepare() hold
 
     def carrier(self) -> GradientCarrier:
@@ -133,6 +135,7 @@ class FSDPBackend(TorchBackend):
     def close(self) -> None:
         """Give models their own classes back as far as torch can; their parameters stay sharded."""
         super().close()
+        self._guard.close()
         self._plans, self._sharded = {}, {}
 
     def _own_settings(self) -> FSDPSettings:
@@ -152,7 +155,10 @@ class FSDPBackend(TorchBackend):
                 block.forward = torch.compile(block.forward, backend=settings.compile_backend)
         prepare_forward(model, replace(self.policy, autocast_dtype=None), self.context.device)
         self._sharded[model] = sharded
-        return FSDPPrepared(sharded, context=self.context, ledger=self._ledger, all_sharded=self._sharded)
+        self._guard.watch(model)
+        return FSDPPrepared(
+            sharded, context=self.context, ledger=self._ledger, all_sharded=self._sharded, guard=self._guard
+        )
 
     def _check(self, models: Sequence[nn.Module]) -> None:
         holders: dict[Tensor, nn.Module] = {

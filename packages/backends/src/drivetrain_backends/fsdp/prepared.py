@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain_backends.activation import restore_activations
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
 from drivetrain_backends.forward import restore_forward
+from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.fsdp.state import divided_like, load_model
@@ -29,6 +31,7 @@ class FSDPPrepared(TorchPrepared):
         context: Ranks and device.
         ledger: What the backend's models know together of their gradients.
         all_sharded: The backend's sharded models by the users' modules.
+        guard: What refuses other parameters.
 
     Attributes:
         sharded: The model and what is known of its shards.
@@ -41,10 +44,12 @@ class FSDPPrepared(TorchPrepared):
         context: Context,
         ledger: GradientLedger,
         all_sharded: Mapping[nn.Module, ShardedModel],
+        guard: AssignmentGuard,
     ) -> None:
         super().__init__(sharded.module, context=context, ledger=ledger)
         self.sharded = sharded
         self._all_sharded = all_sharded
+        self._guard = guard
         self._num_checked: dict[Optimizer, int] = {}
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -114,20 +119,23 @@ class FSDPPrepared(TorchPrepared):
         self.sharded.check()
         device = self._context.device
         whole: dict[nn.Parameter, nn.Parameter] = {
-            p: p
-            if p in self.sharded.plain.values()
-            else nn.Parameter(whole_of(p, device).clone(), requires_grad=p.requires_grad)
+            p: nn.Parameter(whole_of(p, device), requires_grad=p.requires_grad)
+            if isinstance(p, DTensor)
+            else p
             for p in self.sharded.parameters.values()
         }
-        for place in self.sharded.places:
-            setattr(place.module, place.attribute, whole[place.parameter])
+        self._assign(whole)
         try:
             yield
             if write:
                 self._keep(whole)
         finally:
+            self._assign({parameter: parameter for parameter in whole})
+
+    def _assign(self, values: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        with self._guard.paused():
             for place in self.sharded.places:
-                setattr(place.module, place.attribute, place.parameter)
+                setattr(place.module, place.attribute, values[place.parameter])
 
     @torch.no_grad()
     def _keep(self, whole: Mapping[nn.Parameter, nn.Parameter]) -> None:
