@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ from drivetrain_backends.fsdp.dtypes import plan_dtypes
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.materialise import parameters_on_meta
-from drivetrain_backends.fsdp.mesh_plan import plan_mesh
+from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
 from drivetrain_backends.fsdp.pairing import repoint
 from drivetrain_backends.fsdp.placing import Sharding, check_dtypes, shard_model
 from drivetrain_backends.fsdp.prepared import FSDPPrepared
@@ -72,7 +72,7 @@ class FSDPBackend(TorchBackend):
             )
         has_accelerator = context.device.type != "cpu"
         self._sharding = Sharding(
-            mesh=init_device_mesh(context.device.type, self._shape.sizes, mesh_dim_names=self._shape.names),
+            mesh=_mesh(context, self._shape),
             reshards=self._shape.reshards,
             dtypes=dtypes,
             offload=own.offload,
@@ -183,6 +183,16 @@ class FSDPBackend(TorchBackend):
                 raise ValueError(
                     f"{kind} is prepared already: it is sharded; prepare() a model once, or build it anew"
                 )
+
+
+def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
+    """The ranks to shard over: those of the run's own mesh, where it is of that shape. Called on all ranks."""
+    own = context.mesh
+    if own is not None and set(shape.names) <= set(own.mesh_dim_names or ()):
+        part = own[shape.names]
+        if tuple(part.shape) == shape.sizes:
+            return part
+    return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
 
 
 def _is_compiled(model: nn.Module) -> bool:
