@@ -43,7 +43,7 @@ def saved(kind: str) -> int:
     products = 0
 
     class Counter(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal products
             products += func is torch.ops.aten.addmm.default
             return func(*args, **(kwargs or {}))

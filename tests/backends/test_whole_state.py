@@ -2,11 +2,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from sharded_stack import context, fsdp, stack
 from torch import Tensor
 
 from drivetrain_backends import AccumulationWindow, SingleBackend, load_whole, whole_tensors
 from drivetrain_precision import choose_policy
+from sharded_stack import context, fsdp, stack
 
 
 class Lazily(Mapping[str, Tensor]):

@@ -1,13 +1,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_stack import Stack, fsdp, stack, tokens
 from torch import nn
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, Chosen, FSDPBackend, FSDPSettings
 from drivetrain_precision import choose_policy
 from drivetrain_state import ParallelDims, StateSettings, connect
+from sharded_stack import Stack, fsdp, stack, tokens
 
 
 def applied(mode: str, options: dict[str, object]) -> dict[str, object]:
@@ -21,7 +21,7 @@ def applied(mode: str, options: dict[str, object]) -> dict[str, object]:
 ASKED = {
     "strategy": "hybrid_shard",
     "shard_size": 1,
-    "wrap": ("Block", "Embedding"),
+    "wrap": ("Embedding", "Block"),
     "param_dtype": "bf16",
     "reduce_dtype": "bf16",
     "output_dtype": "fp32",
@@ -31,13 +31,28 @@ ASKED = {
     "prefetch": 2,
     "activation_checkpointing": "selective",
     "compile_regions": True,
-    "compile_backend": "eager",
 }
 
 
 def test_what_is_asked_for_is_read_back_from_the_modules(run_ranks) -> None:
     for found in run_ranks(applied, "bf16", ASKED):
         assert {name: found[name] for name in ASKED} == ASKED
+
+
+def applied_to_little(upcast: bool) -> dict[str, object]:
+    backend = fsdp(wrap=("Block", "Embedding"), prefetch=5, upcast=upcast)
+    backend.prepare([stack(tied=True).requires_grad_(upcast), nn.Linear(2, 2).requires_grad_(False)], [], [])
+    found = dict(backend.applied())
+    backend.close()
+    return found
+
+
+@pytest.mark.parametrize("upcast", [False, True])
+def test_what_falls_short_of_what_was_asked_says_why(run_ranks, upcast: bool) -> None:
+    (found,) = run_ranks(applied_to_little, upcast, num_processes=1)
+    assert found["wrap"] == Chosen(value=("Block",), reason="embedding is left out, as it shares head.weight")
+    assert found["prefetch"] == Chosen(value=1, reason="there are no more blocks")
+    assert found["upcast"] is upcast  # though there was nothing to cast
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"])
@@ -54,7 +69,7 @@ def test_what_was_left_open_comes_with_its_reason(run_ranks) -> None:
     assert found["param_dtype"] == Chosen(value="fp16", reason="the run's precision")
     assert found["reduce_dtype"].value == "fp32"
     assert found["output_dtype"] == Chosen(value=None, reason="as computed")
-    assert found["upcast"].value is True
+    assert found["upcast"].value is False  # it is fp32 already
     assert (found["offload"], found["activation_checkpointing"]) == (False, "none")
 
 

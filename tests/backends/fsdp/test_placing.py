@@ -1,13 +1,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_stack import Stack, fsdp, stack, tokens
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 from drivetrain_backends import whole_tensors
 from drivetrain_backends.protocol import whole
+from sharded_stack import Stack, fsdp, stack, tokens
 
 
 def weights(prepared: object) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_stack import Stack, context, fsdp, stack, tokens
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
@@ -16,6 +15,7 @@ from drivetrain_backends import (
 )
 from drivetrain_backends.protocol import whole
 from drivetrain_precision import choose_policy
+from sharded_stack import Stack, context, fsdp, stack, tokens
 
 
 def weights(prepared: object) -> dict[str, Tensor]:

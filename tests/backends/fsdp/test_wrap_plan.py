@@ -70,7 +70,7 @@ def test_a_class_of_another_model_of_the_run_is_known() -> None:
 
 
 def test_a_container_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="fsdp.wrap=ModuleList: a container has no forward"):
+    with pytest.raises(ValueError, match=r"fsdp\.wrap=ModuleList: a container has no forward"):
         plan_wrapping(Model(), FSDPSettings(wrap=("ModuleList",)))
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +15,7 @@ from drivetrain_backends.settings import FSDPSettings
 
 
 def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:
-    """The section's fields as they are in the first model; `Chosen` where the section left them open.
+    """The section's fields as they are in the models; `Chosen` where the section left them open.
 
     Args:
         models: The sharded models.
@@ -25,50 +24,74 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
     """
     if not models:
         return {}
-    first = models[0]
-    root, block = first.blocks[-1], first.blocks[0]
-    group, dtypes = _group(first), _state(block)._mp_policy
-    trained = [p for p in first.parameters.values() if p.requires_grad and isinstance(p, DTensor)]
-    blocks: list[nn.Module] = [first.module.get_submodule(name) for name in first.plan.blocks]
-    offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
-    found: dict[str, object] = {
-        "strategy": _strategy(group),
-        "shard_size": group.mesh_info.shard_mesh_size,
-        "wrap": tuple(sorted({class_name(module) for module in blocks})),
-        "param_dtype": NAMES.get(dtypes.param_dtype),
-        "reduce_dtype": NAMES.get(dtypes.reduce_dtype),
-        "output_dtype": NAMES.get(_state(root)._mp_policy.output_dtype),
-        "upcast": bool(trained) and not any(p.dtype in HALF for p in trained),
-        "offload": offloads,
-        "pin_memory": offloads and group.offload_policy.pin_memory,
-        "prefetch": len(_state(block)._states_to_forward_prefetch),
-        "activation_checkpointing": checkpointing_of(blocks[0]) if blocks else "none",
-        "compile_regions": any("forward" in vars(module) for module in blocks),
-        "compile_backend": settings.compile_backend,
-        "min_num_params": settings.min_num_params,
-    }
-    reasons = _reasons(first, reason)
-    left_open = {name for name in found if getattr(settings, name) is None}
+    found = {**_of_torch(models[0]), **_of_models(models, settings)}
+    reasons = _reasons(models, settings, reason)
     return {
         name: Chosen(value=value, reason=reasons.get(name, "not said, so chosen for the run"))
-        if name in left_open
+        if getattr(settings, name) is None or (name in _MAY_FALL_SHORT and reasons.get(name))
         else value
         for name, value in found.items()
-        if name != "min_num_params" or value is not None
     }
 
 
-def _reasons(model: ShardedModel, strategy: str) -> dict[str, str]:
+_MAY_FALL_SHORT = ("wrap", "prefetch")  # of what was asked, with a reason
+
+
+def _of_torch(model: ShardedModel) -> dict[str, object]:
+    """What `fully_shard` was told, which is the same for all models."""
+    group, dtypes = _group(model), _state(model.blocks[0])._mp_policy
+    offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
+    return {
+        "strategy": _strategy(group),
+        "shard_size": group.mesh_info.shard_mesh_size,
+        "param_dtype": NAMES.get(dtypes.param_dtype),
+        "reduce_dtype": NAMES.get(dtypes.reduce_dtype),
+        "output_dtype": NAMES.get(_state(model.blocks[-1])._mp_policy.output_dtype),
+        "offload": offloads,
+        "pin_memory": offloads and group.offload_policy.pin_memory,
+    }
+
+
+def _of_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
+    """What depends on the models' own modules."""
+    blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
+    regions = blocks or [model.module for model in models]
+    classes = {class_name(block) for block in blocks}
+    asked = [name for name in settings.wrap or () if name in classes]
+    trained = [p for model in models for p in model.known if p.requires_grad and isinstance(p, DTensor)]
+    ahead = [len(_state(block)._states_to_forward_prefetch) for model in models for block in model.blocks]
+    return {
+        "wrap": (*asked, *sorted(classes.difference(asked))),
+        "upcast": not any(p.dtype in HALF for p in trained)
+        if settings.upcast
+        else any(model.upcast for model in models),
+        "prefetch": max(ahead),
+        "activation_checkpointing": checkpointing_of(regions[0]),
+        "compile_regions": all("forward" in vars(region) for region in regions),
+    }
+
+
+def _reasons(models: Sequence[ShardedModel], settings: FSDPSettings, strategy: str) -> dict[str, str]:
     shared = "; ".join(
-        f"{name} is left out, as it shares {other}" for name, other in model.plan.left_out.items()
+        f"{name} is left out, as it shares {other}"
+        for model in models
+        for name, other in model.plan.left_out.items()
+    )
+    said = "" if settings.wrap is not None else models[0].plan.reason
+    short = (
+        settings.prefetch is not None and max(len(model.blocks) for model in models) <= settings.prefetch + 1
     )
     return {
         "strategy": strategy,
-        "wrap": "; ".join(filter(None, (model.plan.reason, shared))),
+        "wrap": "; ".join(filter(None, (said, shared))),
         "param_dtype": "the run's precision",
         "reduce_dtype": "fp32 where parameters are in half precision, else their own",
         "output_dtype": "as computed",
-        "prefetch": "0 is torch's own order: one block ahead in backward",
+        "prefetch": "there are no more blocks"
+        if short
+        else ""
+        if settings.prefetch is not None
+        else "torch's own order: one block ahead in backward",
     }
 
 

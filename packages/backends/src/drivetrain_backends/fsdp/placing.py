@@ -63,6 +63,7 @@ def shard_model(model: nn.Module, plan: WrapPlan, sharding: Sharding, context: C
     sources = _agree(model)
     names = {module: name for name, module in model.named_modules()}
     groups = _groups(model, plan)
+    upcast = tuple(n for n, p in model.named_parameters() if _kept_in(p, sharding.dtypes) is not p.dtype)
     scratch = Scratch(
         context.device, [_size_on_meta(modules, sharding.dtypes) for modules in groups.values()]
     )
@@ -73,7 +74,9 @@ def shard_model(model: nn.Module, plan: WrapPlan, sharding: Sharding, context: C
         blocks.append(
             _shard(model.get_submodule(name), modules, sharding, is_root=not name, is_alone=not plan.blocks)
         )
-    return ShardedModel(module=model, plan=plan, blocks=tuple(blocks), places=tuple(find_places(model)))
+    return ShardedModel(
+        module=model, plan=plan, blocks=tuple(blocks), places=tuple(find_places(model)), upcast=upcast
+    )
 
 
 def _groups(model: nn.Module, plan: WrapPlan) -> dict[str, list[nn.Module]]:

@@ -37,6 +37,7 @@ class ShardedModel:
         plan: Which of its modules are blocks.
         blocks: The modules that are sharded on their own, and last the root.
         places: Where every parameter lies.
+        upcast: The names of those that were brought to fp32 from half precision.
         parameters: Every parameter once, by the first of its names.
         known: All of them.
         plain: Those that every rank holds whole: scalars, and parameters of a dtype that has no gradients.
@@ -46,6 +47,7 @@ class ShardedModel:
     plan: WrapPlan
     blocks: tuple[FSDPModule, ...]
     places: tuple[Place, ...]
+    upcast: tuple[str, ...] = ()
     parameters: dict[str, nn.Parameter] = field(init=False)
     plain: dict[str, nn.Parameter] = field(init=False)
     known: frozenset[Tensor] = field(init=False)
