@@ -276,3 +276,15 @@ def prefetched(depth: int | None) -> list[float]:
 
 def test_prefetching_changes_no_value(run_ranks) -> None:
     assert run_ranks(prefetched, 2) == run_ranks(prefetched, None)
+
+
+def model_without_parameters() -> tuple[bool, bool]:
+    backend = fsdp()
+    (prepared,) = backend.prepare([nn.Flatten()], [], [])
+    found = prepared.model(torch.ones(2, 2, 2)).shape == (2, 4), "strategy" in backend.applied()
+    backend.close()
+    return found
+
+
+def test_a_model_without_parameters_is_left_as_it_is(run_ranks) -> None:
+    assert run_ranks(model_without_parameters) == [(True, False)] * 2

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from drivetrain_backends import (
+    AccumulationError,
     AccumulationWindow,
     DDPBackend,
     FSDPBackend,
@@ -390,3 +391,60 @@ def gan_that_is_frozen_first(mode: str) -> list[bool]:
 def test_models_that_are_frozen_in_turns_from_the_first_step_train_in_turns(run_ranks, mode: str) -> None:
     for moved in run_ranks(gan_that_is_frozen_first, mode):
         assert moved == [True, False] * 4
+
+
+def window_that_closes_without_a_backward(drop: bool) -> tuple[str, dict[str, Tensor]]:
+    backend = fsdp(accumulation=2)
+    model = stack()
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend.window.begin()
+    with prepared.no_sync():
+        prepared.backward(prepared.model(tokens(0)).square().sum())
+    backend.window.begin()
+    said = ""
+    if not drop:
+        try:
+            prepared.optimizers[0].step()
+        except AccumulationError as error:
+            said = str(error)
+    backend.window.begin(is_last=True)
+    prepared.optimizers[0].zero_grad()
+    prepared.backward(loss_of(prepared.model, dist.get_rank()))
+    prepared.optimizers[0].step()
+    found = weights(prepared)
+    backend.close()
+    return said, found
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_gradients_that_a_window_held_back_are_neither_lost_nor_taken_into_the_next(
+    run_ranks, drop: bool
+) -> None:
+    model = stack()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    torch.stack([loss_of(model, rank) for rank in range(2)]).mean().backward()
+    optimizer.step()
+    for said, found in run_ranks(window_that_closes_without_a_backward, drop):
+        assert said.startswith("" if drop else "the window closed without a backward of")
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value)
+
+
+def frozen_after_an_evaluation(strategy: str) -> bool:
+    backend = fsdp(strategy=strategy)
+    model = stack()
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    with torch.no_grad():
+        prepared.model(tokens(0))
+    model.head.requires_grad_(False)
+    before = weights(prepared)["head.weight"]
+    prepared.backward(loss_of(prepared.model, 0))
+    prepared.optimizers[0].step()
+    after = weights(prepared)
+    backend.close()
+    return torch.equal(before, after["head.weight"])
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_what_is_frozen_after_an_evaluation_is_frozen(run_ranks, strategy: str) -> None:
+    assert run_ranks(frozen_after_an_evaluation, strategy) == [True, True]

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.activation import checkpointing_of
 from drivetrain_backends.fsdp.dtypes import HALF, NAMES
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
 from drivetrain_backends.fsdp.wrap_plan import class_name
 from drivetrain_backends.protocol import Chosen
 from drivetrain_backends.settings import FSDPSettings
@@ -22,6 +22,7 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
         settings: The `fsdp` section.
         reason: Why the strategy was chosen, where it was.
     """
+    models = [model for model in models if len(model.plain) < len(model.parameters)]  # that have shards
     if not models:
         return {}
     found = {**_of_torch(models[0]), **_of_models(models, settings)}
@@ -39,7 +40,8 @@ _MAY_FALL_SHORT = ("wrap", "prefetch")  # of what was asked, with a reason
 
 def _of_torch(model: ShardedModel) -> dict[str, object]:
     """What `fully_shard` was told, which is the same for all models."""
-    group, dtypes = _group(model), _state(model.blocks[0])._mp_policy
+    group = next(group for block in model.blocks for group in parameter_groups(block))
+    dtypes = _state(model.blocks[0])._mp_policy
     offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
     return {
         "strategy": _strategy(group),
@@ -100,18 +102,6 @@ def _strategy(group: Any) -> str:
     if mesh.mesh.ndim == 1:
         return "full_shard" if reshards else "shard_grad_op"
     return "hybrid_shard" if reshards else "no_shard"
-
-
-def _group(model: ShardedModel) -> Any:
-    """The parameter group of the first block that has one, as torch keeps it; it tells of it nowhere else."""
-    for block in model.blocks:
-        state = _state(block)
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11; one group before
-        if groups is None:
-            groups = [state._fsdp_param_group]
-        if groups and groups[0] is not None:
-            return groups[0]
-    raise AssertionError("no parameter is sharded")
 
 
 def _state(block: FSDPModule) -> Any:

@@ -1,6 +1,6 @@
 """Training by FSDP2: each model's parameters, gradients and optimizer states are divided over the ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, cast
@@ -19,6 +19,7 @@ from drivetrain_backends.carrier import GradientCarrier
 from drivetrain_backends.forward import prepare_forward
 from drivetrain_backends.fsdp.applied import read_back
 from drivetrain_backends.fsdp.dtypes import plan_dtypes
+from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.materialise import parameters_on_meta
@@ -58,6 +59,7 @@ class FSDPBackend(TorchBackend):
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
+        self._frozen = FrozenBlocks()
         super().__init__(context, policy, window=window, settings=settings)
         own = self._own_settings()
         dtypes = plan_dtypes(own, policy, context.device)
@@ -85,7 +87,8 @@ class FSDPBackend(TorchBackend):
 
     def carrier(self) -> GradientCarrier:
         """Gradients are shards."""
-        return ShardedGradients(self.scaler, self.context.device)
+        self._gradients = ShardedGradients(self.scaler, self.context.device, self._frozen)
+        return self._gradients
 
     def building(self) -> AbstractContextManager[None]:
         """Inside, parameters are made without data; `prepare` fills them block by block."""
@@ -150,14 +153,21 @@ class FSDPBackend(TorchBackend):
         for name, parameter in before.items():
             self._successors[parameter] = sharded.parameters[name]
         _set_prefetch(sharded, settings.prefetch)
+        model.register_forward_hook(_reshard_without_gradients(sharded))
         if settings.compile_regions:
             for block in blocks or [model]:
                 block.forward = torch.compile(block.forward, backend=settings.compile_backend)
         prepare_forward(model, replace(self.policy, autocast_dtype=None), self.context.device)
         self._sharded[model] = sharded
         self._guard.watch(model)
+        self._frozen.add(sharded)
         return FSDPPrepared(
-            sharded, context=self.context, ledger=self._ledger, all_sharded=self._sharded, guard=self._guard
+            sharded,
+            context=self.context,
+            ledger=self._ledger,
+            all_sharded=self._sharded,
+            guard=self._guard,
+            gradients=self._gradients,
         )
 
     def _check(self, models: Sequence[nn.Module]) -> None:
@@ -198,6 +208,19 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
 def _is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile(model), or model.compile(), made the model one region."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def _reshard_without_gradients(sharded: ShardedModel) -> Callable[..., None]:
+    """A hook that lets go of what FSDP would keep for a backward, after a forward that has none.
+
+    Else requires_grad would be set on parameters that the next gathering replaces.
+    """
+
+    def reshard(*_: object) -> None:
+        if not torch.is_grad_enabled():
+            sharded.reshard()
+
+    return reshard
 
 
 def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_backends.carrier import ParameterGradients, trainable_parameters
+from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.placing import is_plain
 from drivetrain_backends.shards import local
 from drivetrain_precision import LossScaler
@@ -19,15 +21,40 @@ class ShardedGradients(ParameterGradients):
     Args:
         scaler: The loss scale, for fp16.
         device: Where the ranks talk.
+        frozen: Blocks that may be frozen at their first forward.
+
+    Attributes:
+        holding: The models whose backwards reduce nothing at present.
+        held: The models whose last backward reduced nothing: their gradients are whole, and not in `.grad`.
     """
 
-    def __init__(self, scaler: LossScaler | None, device: torch.device) -> None:
+    def __init__(self, scaler: LossScaler | None, device: torch.device, frozen: FrozenBlocks) -> None:
         super().__init__(scaler)
         self._device = device
+        self._frozen = frozen
+        self.holding: set[nn.Module] = set()
+        self.held: set[nn.Module] = set()
+
+    def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+        """Run torch's backward; see `GradientCarrier.run`."""
+        self._frozen.give_dtypes()
+        super().run(loss, models)
+        for model in models:
+            (self.held.add if model in self.holding else self.held.discard)(model)
 
     @torch.no_grad()
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Average plain gradients over the ranks, then unscale and correct all; see `GradientCarrier.settle`."""
+        """Average plain gradients over the ranks, then unscale and correct all; see `GradientCarrier.settle`.
+
+        Raises:
+            AccumulationError: The window closed without a backward that reduces what the others held back.
+        """
+        for model in models:
+            if model in self.held:
+                raise AccumulationError(
+                    f"the window closed without a backward of {type(model).__name__}: its gradients so far are held "
+                    "back on their ranks. Let the last micro-batch of a window run backward, or leave the step out"
+                )
         parameters = trainable_parameters(models)
         average([p for p in parameters if is_plain(p)], self._device)
         if factor is None and self._scaler is None:

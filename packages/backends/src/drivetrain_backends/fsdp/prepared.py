@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from drivetrain_backends.activation import restore_activations
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
 from drivetrain_backends.forward import restore_forward
+from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
@@ -32,6 +33,7 @@ class FSDPPrepared(TorchPrepared):
         ledger: What the backend's models know together of their gradients.
         all_sharded: The backend's sharded models by the users' modules.
         guard: What refuses other parameters.
+        gradients: What holds the backend's gradients.
 
     Attributes:
         sharded: The model and what is known of its shards.
@@ -45,11 +47,13 @@ class FSDPPrepared(TorchPrepared):
         ledger: GradientLedger,
         all_sharded: Mapping[nn.Module, ShardedModel],
         guard: AssignmentGuard,
+        gradients: ShardedGradients,
     ) -> None:
         super().__init__(sharded.module, context=context, ledger=ledger)
         self.sharded = sharded
         self._all_sharded = all_sharded
         self._guard = guard
+        self._gradients = gradients
         self._num_checked: dict[Optimizer, int] = {}
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -60,10 +64,20 @@ class FSDPPrepared(TorchPrepared):
     def _held(self) -> Generator[None]:
         root = self.sharded.blocks[-1]
         root.set_requires_gradient_sync(False)
+        self._gradients.holding.add(self.model)
         try:
             yield
         finally:
+            self._gradients.holding.discard(self.model)
             root.set_requires_gradient_sync(True)
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Clear one optimizer's gradients, and those of a closed window that were held back."""
+        super().zero_grad(optimizer, set_to_none=set_to_none)
+        for sharded in self._group_sharded() if self._gradients.held and self.group.stage == "empty" else ():
+            if sharded.module in self._gradients.held:
+                self._gradients.held.discard(sharded.module)
+                sharded.drop_held()
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one optimizer if the window is closed. Called on all ranks.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -69,9 +70,15 @@ class ShardedModel:
         for block in self.blocks:
             block.reshard()
 
-    def names(self) -> dict[Tensor, str]:
-        """The name of each parameter."""
-        return {parameter: name for name, parameter in self.parameters.items()}
+    def drop_held(self) -> None:
+        """Forget the whole gradients that backwards without a reduction left behind."""
+        for block in self.blocks:
+            for group in parameter_groups(block):
+                for parameter in group.fsdp_params:
+                    if "unsharded_accumulated_grad" in vars(parameter):  # up to some torch before 2.15
+                        parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
     def check(self, *, thoroughly: bool = False) -> None:
         """Hold the modules' parameters against those that were sharded; none may be gathered.
@@ -97,6 +104,15 @@ class ShardedModel:
 
 
 _NEITHER = "the new tensor is neither sharded, nor averaged over ranks, nor what the optimizer holds"
+
+
+def parameter_groups(block: FSDPModule) -> list[Any]:
+    """What a block gathers at a time, as torch keeps it; torch tells of it nowhere else."""
+    state: Any = block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before it could be several
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
 
 
 def find_places(model: nn.Module) -> Iterator[Place]:
