@@ -3,6 +3,7 @@ import pytest
 from drivetrain_backends import (
     BackendRegistry,
     DDPBackend,
+    FSDPBackend,
     SingleBackend,
     UnknownBackendError,
     register_backend,
@@ -12,6 +13,7 @@ from drivetrain_backends import (
 def test_the_installed_backends_are_found_by_name() -> None:
     assert BackendRegistry().get("single") is SingleBackend
     assert BackendRegistry().get("ddp") is DDPBackend
+    assert BackendRegistry().get("fsdp") is FSDPBackend
 
 
 def test_a_backend_is_added_without_changing_anything_elsewhere() -> None:
@@ -25,6 +27,6 @@ def test_a_backend_is_added_without_changing_anything_elsewhere() -> None:
 
 
 def test_an_unknown_backend_lists_those_there_are() -> None:
-    listed = "backend='dpp': must be 'auto' or one of 'ddp', 'deepspeed', 'single'"
-    with pytest.raises(UnknownBackendError, match=listed):
+    known = "'auto' or one of 'ddp', 'deepspeed', 'fsdp', 'single'"
+    with pytest.raises(UnknownBackendError, match=f"backend='dpp': must be {known}"):
         BackendRegistry().get("dpp")

@@ -1,8 +1,8 @@
 """Training backends behind one protocol, and the contract test that each of them passes.
 
 A `Backend` prepares models together with their optimizers and schedulers; what comes back is stepped through
-`Prepared`. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every rank. A third
-party's backend is found by the entry point group `drivetrain.backends`.
+`Prepared`. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every rank, `FSDPBackend`
+shards it. A third party's backend is found by the entry point group `drivetrain.backends`.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from drivetrain_backends.errors import ReplacedParameterError as ReplacedParameterError
     from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
     from drivetrain_backends.errors import UnreducedGradientError as UnreducedGradientError
+    from drivetrain_backends.errors import UnshardedParameterError as UnshardedParameterError
     from drivetrain_backends.forward import restore_forward as restore_forward
+    from drivetrain_backends.fsdp.backend import FSDPBackend as FSDPBackend
     from drivetrain_backends.optimizer import PreparedOptimizer as PreparedOptimizer
     from drivetrain_backends.optimizer import StepResult as StepResult
     from drivetrain_backends.protocol import Backend as Backend
@@ -33,9 +35,12 @@ if TYPE_CHECKING:
     from drivetrain_backends.scheduler import Scheduler as Scheduler
     from drivetrain_backends.settings import DDPSettings as DDPSettings
     from drivetrain_backends.settings import DeepSpeedSettings as DeepSpeedSettings
+    from drivetrain_backends.settings import FSDPSettings as FSDPSettings
     from drivetrain_backends.single import SingleBackend as SingleBackend
     from drivetrain_backends.states import whole as whole
     from drivetrain_backends.states import whole_state as whole_state
+    from drivetrain_backends.streaming import load_whole as load_whole
+    from drivetrain_backends.streaming import whole_tensors as whole_tensors
     from drivetrain_backends.testing import BackendContract as BackendContract
 
 _ROOMS = {
@@ -55,6 +60,8 @@ _ROOMS = {
     "DDPBackend": "ddp",
     "DDPSettings": "settings",
     "NonFiniteGradientError": "errors",
+    "FSDPBackend": "fsdp.backend",
+    "FSDPSettings": "settings",
     "PairingError": "errors",
     "ReplacedParameterError": "errors",
     "Prepared": "protocol",
@@ -65,6 +72,9 @@ _ROOMS = {
     "StepResult": "optimizer",
     "UnknownBackendError": "errors",
     "UnreducedGradientError": "errors",
+    "UnshardedParameterError": "errors",
+    "load_whole": "streaming",
+    "whole_tensors": "streaming",
     "register_backend": "registry",
     "restore_forward": "forward",
     "uncompiled": "compiled",
@@ -83,6 +93,8 @@ __all__ = [
     "DeepSpeedBackend",
     "DeepSpeedSettings",
     "EngineConfigError",
+    "FSDPBackend",
+    "FSDPSettings",
     "NonFiniteGradientError",
     "PairingError",
     "Prepared",
@@ -94,11 +106,14 @@ __all__ = [
     "StepResult",
     "UnknownBackendError",
     "UnreducedGradientError",
+    "UnshardedParameterError",
+    "load_whole",
     "register_backend",
     "restore_forward",
     "uncompiled",
     "whole",
     "whole_state",
+    "whole_tensors",
 ]
 
 

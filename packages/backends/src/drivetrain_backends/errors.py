@@ -17,6 +17,10 @@ class UnreducedGradientError(RuntimeError):
     """A gradient would be stepped on that ranks have not averaged, so that their weights would drift apart."""
 
 
+class UnshardedParameterError(RuntimeError):
+    """A parameter was created or re-assigned after its model was sharded, so that nothing trains or saves it."""
+
+
 class BatchMismatchError(TypeError):
     """A batch does not fit the signature of the model's forward."""
 

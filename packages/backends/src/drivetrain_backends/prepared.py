@@ -45,6 +45,7 @@ class TorchPrepared:
         self.group = GradientGroup([self.unwrap()], ledger)
         self._context = context
         self._watch = context.watch
+        self._is_shared = isinstance(model, DistributedDataParallel)  # ranks step together
         self._ledger = ledger
         self._window = ledger.window
         self._prepared_at = ledger.num_backwards
@@ -109,18 +110,18 @@ class TorchPrepared:
             raise ValueError(f"clip(norm={norm!r}, value={value!r}): give one of the two")
         if not self._window.closing:
             return None
-        chosen = list(self.model.parameters() if parameters is None else parameters)
+        chosen = self._chosen(parameters)
         groups = self._ledger.finish_all_of(chosen)
         if value is not None:
             self._judge_together(groups)
             if not any(group.overflowed for group in groups):
-                nn.utils.clip_grad_value_(chosen, value)
+                self._clamp(chosen, value)
             return None
         assert norm is not None
-        total = nn.utils.get_total_norm([p.grad for p in chosen if p.grad is not None], norm_type)
+        total = self._norm_of(chosen, norm_type)
         self._judge_together(groups, chosen, total)
         if not any(group.overflowed for group in groups):
-            nn.utils.clip_grads_with_norm_(chosen, norm, total)
+            self._scale(chosen, total, norm)
         for group in groups:
             group.grad_norm = total
         return total
@@ -165,10 +166,23 @@ class TorchPrepared:
         self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         names = self._names()
-        load_plain_state(self.unwrap(), state["model"])
+        self._load_model(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer.optimizer, names, saved)
         load_progress(state, self.optimizers, self.schedulers)
+
+    def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
+        """What is to be clipped: the model's own parameters, unless others are given."""
+        return list(self.unwrap().parameters() if parameters is None else parameters)
+
+    def _norm_of(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+    def _scale(self, parameters: Sequence[Tensor], total: Tensor, max_norm: float) -> None:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+
+    def _clamp(self, parameters: Sequence[Tensor], value: float) -> None:
+        nn.utils.clip_grad_value_(parameters, value)
 
     def _judge_together(
         self, groups: Sequence[GradientGroup], clipped: Sequence[Tensor] = (), norm: Tensor | None = None
@@ -206,8 +220,11 @@ class TorchPrepared:
             step=1 + max((o.num_steps for o in self.optimizers), default=0),
             bad_loss=any(group.bad_loss is not None and bool(group.bad_loss.item()) for group in groups),
             # What is not averaged over ranks may be bad on this rank alone, and a rank out of batches does not step.
-            alone=self._ledger.is_joined or not isinstance(self.model, DistributedDataParallel),
+            alone=self._ledger.is_joined or not self._is_shared,
         )
+
+    def _load_model(self, state: Mapping[str, Any]) -> None:
+        load_plain_state(self.unwrap(), state)
 
     def _names(self) -> dict[Tensor, str]:
         return parameter_names({str(i): model for i, model in enumerate(self.group.models)})

@@ -1,4 +1,4 @@
-"""The sections of the backends: `ddp` and `deepspeed`."""
+"""The sections of the backends: `ddp`, `fsdp` and `deepspeed`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +62,94 @@ class DDPSettings:
             raise ValueError(
                 "static_graph=True: finds unused parameters by itself, so find_unused_parameters must stay off"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDPSettings:
+    """How FSDP2 (`fully_shard`) divides a model over ranks; what is not said is chosen for it."""
+
+    strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = field(
+        default=None,
+        metadata={
+            "help": "full_shard gathers parameters for forward and again for backward, shard_grad_op keeps them in "
+            "between, hybrid_shard shards within groups of ranks and replicates over them, no_shard replicates; "
+            "full_shard if not said"
+        },
+    )
+    shard_size: int | None = field(
+        default=None,
+        metadata={"help": "ranks that share a copy (hybrid_shard); the ranks of a node if not said"},
+    )
+    wrap: tuple[str, ...] | None = field(
+        default=None,
+        metadata={
+            "help": "class names of the modules that are gathered one at a time, such as LlamaDecoderLayer"
+        },
+    )
+    min_num_params: int | None = field(
+        default=None, metadata={"help": "modules of at least so many parameters are gathered one at a time"}
+    )
+    param_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "dtype of forward and backward; the run's precision if not said"}
+    )
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "dtype in which gradients are reduced; fp32 if not said"}
+    )
+    output_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "dtype that the model's outputs are cast to; as computed if not said"}
+    )
+    upcast: bool | None = field(
+        default=None,
+        metadata={
+            "help": "keep trainable parameters in fp32 where the model comes in half precision; so it is under fp16 "
+            "and bf16 if not said"
+        },
+    )
+    offload: bool = field(
+        default=False,
+        metadata={"help": "keep shards, gradients and optimizer states on the CPU between uses"},
+    )
+    pin_memory: bool | None = field(
+        default=None, metadata={"help": "offload to pinned memory; with an accelerator if not said"}
+    )
+    prefetch: int | None = field(
+        default=None,
+        metadata={
+            "help": "blocks gathered ahead, in forward and backward; as torch does by itself if not said"
+        },
+    )
+    activation_checkpointing: Literal["none", "full", "selective"] = field(
+        default="none",
+        metadata={
+            "help": "compute activations again in backward: full for each block, selective all but matrix products "
+            "and attention"
+        },
+    )
+    compile_regions: bool = field(default=False, metadata={"help": "torch.compile each block on its own"})
+    compile_backend: str = field(default="inductor", metadata={"help": "the backend of torch.compile"})
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A value is outside its range, or two contradict; the message begins with the field's name.
+        """
+        for name, least in (("shard_size", 1), ("min_num_params", 1), ("prefetch", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value!r}: must be at least {least}")
+        if self.shard_size is not None and self.strategy not in (None, "hybrid_shard"):
+            raise ValueError(
+                f"shard_size={self.shard_size} with strategy={self.strategy!r}: only 'hybrid_shard' divides ranks "
+                "into groups; leave shard_size out, or choose that strategy"
+            )
+        if self.wrap is not None and self.min_num_params is not None:
+            raise ValueError(
+                f"wrap={self.wrap!r} with min_num_params={self.min_num_params}: modules are wrapped by class or by "
+                "size; give one of the two"
+            )
+        if self.pin_memory and not self.offload:
+            raise ValueError("pin_memory=True: nothing is offloaded; set offload=True, or leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

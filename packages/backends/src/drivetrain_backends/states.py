@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 
@@ -12,7 +13,15 @@ def whole(value: Any) -> Tensor:
     Args:
         value: A tensor, or anything with `full_tensor()`, as torch's DTensor.
     """
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    if not hasattr(value, "full_tensor"):
+        return value
+    if isinstance(
+        value, Tensor
+    ):  # a DTensor, which may be offloaded, but whose ranks talk on its mesh's device
+        from drivetrain_backends.shards import whole_of  # DTensor's import takes as long as torch's
+
+        return whole_of(value, torch.device(cast("Any", value).device_mesh.device_type))
+    return value.full_tensor()
 
 
 def whole_state(state: Any, *, keep: bool = True) -> Any:

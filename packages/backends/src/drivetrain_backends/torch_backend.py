@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.carrier import GradientCarrier, ParameterGradients
 from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.forward import PreparedForward, prepare_forward, restore_forward
@@ -50,12 +51,21 @@ class TorchBackend:
         )
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
         self._prepared: list[TorchPrepared] = []
-        self._ledger = GradientLedger(context, window, self.scaler)
+        self._ledger = GradientLedger(context, window, self.scaler, self.carrier())
         self._trained: list[GradientGroup] = []  # those with an optimizer
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Turn a model that is on its device and under autocast into what the user calls."""
         return model
+
+    def carrier(self) -> GradientCarrier:
+        """What runs backwards and holds their gradients."""
+        return ParameterGradients(self.scaler)
+
+    def bring_along(self, optimizer: Optimizer) -> None:
+        """Fit an optimizer to its placed models: state that was loaded before moves to where parameters are now."""
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())
 
     def building(self) -> AbstractContextManager[Any]:
         """Inside, parameters are made on the backend's device at once."""
@@ -77,7 +87,7 @@ class TorchBackend:
         touched: list[TorchPrepared] = self._prepared[len(self._prepared) - len(models) :]
         for optimizer, indices in pairs:
             first = self._prepared[indices[0]]
-            _move_state(optimizer)
+            self.bring_along(optimizer)
             first.optimizers.append(PreparedOptimizer(optimizer, first))
             touched.append(first)
         self._regroup()
@@ -195,9 +205,3 @@ def check_schedulers(schedulers: Sequence[Scheduler], optimizers: Sequence[objec
                 f"{type(scheduler).__name__}: its optimizer is not prepared; pass the optimizer to the same "
                 "prepare() call, or prepare it first"
             )
-
-
-def _move_state(optimizer: Optimizer) -> None:
-    """Bring state that was loaded before the model moved to where the parameters are now."""
-    if optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())

@@ -1,0 +1,115 @@
+"""Activation checkpointing of modules, in place: activations are computed again in backward.
+
+A module keeps its identity and its parameters their names: only its class is exchanged for a subclass whose forward
+checkpoints. What surrounds the forward, such as the hooks that gather parameters, stays outside.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Checkpointing = Literal["none", "full", "selective"]
+_ATEN = torch.ops.aten
+_SAVED = (
+    frozenset(  # what selective checkpointing keeps: matrix products and attention, which cost most to repeat
+        operation.default
+        for name in (
+            "mm",
+            "addmm",
+            "bmm",
+            "baddbmm",
+            "linear",
+            "convolution",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_mm",
+        )
+        if (operation := getattr(_ATEN, name, None)) is not None
+    )
+)
+
+
+class CheckpointedForward:
+    """Marks the classes made by `checkpoint_activations`.
+
+    Attributes:
+        unchecked_class: What they stand in for.
+        checkpointing: How they checkpoint.
+    """
+
+    unchecked_class: type[nn.Module]
+    checkpointing: Checkpointing
+
+
+def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) -> None:
+    """Make modules compute their activations again in backward, in place.
+
+    Args:
+        modules: The modules; each is repeated on its own.
+        kind: "full" saves a module's inputs alone; "selective" what matrix products and attention gave too; "none"
+            changes nothing.
+
+    Raises:
+        ValueError: A module checkpoints already.
+    """
+    for module in modules:
+        if kind == "none":
+            continue
+        original = type(module)
+        if issubclass(original, CheckpointedForward):
+            raise ValueError(
+                f"{original.__name__} checkpoints its activations already; do it once, or leave it to the model"
+            )
+        module.__class__ = _checkpointed(original, kind)
+
+
+def restore_activations(module: nn.Module) -> None:
+    """Undo `checkpoint_activations`, in place; a module that does not checkpoint stays as it is."""
+    if isinstance(module, CheckpointedForward):
+        module.__class__ = module.unchecked_class  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def checkpointing_of(module: nn.Module) -> Checkpointing:
+    """How a module checkpoints, read back from its class."""
+    return module.checkpointing if isinstance(module, CheckpointedForward) else "none"
+
+
+def _checkpointed(original: type[nn.Module], kind: Checkpointing) -> type[nn.Module]:
+    run = checkpoint if kind == "full" else partial(checkpoint, context_fn=_selective)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original.forward(self, *args, **kwargs)
+        return run(partial(original.forward, self), *args, use_reentrant=False, **kwargs)
+
+    members = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "unchecked_class": original,
+        "checkpointing": kind,
+    }
+    return cast("type[nn.Module]", type(original.__name__, (CheckpointedForward, original), members))
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return _POLICIES[operation in _SAVED]
+
+
+_POLICIES = MappingProxyType({True: CheckpointPolicy.MUST_SAVE, False: CheckpointPolicy.PREFER_RECOMPUTE})

@@ -1,0 +1,108 @@
+"""What is in force, read back from the modules that `fully_shard` made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+
+from drivetrain_backends.activation import checkpointing_of
+from drivetrain_backends.fsdp.dtypes import HALF, NAMES
+from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
+from drivetrain_backends.fsdp.wrap_plan import class_name
+from drivetrain_backends.protocol import Chosen
+from drivetrain_backends.settings import FSDPSettings
+
+
+def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:
+    """The section's fields as they are in the models; `Chosen` where the section left them open.
+
+    Args:
+        models: The sharded models.
+        settings: The `fsdp` section.
+        reason: Why the strategy was chosen, where it was.
+    """
+    models = [model for model in models if len(model.plain) < len(model.parameters)]  # that have shards
+    if not models:
+        return {}
+    found = {**_of_torch(models[0]), **_of_models(models, settings)}
+    reasons = _reasons(models, settings, reason)
+    return {
+        name: Chosen(value=value, reason=reasons.get(name, "not said, so chosen for the run"))
+        if getattr(settings, name) is None or (name in _MAY_FALL_SHORT and reasons.get(name))
+        else value
+        for name, value in found.items()
+    }
+
+
+_MAY_FALL_SHORT = ("wrap", "prefetch")  # of what was asked, with a reason
+
+
+def _of_torch(model: ShardedModel) -> dict[str, object]:
+    """What `fully_shard` was told, which is the same for all models."""
+    group = next(group for block in model.blocks for group in parameter_groups(block))
+    dtypes = _state(model.blocks[0])._mp_policy
+    offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
+    return {
+        "strategy": _strategy(group),
+        "shard_size": group.mesh_info.shard_mesh_size,
+        "param_dtype": NAMES.get(dtypes.param_dtype),
+        "reduce_dtype": NAMES.get(dtypes.reduce_dtype),
+        "output_dtype": NAMES.get(_state(model.blocks[-1])._mp_policy.output_dtype),
+        "offload": offloads,
+        "pin_memory": offloads and group.offload_policy.pin_memory,
+    }
+
+
+def _of_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
+    """What depends on the models' own modules."""
+    blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
+    regions = blocks or [model.module for model in models]
+    classes = {class_name(block) for block in blocks}
+    asked = [name for name in settings.wrap or () if name in classes]
+    trained = [p for model in models for p in model.known if p.requires_grad and isinstance(p, DTensor)]
+    ahead = [len(_state(block)._states_to_forward_prefetch) for model in models for block in model.blocks]
+    return {
+        "wrap": (*asked, *sorted(classes.difference(asked))),
+        "upcast": not any(p.dtype in HALF for p in trained)
+        if settings.upcast
+        else any(model.upcast for model in models),
+        "prefetch": max(ahead),
+        "activation_checkpointing": checkpointing_of(regions[0]),
+        "compile_regions": all("forward" in vars(region) for region in regions),
+    }
+
+
+def _reasons(models: Sequence[ShardedModel], settings: FSDPSettings, strategy: str) -> dict[str, str]:
+    shared = "; ".join(
+        f"{name} is left out, as it shares {other}"
+        for model in models
+        for name, other in model.plan.left_out.items()
+    )
+    said = "" if settings.wrap is not None else models[0].plan.reason
+    short = (
+        settings.prefetch is not None and max(len(model.blocks) for model in models) <= settings.prefetch + 1
+    )
+    return {
+        "strategy": strategy,
+        "wrap": "; ".join(filter(None, (said, shared))),
+        "param_dtype": "the run's precision",
+        "reduce_dtype": "fp32 where parameters are in half precision, else their own",
+        "output_dtype": "as computed",
+        "prefetch": "there are no more blocks"
+        if short
+        else ""
+        if settings.prefetch is not None
+        else "torch's own order: one block ahead in backward",
+    }
+
+
+def _strategy(group: Any) -> str:
+    mesh, reshards = group.mesh_info, group._reshard_after_forward
+    if mesh.mesh.ndim == 1:
+        return "full_shard" if reshards else "shard_grad_op"
+    return "hybrid_shard" if reshards else "no_shard"
+
+
+def _state(block: FSDPModule) -> Any:
+    return block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage] torch tells it nowhere else

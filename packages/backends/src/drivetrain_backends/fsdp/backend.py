@@ -1,0 +1,233 @@
+"""Training by FSDP2: each model's parameters, gradients and optimizer states are divided over the ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, ClassVar, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.activation import checkpoint_activations
+from drivetrain_backends.carrier import GradientCarrier
+from drivetrain_backends.forward import prepare_forward
+from drivetrain_backends.fsdp.applied import read_back
+from drivetrain_backends.fsdp.dtypes import plan_dtypes
+from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
+from drivetrain_backends.fsdp.gradients import ShardedGradients
+from drivetrain_backends.fsdp.guard import AssignmentGuard
+from drivetrain_backends.fsdp.materialise import parameters_on_meta
+from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
+from drivetrain_backends.fsdp.pairing import repoint
+from drivetrain_backends.fsdp.placing import Sharding, check_dtypes, shard_model
+from drivetrain_backends.fsdp.prepared import FSDPPrepared
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.wrap_plan import WrapPlan, plan_wrapping
+from drivetrain_backends.prepared import TorchPrepared
+from drivetrain_backends.scheduler import Scheduler
+from drivetrain_backends.settings import FSDPSettings
+from drivetrain_backends.torch_backend import TorchBackend
+from drivetrain_precision import Policy
+from drivetrain_state import Context
+
+
+class FSDPBackend(TorchBackend):
+    """Each model is sharded over the ranks, block by block, with torch's `fully_shard`.
+
+    Args:
+        context: Ranks and device; it has a process group.
+        policy: The precision that models compute in; FSDP casts parameters, so no autocast runs.
+        window: The accumulation window; the caller begins its micro-batches.
+        settings: The `fsdp` section.
+
+    Raises:
+        RuntimeError: The context has no process group.
+        ValueError: The strategy does not fit the number of ranks.
+        PrecisionError: The dtypes contradict the run's precision.
+    """
+
+    settings_section: ClassVar[str | None] = "fsdp"
+    settings_type: ClassVar[type[Any] | None] = FSDPSettings
+    needs_group: ClassVar[bool] = True
+
+    def __init__(
+        self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
+    ) -> None:
+        self._frozen = FrozenBlocks()
+        super().__init__(context, policy, window=window, settings=settings)
+        own = self._own_settings()
+        dtypes = plan_dtypes(own, policy, context.device)
+        parallelism = None
+        if context.mesh is not None:
+            parallelism = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.shape, strict=True))
+        self._shape = plan_mesh(own, context.topology, parallelism)
+        if context.group is None:
+            raise RuntimeError(
+                "the fsdp backend needs a process group, and this context has none; connect(needs_group=True) makes "
+                "one in a single process too"
+            )
+        has_accelerator = context.device.type != "cpu"
+        self._sharding = Sharding(
+            mesh=_mesh(context, self._shape),
+            reshards=self._shape.reshards,
+            dtypes=dtypes,
+            offload=own.offload,
+            pin_memory=own.offload and (has_accelerator if own.pin_memory is None else own.pin_memory),
+        )
+        self._plans: dict[nn.Module, WrapPlan] = {}
+        self._sharded: dict[nn.Module, ShardedModel] = {}
+        self._guard = AssignmentGuard()
+        self._successors = WeakIdKeyDictionary()  # the shards of what optimizers made before prepare() hold
+
+    def carrier(self) -> GradientCarrier:
+        """Gradients are shards."""
+        self._gradients = ShardedGradients(self.scaler, self.context.device, self._frozen)
+        return self._gradients
+
+    def building(self) -> AbstractContextManager[None]:
+        """Inside, parameters are made without data; `prepare` fills them block by block."""
+        return parameters_on_meta()
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
+    ) -> tuple[TorchPrepared, ...]:
+        """Shard models and point their optimizers to the shards; see `Backend.prepare`. Called on all ranks.
+
+        Raises:
+            ValueError: A model is sharded already, compiled as a whole, shares a parameter with another, or has no
+                module of a class that is to be wrapped. Nothing was changed.
+        """
+        for sharded in self._sharded.values():
+            sharded.reshard()  # so that parameters() gives what optimizers hold
+        self._check(models)
+        for model in models:
+            plan = plan_wrapping(model, self._own_settings(), [*models, *self._sharded])
+            check_dtypes(model, plan, self._sharding.dtypes)
+            self._plans[model] = plan
+        for optimizer in optimizers:
+            repoint(optimizer, self._successors)
+        return super().prepare(models, optimizers, schedulers)
+
+    def bring_along(self, optimizer: Optimizer) -> None:
+        """Point an optimizer to the shards of its parameters, with the state it has."""
+        repoint(optimizer, self._successors)
+
+    def join(self, models: Sequence[nn.Module]) -> NoReturn:
+        """Refused; see `Backend.join`.
+
+        Raises:
+            RuntimeError: Always: every rank must gather and reduce equally often.
+        """
+        del models
+        raise RuntimeError(
+            "join_uneven_inputs: sharded ranks wait for each other in every forward, so none may run out early; "
+            "prepare the loader, whose tails keep ranks in step, or use backend='ddp'"
+        )
+
+    def applied(self) -> Mapping[str, object]:
+        """What is in force, read back from the sharded modules."""
+        read = read_back(list(self._sharded.values()), self._own_settings(), self._shape.reason)
+        return {**super().applied(), **read}
+
+    def close(self) -> None:
+        """Give models their own classes back as far as torch can; their parameters stay sharded."""
+        super().close()
+        self._guard.close()
+        self._plans, self._sharded = {}, {}
+
+    def _own_settings(self) -> FSDPSettings:
+        return cast("FSDPSettings", self.settings)
+
+    def _place(self, model: nn.Module) -> TorchPrepared:
+        settings, plan = self._own_settings(), self._plans.pop(model)
+        blocks = [model.get_submodule(name) for name in plan.blocks]
+        checkpoint_activations(blocks or [model], settings.activation_checkpointing)
+        before = dict(model.named_parameters())
+        sharded = shard_model(model, plan, self._sharding, self.context)
+        for name, parameter in before.items():
+            self._successors[parameter] = sharded.parameters[name]
+        _set_prefetch(sharded, settings.prefetch)
+        model.register_forward_hook(_reshard_without_gradients(sharded))
+        if settings.compile_regions:
+            for block in blocks or [model]:
+                block.forward = torch.compile(block.forward, backend=settings.compile_backend)
+        prepare_forward(model, replace(self.policy, autocast_dtype=None), self.context.device)
+        self._sharded[model] = sharded
+        self._guard.watch(model)
+        self._frozen.add(sharded)
+        return FSDPPrepared(
+            sharded,
+            context=self.context,
+            ledger=self._ledger,
+            all_sharded=self._sharded,
+            guard=self._guard,
+            gradients=self._gradients,
+        )
+
+    def _check(self, models: Sequence[nn.Module]) -> None:
+        holders: dict[Tensor, nn.Module] = {
+            p: model for model, sharded in self._sharded.items() for p in sharded.parameters.values()
+        }
+        for model in models:
+            kind = type(model).__name__
+            if _is_compiled(model):
+                raise ValueError(
+                    f"{kind} is compiled as a whole, and sharding exchanges what it was compiled for: prepare the "
+                    "module it was made from, with fsdp.compile_regions=True, which compiles it block by block"
+                )
+            for parameter in model.parameters():
+                if (other := holders.setdefault(parameter, model)) is not model:
+                    raise ValueError(
+                        f"{kind} shares a parameter with {type(other).__name__}, and a parameter is sharded with one "
+                        "model: put both into one nn.Module, and prepare that"
+                    )
+            if any(isinstance(m, FSDPModule) for m in model.modules()) or any(
+                isinstance(p, DTensor) for p in model.parameters()
+            ):
+                raise ValueError(
+                    f"{kind} is prepared already: it is sharded; prepare() a model once, or build it anew"
+                )
+
+
+def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
+    """The ranks to shard over: those of the run's own mesh, where it is of that shape. Called on all ranks."""
+    own = context.mesh
+    if own is not None and set(shape.names) <= set(own.mesh_dim_names or ()):
+        part = own[shape.names]
+        if tuple(part.shape) == shape.sizes:
+            return part
+    return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile(model), or model.compile(), made the model one region."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def _reshard_without_gradients(sharded: ShardedModel) -> Callable[..., None]:
+    """A hook that lets go of what FSDP would keep for a backward, after a forward that has none.
+
+    Else requires_grad would be set on parameters that the next gathering replaces.
+    """
+
+    def reshard(*_: object) -> None:
+        if not torch.is_grad_enabled():
+            sharded.reshard()
+
+    return reshard
+
+
+def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:
+    """Let each block gather the next ones, in forward and backward; torch's own order if nothing is said."""
+    if depth is None:
+        return
+    blocks = sharded.blocks[:-1]
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + depth]))
+        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, index - depth) : index])))

@@ -1,0 +1,109 @@
+"""Gradients of which each rank holds its shards: averaged by FSDP, made final here."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain_backends.carrier import ParameterGradients, trainable_parameters
+from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
+from drivetrain_backends.fsdp.placing import is_plain
+from drivetrain_backends.shards import local
+from drivetrain_precision import LossScaler
+
+
+class ShardedGradients(ParameterGradients):
+    """What FSDP leaves in `.grad`: shards of the mean over all ranks, and whole gradients of plain parameters.
+
+    Args:
+        scaler: The loss scale, for fp16.
+        device: Where the ranks talk.
+        frozen: Blocks that may be frozen at their first forward.
+
+    Attributes:
+        holding: The models whose backwards reduce nothing at present.
+        held: The models whose last backward reduced nothing: their gradients are whole, and not in `.grad`.
+    """
+
+    def __init__(self, scaler: LossScaler | None, device: torch.device, frozen: FrozenBlocks) -> None:
+        super().__init__(scaler)
+        self._device = device
+        self._frozen = frozen
+        self.holding: set[nn.Module] = set()
+        self.held: set[nn.Module] = set()
+
+    def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+        """Run torch's backward; see `GradientCarrier.run`."""
+        self._frozen.give_dtypes()
+        super().run(loss, models)
+        for model in models:
+            (self.held.add if model in self.holding else self.held.discard)(model)
+
+    @torch.no_grad()
+    def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
+        """Average plain gradients over the ranks, then unscale and correct all; see `GradientCarrier.settle`.
+
+        Raises:
+            AccumulationError: The window closed without a backward that reduces what the others held back.
+        """
+        for model in models:
+            if model in self.held:
+                raise AccumulationError(
+                    f"the window closed without a backward of {type(model).__name__}: its gradients so far are held "
+                    "back on their ranks. Let the last micro-batch of a window run backward, or leave the step out"
+                )
+        parameters = trainable_parameters(models)
+        average([p for p in parameters if is_plain(p)], self._device)
+        if factor is None and self._scaler is None:
+            return False
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        if self._scaler is not None:
+            return self._unscale(self._scaler, gradients, 1.0 if factor is None else factor)
+        by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            by_device[gradient.device].append(gradient)
+        for device, tensors in by_device.items():
+            multiplier = factor.to(device) if isinstance(factor, Tensor) else factor
+            assert multiplier is not None
+            torch._foreach_mul_(tensors, multiplier)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+        return False
+
+    def _unscale(self, scaler: LossScaler, gradients: list[Tensor], factor: Tensor | float) -> bool:
+        """Unscale this rank's shards, and agree with the others on whether one of theirs overflowed."""
+        here = [gradient for gradient in gradients if gradient.device == self._device]
+        found = scaler.unscale(here, factor=factor)
+        offloaded = [gradient for gradient in gradients if gradient.device != self._device]
+        if offloaded:
+            inverse = torch.as_tensor(factor, dtype=torch.float32).cpu() / scaler.value
+            found_there = torch.zeros(())
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(offloaded, found_there, inverse)
+            found = torch.maximum(found, found_there.to(found.device))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        overflowed = bool(found.item())
+        if overflowed:
+            scaler.observe(overflowed=True)
+        return overflowed
+
+
+def average(parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Average the gradients of whole parameters over all ranks, in one exchange for each dtype. Called on all ranks.
+
+    A parameter that has a gradient on some ranks counts as zero on the others.
+    """
+    by_dtype: defaultdict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        by_dtype[parameter.dtype].append(parameter)
+    for same in by_dtype.values():
+        has = [float(p.grad is not None) for p in same]
+        values = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+        wide = torch.promote_types(same[0].dtype, torch.float32)
+        parts = [torch.tensor(has, device=device), *(value.flatten() for value in values)]
+        flat = torch.cat([part.to(wide) for part in parts])
+        dist.all_reduce(flat)
+        means = flat[len(same) :].split([v.numel() for v in values])
+        for parameter, count, mean in zip(same, flat[: len(same)], means, strict=True):
+            if count > 0:
+                parameter.grad = (mean.view_as(parameter) / dist.get_world_size()).to(parameter.dtype)

@@ -1,0 +1,54 @@
+"""Refuses parameters that are assigned to a module whose parameters are sharded, the moment it happens.
+
+FSDP puts its own parameters back into the modules at every forward: what was assigned in between would be lost
+without a word, and no later look at the model could tell.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import cast
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from drivetrain_backends.errors import UnshardedParameterError
+
+
+class AssignmentGuard:
+    """Watches modules from `watch` until `close`."""
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._paused = False
+        self._handle = register_module_parameter_registration_hook(cast("Callable[..., None]", self._check))
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch every module of a model, but for those that set attributes in their own way, as FSDP sets theirs."""
+        for name, module in model.named_modules():
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                self._names[module] = name
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Inside, parameters may be assigned."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._names.clear()
+        self._handle.remove()
+
+    def _check(self, module: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
+        if self._paused or parameter is None or module not in self._names:
+            return
+        name = f"{self._names[module]}.{attribute}".lstrip(".")
+        raise UnshardedParameterError(
+            f"{name} is assigned after prepare(): the new tensor would neither be sharded, nor averaged over ranks, "
+            "nor be what the optimizer holds. Change values in place, inside gathered(write=True), or build the "
+            "model before prepare()"
+        )

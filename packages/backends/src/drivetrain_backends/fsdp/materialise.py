@@ -1,0 +1,168 @@
+"""Values for modules that were built on the meta device, by their own ways to initialise themselves.
+
+Each module is seeded by its name, so that its values are the same whichever modules are filled with it, and on any
+number of ranks.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+_OWN_WAYS = ("reset_parameters", "_reset_parameters")
+
+
+@contextmanager
+def parameters_on_meta() -> Generator[None]:
+    """Inside, modules of this thread register their parameters without data; buffers stay real.
+
+    Constructors compute many buffers (masks, rotary frequencies) that no later call could make again.
+    """
+    thread, moved = get_ident(), WeakIdKeyDictionary()
+
+    def register(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or get_ident() != thread:
+            return parameter
+        if parameter not in moved:  # tied parameters stay tied
+            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return moved[parameter]
+
+    # torch takes the parameter that a hook returns, though its annotation says None.
+    handle = register_module_parameter_registration_hook(cast("Callable[..., None]", register))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a module holds itself, by attribute; a tied one under each of its names."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
+
+
+def make_room(
+    modules: Iterable[nn.Module], new_tensor: Callable[[Tensor], Tensor]
+) -> dict[nn.Module, tuple[str, ...]]:
+    """Replace tensors on meta by ones that hold no values yet; tied ones stay tied.
+
+    Args:
+        modules: The modules that hold them.
+        new_tensor: Memory for one of them.
+
+    Returns:
+        For each module that had any, their attributes.
+    """
+    new: dict[Tensor, Tensor] = {}
+    found: dict[nn.Module, tuple[str, ...]] = {}
+    for module in modules:
+        empty = {name: tensor for name, tensor in tensors_of(module).items() if tensor.is_meta}
+        for name, tensor in empty.items():
+            if tensor not in new:
+                values = new_tensor(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                new[tensor] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+            setattr(module, name, new[tensor])
+        if empty:
+            found[module] = tuple(empty)
+    return found
+
+
+def initialise(
+    empty: dict[nn.Module, tuple[str, ...]],
+    names: dict[nn.Module, str],
+    around: Sequence[nn.Module],
+    seed: int,
+) -> None:
+    """Fill what `make_room` made, as each module does it: `reset_parameters`, and the model's `_init_weights`.
+
+    Args:
+        empty: The attributes to fill, by module.
+        names: The name of each module in the model.
+        around: The model, and modules in it, that may have an `_init_weights(module)`.
+        seed: The same on all ranks.
+
+    Raises:
+        ValueError: A module has no way to fill one of them; the message names it.
+    """
+    ways = [way for module in around if callable(way := getattr(module, "_init_weights", None))]
+    filled: set[Tensor] = set()
+    # Inner ones first: a module may fill what its children hold in another way than they do.
+    for module, missing in sorted(empty.items(), key=lambda item: -_depth(names[item[0]])):
+        tensors = tensors_of(module)
+        attributes = [name for name in missing if tensors[name] not in filled]
+        if not attributes:  # tied to those of a module before
+            continue
+        filled.update(tensors[name] for name in attributes)
+        kept = {name: t.detach().clone() for name, t in tensors.items() if name not in attributes}
+        for name in attributes:
+            _mark(tensors[name])
+        devices = {t.device for t in tensors.values() if t.device.type != "cpu"}
+        with torch.random.fork_rng(
+            devices=list(devices), device_type=next(iter(devices), torch.device("cuda")).type
+        ):
+            torch.manual_seed(crc32(f"{seed} {names[module]}".encode()))
+            _fill(module, ways)
+        with torch.no_grad():
+            for name, values in kept.items():
+                tensors[name].copy_(values)
+        for name in attributes:
+            if _is_marked(tensors_of(module)[name]):
+                raise ValueError(_no_way(f"{names[module]}.{name}".lstrip("."), module))
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
+
+
+def _fill(module: nn.Module, ways: Sequence[Callable[[nn.Module], Any]]) -> None:
+    for name in _OWN_WAYS:
+        own = getattr(module, name, None)
+        if callable(own):
+            own()
+            break
+    for way in ways:
+        way(module)
+
+
+@torch.no_grad()
+def _mark(tensor: Tensor) -> None:
+    """Fill with a value that initialisers do not write."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(torch.nan)
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(
+            torch.iinfo(tensor.dtype).min if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max
+        )
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    """Whether an element still holds the mark; booleans have no value to spare, so theirs count as not filled.
+
+    It takes no memory: a mask of the elements would leave a hole in the allocator for every tensor.
+    """
+    if tensor.numel() == 0:
+        return False
+    if tensor.dtype is torch.bool:
+        return True
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+    if tensor.is_floating_point():
+        return bool(tensor.min().isnan())
+    if tensor.dtype.is_signed:
+        return int(tensor.min()) == torch.iinfo(tensor.dtype).min
+    return int(tensor.max()) == torch.iinfo(tensor.dtype).max
+
+
+def _no_way(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return (
+        f"{name} is on the meta device, and {kind} has no way to fill it: give {kind} a reset_parameters(), or the "
+        "model an _init_weights(module), that does; or build the model with values on rank 0, from where they reach "
+        "the others"
+    )

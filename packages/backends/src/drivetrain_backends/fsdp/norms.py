@@ -1,0 +1,72 @@
+"""One global norm over gradients of which each rank holds a part, or all."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+
+from drivetrain_backends.shards import local
+
+
+def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of all gradients taken as one vector, of shape (). Called on all ranks.
+
+    Gradients may be divided over several meshes; one reduction runs for each set of groups that hold parts.
+
+    Args:
+        gradients: Whole or divided ones.
+        norm_type: The order of the norm; infinity for the largest element.
+        device: Where the ranks talk.
+    """
+    groups: defaultdict[tuple[ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        groups[_holders(gradient)].append(local(gradient))
+    is_max = norm_type == torch.inf
+    parts: list[Tensor] = []
+    for holders, tensors in groups.items():
+        part = _combined(tensors, norm_type, device)
+        for group in holders:
+            dist.all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        parts.append(part)
+    if not parts:
+        return torch.zeros((), device=device)
+    stacked = torch.stack(parts)
+    return stacked.max() if is_max else stacked.sum() ** (1 / norm_type)
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> None:
+    """Scale gradients down so that their norm `total` becomes at most `norm`, as torch's clipping does."""
+    factor = (norm / (total + 1e-6)).clamp(max=1.0)
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_kind[gradient.device, gradient.dtype].append(local(gradient))
+    for tensors in by_kind.values():
+        torch._foreach_mul_(tensors, factor.to(tensors[0].device))  # pyright: ignore[reportPrivateUsage]
+
+
+def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The largest element of some tensors, or the sum of their elements' powers, of shape ()."""
+    filled = [tensor for tensor in tensors if tensor.numel()]  # an empty part has no largest element
+    dtype = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+    dtype = torch.float32 if dtype.itemsize < 4 else dtype
+    if not filled:
+        return torch.zeros((), device=device, dtype=dtype)
+    norms = torch._foreach_norm(filled, norm_type)  # pyright: ignore[reportPrivateUsage] as torch's clipping does
+    stacked = torch.stack([norm.to(device, dtype) for norm in norms])
+    return stacked.max() if norm_type == torch.inf else (stacked**norm_type).sum()
+
+
+def _holders(gradient: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups of ranks that hold the parts of a gradient between them; none for a whole one."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return tuple(
+        gradient.device_mesh.get_group(axis)
+        for axis, placement in enumerate(gradient.placements)
+        if isinstance(placement, Shard)
+    )

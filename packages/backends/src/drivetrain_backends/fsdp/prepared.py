@@ -1,0 +1,224 @@
+"""A sharded model as it is trained."""
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from drivetrain_backends.activation import restore_activations
+from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
+from drivetrain_backends.forward import restore_forward
+from drivetrain_backends.fsdp.gradients import ShardedGradients
+from drivetrain_backends.fsdp.guard import AssignmentGuard
+from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.state import divided_like, load_model
+from drivetrain_backends.gradients import GradientLedger
+from drivetrain_backends.optimizer import StepResult
+from drivetrain_backends.prepared import TorchPrepared
+from drivetrain_backends.shards import broadcast_from_first, local, own_part, whole_of
+from drivetrain_state import Context
+
+
+class FSDPPrepared(TorchPrepared):
+    """One sharded model with its optimizers.
+
+    Args:
+        sharded: The model and what is known of its shards.
+        context: Ranks and device.
+        ledger: What the backend's models know together of their gradients.
+        all_sharded: The backend's sharded models by the users' modules.
+        guard: What refuses other parameters.
+        gradients: What holds the backend's gradients.
+
+    Attributes:
+        sharded: The model and what is known of its shards.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        *,
+        context: Context,
+        ledger: GradientLedger,
+        all_sharded: Mapping[nn.Module, ShardedModel],
+        guard: AssignmentGuard,
+        gradients: ShardedGradients,
+    ) -> None:
+        super().__init__(sharded.module, context=context, ledger=ledger)
+        self.sharded = sharded
+        self._is_shared = True
+        self._all_sharded = all_sharded
+        self._guard = guard
+        self._gradients = gradients
+        self._num_checked: dict[Optimizer, int] = {}
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep whole gradients on their rank; see `Prepared.no_sync`."""
+        return self._held()
+
+    @contextmanager
+    def _held(self) -> Generator[None]:
+        root = self.sharded.blocks[-1]
+        root.set_requires_gradient_sync(False)
+        self._gradients.holding.add(self.model)
+        try:
+            yield
+        finally:
+            self._gradients.holding.discard(self.model)
+            root.set_requires_gradient_sync(True)
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Clear one optimizer's gradients, and those of a closed window that were held back."""
+        super().zero_grad(optimizer, set_to_none=set_to_none)
+        for sharded in self._group_sharded() if self._gradients.held and self.group.stage == "empty" else ():
+            if sharded.module in self._gradients.held:
+                self._gradients.held.discard(sharded.module)
+                sharded.drop_held()
+
+    def step(self, optimizer: Optimizer) -> StepResult:
+        """Step one optimizer if the window is closed. Called on all ranks.
+
+        Raises:
+            UnshardedParameterError: A parameter was created or re-assigned after `prepare`.
+            UnreducedGradientError: A plain parameter has a gradient of `loss.backward()`, which ranks do not average.
+        """
+        if self._window.closing:
+            for sharded in self._group_sharded():
+                # Parameters that a forward without backward left gathered would be stale after the step.
+                sharded.reshard()
+                sharded.check()
+            self._check_known(optimizer)
+            self._check_averaged()
+        return super().step(optimizer)
+
+    @contextmanager
+    def gathered(self, *, write: bool = False) -> Generator[None]:
+        """Inside, the modules hold whole parameters, in the dtype they are kept in; see `Prepared.gathered`.
+
+        They stand in for the shards, so a forward is not run inside.
+        """
+        self.sharded.reshard()
+        self.sharded.check()
+        device = self._context.device
+        whole: dict[nn.Parameter, nn.Parameter] = {
+            p: nn.Parameter(whole_of(p, device), requires_grad=p.requires_grad)
+            if isinstance(p, DTensor)
+            else p
+            for p in self.sharded.parameters.values()
+        }
+        self._assign(whole)
+        try:
+            yield
+            if write:
+                self._keep(whole)
+        finally:
+            self._assign({parameter: parameter for parameter in whole})
+
+    def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
+        return self._shards_of(None if parameters is None else list(parameters))
+
+    def _norm_of(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        return global_norm(_gradients(parameters), float(norm_type), self._context.device)
+
+    def _scale(self, parameters: Sequence[Tensor], total: Tensor, max_norm: float) -> None:
+        scale_to_norm(_gradients(parameters), total, max_norm)
+
+    @torch.no_grad()
+    def _clamp(self, parameters: Sequence[Tensor], value: float) -> None:
+        for gradient in _gradients(parameters):
+            local(gradient).clamp_(-value, value)
+
+    def _assign(self, values: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        with self._guard.paused():
+            for place in self.sharded.places:
+                setattr(place.module, place.attribute, values[place.parameter])
+
+    @torch.no_grad()
+    def _keep(self, whole: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for parameter, values in whole.items():
+            broadcast_from_first(values.detach(), self._context)
+            if values is not parameter:
+                local(parameter).copy_(own_part(values, parameter))
+
+    def release(self) -> nn.Module:
+        """Undo the preparation; the parameters stay sharded, as torch has no way back."""
+        self.sharded.reshard()
+        for name in self.sharded.plan.blocks:
+            restore_activations(self.sharded.module.get_submodule(name))
+        return restore_forward(self.unwrap())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizers and schedulers, the sharded tensors as DTensors; see `Prepared.state_dict`.
+
+        Raises:
+            UnshardedParameterError: A parameter was created or re-assigned after `prepare`.
+        """
+        for sharded in self._group_sharded():
+            sharded.reshard()
+            sharded.check(thoroughly=True)
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state whose tensors are whole, or divided in any way; see `Prepared.load_state_dict`."""
+        for sharded in self._group_sharded():
+            sharded.reshard()
+        own = {name: parameter for parameter, name in self._names().items()}
+        optimizers = [
+            {**saved, "state": divided_like(saved["state"], own, self._context.device)}
+            for saved in state["optimizers"]
+        ]
+        super().load_state_dict({**state, "optimizers": optimizers})
+
+    def _load_model(self, state: Mapping[str, Any]) -> None:
+        load_model(self.unwrap(), state, self._context.device)
+
+    def _group_sharded(self) -> list[ShardedModel]:
+        return [self._all_sharded[model] for model in self.group.models]
+
+    def _shards_of(self, parameters: list[Tensor] | None) -> list[Tensor]:
+        """The shards behind parameters, which a user may have listed while they were gathered."""
+        known = [sharded.known for sharded in self._all_sharded.values()]
+        gathered: dict[Tensor, str] = {}
+        if parameters is not None and not all(any(p in own for own in known) for p in parameters):
+            gathered = {p: name for name, p in self.unwrap().named_parameters()}
+        for sharded in self._all_sharded.values():
+            sharded.reshard()
+        if parameters is None:
+            return list(self.sharded.parameters.values())
+        return [self.sharded.parameters[gathered[p]] if p in gathered else p for p in parameters]
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer's parameters, at its first step and when their number has changed."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._num_checked.get(optimizer) == count:
+            return
+        known = {p for sharded in self._group_sharded() for p in sharded.known}
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if parameter not in known:
+                    raise UnshardedParameterError(
+                        f"{type(optimizer).__name__}: parameter {i} of group {g}, of shape {tuple(parameter.shape)}, "
+                        "is none of those that prepare() sharded; build the whole model before prepare(), and the "
+                        "optimizer over its parameters()"
+                    )
+        self._num_checked[optimizer] = count
+
+    def _check_averaged(self) -> None:
+        if self.group.stage != "empty":
+            return
+        for sharded in self._group_sharded():
+            for name, parameter in sharded.plain.items():
+                if parameter.grad is not None:
+                    raise UnreducedGradientError(
+                        f"{name} is no tensor that FSDP divides, and has a gradient of loss.backward(), which ranks "
+                        "have not averaged: call accelerator.backward(loss) in its place"
+                    )
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,0 +1,68 @@
+"""Saved values, whole or divided in any way, brought into a model's shards and its optimizers'."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_backends.shards import local, write
+
+
+def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
+    """Put saved tensors into a sharded model, one at a time. Called on all ranks.
+
+    Args:
+        model: The module, holding its shards.
+        state: Values by name.
+        device: Where the ranks talk.
+
+    Raises:
+        ValueError: Names or shapes are not the model's; nothing was loaded.
+    """
+    own: dict[str, Any] = model.state_dict()
+    missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+    kind = type(model).__name__
+    if missing or unexpected:
+        raise ValueError(
+            f"the checkpoint is not of this {kind}: missing {missing[:5]}, unexpected {unexpected[:5]}; build the "
+            "model it was saved from"
+        )
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    for name, target in tensors.items():
+        if state[name].shape != target.shape:
+            raise ValueError(
+                f"{kind}: {name} is of shape {tuple(target.shape)}, in the checkpoint {tuple(state[name].shape)}"
+            )
+    for name, target in tensors.items():
+        write(target, state[name], device)
+    if rest := {name: state[name] for name in own if name not in tensors}:
+        model.load_state_dict(rest, strict=False)
+
+
+def divided_like(
+    state: Mapping[str, Mapping[str, Any]], own: Mapping[str, Tensor], device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """An optimizer's named state, each tensor divided as its parameter is. Called on all ranks.
+
+    Args:
+        state: Values by key, by the parameter's name.
+        own: The parameters by name.
+        device: Where the ranks talk.
+    """
+    return {
+        name: {key: _divided(value, own.get(name), device) for key, value in kept.items()}
+        for name, kept in state.items()
+    }
+
+
+def _divided(value: Any, like: Tensor | None, device: torch.device) -> Any:
+    """A value of a parameter's shape as shards like it; others, such as step counts, stay as they are."""
+    if not isinstance(value, Tensor) or like is None or value.dim() == 0:
+        return value
+    if value.shape != like.shape:
+        return value
+    part = torch.empty_like(like, dtype=value.dtype)
+    write(part, value.detach(), device)
+    local(part)  # offloaded parameters have their state beside them
+    return part.detach()

@@ -1,0 +1,81 @@
+"""A rank's part of a tensor, and the whole out of the parts."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from drivetrain_state import Context
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part; a tensor that is not sharded is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor that is divided as `like` is: a view, without communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            chunks = torch.chunk(whole, like.device_mesh.size(axis), dim=placement.dim)
+            index = like.device_mesh.get_local_rank(axis)
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    return whole
+
+
+def whole_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """Gather a tensor on `device`. Called on all ranks."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.to_local().device.type != device.type:  # offloaded; the mesh's ranks talk on its own device
+        tensor = DTensor.from_local(
+            tensor.to_local().to(device),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return tensor.full_tensor()
+
+
+def same_division(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are divided over the same ranks in the same way."""
+    return (
+        isinstance(one, DTensor)
+        and isinstance(other, DTensor)
+        and one.placements == other.placements
+        and one.device_mesh == other.device_mesh
+    )
+
+
+@torch.no_grad()
+def write(target: Tensor, value: Tensor, device: torch.device) -> None:
+    """Put a value, whole or divided in any way, into a tensor. Called on all ranks."""
+    if same_division(target, value):
+        local(target).copy_(local(value))
+        return
+    local(target).copy_(own_part(whole_of(value, device), target))
+
+
+@torch.no_grad()
+def write_from_first(target: Tensor, value: Tensor | None, context: Context) -> None:
+    """Put rank 0's value into a tensor, each rank taking its part; others give None. Called on all ranks.
+
+    No rank but the first holds more than this one tensor whole.
+    """
+    whole = torch.empty(target.shape, dtype=target.dtype, device=context.device)
+    if value is not None:
+        whole.copy_(value)
+    broadcast_from_first(whole, context)
+    local(target).copy_(own_part(whole, target))
+
+
+def broadcast_from_first(tensor: Tensor, context: Context) -> None:
+    """Bring rank 0's values of a contiguous tensor to all ranks, in place. Called on all ranks."""
+    if context.group is not None:
+        # As bytes: gloo knows neither booleans nor fp8.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)

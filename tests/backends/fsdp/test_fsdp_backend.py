@@ -1,0 +1,290 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from drivetrain_backends import AccumulationWindow, Chosen, FSDPBackend, FSDPSettings
+from drivetrain_precision import choose_policy
+from drivetrain_state import ParallelDims, StateSettings, connect
+from sharded_stack import Stack, fsdp, stack, tokens
+
+
+def applied(mode: str, options: dict[str, object]) -> dict[str, object]:
+    backend = fsdp(mode, **options)
+    backend.prepare([stack(depth=3)], [], [])
+    found = dict(backend.applied())
+    backend.close()
+    return found
+
+
+ASKED = {
+    "strategy": "hybrid_shard",
+    "shard_size": 1,
+    "wrap": ("Embedding", "Block"),
+    "param_dtype": "bf16",
+    "reduce_dtype": "bf16",
+    "output_dtype": "fp32",
+    "upcast": True,
+    "offload": True,
+    "pin_memory": False,
+    "prefetch": 2,
+    "activation_checkpointing": "selective",
+    "compile_regions": True,
+}
+
+
+def test_what_is_asked_for_is_read_back_from_the_modules(run_ranks) -> None:
+    for found in run_ranks(applied, "bf16", ASKED):
+        assert {name: found[name] for name in ASKED} == ASKED
+
+
+def applied_to_little(upcast: bool) -> dict[str, object]:
+    backend = fsdp(wrap=("Block", "Embedding"), prefetch=5, upcast=upcast)
+    backend.prepare([stack(tied=True).requires_grad_(upcast), nn.Linear(2, 2).requires_grad_(False)], [], [])
+    found = dict(backend.applied())
+    backend.close()
+    return found
+
+
+@pytest.mark.parametrize("upcast", [False, True])
+def test_what_falls_short_of_what_was_asked_says_why(run_ranks, upcast: bool) -> None:
+    (found,) = run_ranks(applied_to_little, upcast, num_processes=1)
+    assert found["wrap"] == Chosen(value=("Block",), reason="embedding is left out, as it shares head.weight")
+    assert found["prefetch"] == Chosen(value=1, reason="there are no more blocks")
+    assert found["upcast"] is upcast  # though there was nothing to cast
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"])
+def test_the_strategy_in_force_is_read_back(run_ranks, strategy: str) -> None:
+    for found in run_ranks(applied, "no", {"strategy": strategy}):
+        assert found["strategy"] == strategy
+
+
+def test_what_was_left_open_comes_with_its_reason(run_ranks) -> None:
+    (found, _) = run_ranks(applied, "fp16", {})
+    assert found["strategy"] == Chosen(value="full_shard", reason="what saves the most memory")
+    assert found["shard_size"].value == 2
+    assert found["wrap"] == Chosen(value=("Block",), reason="the modules of its lists")
+    assert found["param_dtype"] == Chosen(value="fp16", reason="the run's precision")
+    assert found["reduce_dtype"].value == "fp32"
+    assert found["output_dtype"] == Chosen(value=None, reason="as computed")
+    assert found["upcast"].value is False  # it is fp32 already
+    assert (found["offload"], found["activation_checkpointing"]) == (False, "none")
+
+
+def dtype_of_output(output_dtype: str | None) -> str:
+    backend = fsdp("bf16", output_dtype=output_dtype)
+    (prepared,) = backend.prepare([stack()], [], [])
+    found = str(prepared.model(tokens(0)).dtype)
+    backend.close()
+    return found
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, "torch.bfloat16"), ("fp32", "torch.float32")])
+def test_outputs_are_cast_where_that_is_asked(run_ranks, asked: str | None, found: str) -> None:
+    assert run_ranks(dtype_of_output, asked, num_processes=1) == [found]
+
+
+def refusal(kind: str) -> str:
+    try:
+        if kind == "size":
+            fsdp(strategy="hybrid_shard", shard_size=3)
+        backend = fsdp()
+        model = stack()
+        if kind == "join":
+            backend.join([])
+        elif kind == "compiled":
+            backend.prepare([torch.compile(model, backend="eager")], [], [])
+        elif kind == "compiled in place":
+            model.compile(backend="eager")
+            backend.prepare([model], [], [])
+        elif kind == "shared":
+            other = nn.Sequential(model.head)
+            backend.prepare([model, other], [], [])
+        elif kind == "class":
+            fsdp(wrap=("Blok",)).prepare([model], [], [])
+        else:
+            backend.prepare([model], [], [])
+            if kind == "twice after close":
+                backend.close()
+                backend = fsdp()
+            backend.prepare([model], [], [])
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "prepared"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("size", "fsdp.shard_size=3 with world_size=2: 1 x 3 is 3, not 2"),
+        ("join", "join_uneven_inputs: sharded ranks wait for each other"),
+        ("compiled", "OptimizedModule is compiled as a whole"),
+        ("compiled in place", "Stack is compiled as a whole"),
+        ("shared", "Sequential shares a parameter with Stack"),
+        (
+            "class",
+            "fsdp.wrap=Blok: no model has a module of that class with parameters; there are Block, Embedding",
+        ),
+        ("twice", "is prepared already"),
+        ("twice after close", "Stack is prepared already"),
+    ],
+)
+def test_what_sharding_cannot_do_is_refused(run_ranks, kind: str, said: str) -> None:
+    for message in run_ranks(refusal, kind):
+        assert said in message
+
+
+def test_a_context_without_a_group_is_refused() -> None:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    with pytest.raises(RuntimeError, match="the fsdp backend needs a process group"):
+        FSDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+
+
+def strategy_of_mesh(strategy: str | None) -> tuple[str, int] | str:
+    context = connect(StateSettings(device="cpu", watchdog=False), parallelism=ParallelDims(data=2, shard=2))
+    try:
+        backend = FSDPBackend(
+            context,
+            choose_policy("no", context.device),
+            window=AccumulationWindow(),
+            settings=FSDPSettings(strategy=strategy),
+        )
+    except ValueError as error:
+        return str(error)
+    model = stack()
+    backend.prepare([model], [], [])
+    found = backend.applied()
+    mesh = model.head.weight.device_mesh
+    assert mesh.get_group("shard") == context.mesh.get_group("shard")
+    backend.close()
+    return found["strategy"].value, found["shard_size"].value
+
+
+def test_the_runs_own_mesh_is_what_models_are_sharded_over(run_ranks) -> None:
+    assert run_ranks(strategy_of_mesh, None, num_processes=4) == [("hybrid_shard", 2)] * 4
+    for said in run_ranks(strategy_of_mesh, "no_shard", num_processes=4):
+        assert "parallelism says data=2 and shard=2" in said
+
+
+def tied_over_blocks(tied: bool) -> tuple[bool, dict[str, str], list[float]]:
+    backend = fsdp(wrap=("Block", "Embedding", "Linear"))
+    model = stack(tied=True)
+    if tied:
+        model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    losses: list[float] = []
+    for _ in range(3):
+        backend.window.begin()
+        loss = prepared.model(tokens(0)).square().mean()
+        prepared.backward(loss)
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+        losses.append(loss.item())
+    same = model.head.weight is model.embedding.weight
+    if tied:
+        same &= model.blocks[1].linear.weight is model.blocks[0].linear.weight
+    left_out = prepared.sharded.plan.left_out
+    backend.close()
+    return same, left_out, losses
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_tied_over_blocks_stay_tied_and_train_as_one(run_ranks, tied: bool) -> None:
+    model = stack(tied=True)
+    if tied:
+        model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    optimizer = SGD(model.parameters(), lr=0.1)
+    expected: list[float] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(tokens(0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for same, left_out, losses in run_ranks(tied_over_blocks, tied):
+        assert same
+        assert ("blocks.0" in left_out) is tied
+        assert "embedding" in left_out
+        assert losses == pytest.approx(expected)
+
+
+class Broken(Stack):
+    """A stack whose blocks must compile as one graph each."""
+
+
+def compiled(checkpointing: str) -> tuple[list[float], list[float], int]:
+    graphs = 0
+
+    def backend_of_compile(graph: torch.fx.GraphModule, _: object) -> object:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    losses: list[list[float]] = []
+    for compile_regions in (False, True):
+        backend = fsdp(
+            "bf16",
+            compile_regions=compile_regions,
+            activation_checkpointing=checkpointing,
+            compile_backend="eager",
+        )
+        model = stack()
+        (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        if compile_regions:
+            for block in model.blocks:
+                counted = torch.compile(
+                    block.forward._torchdynamo_orig_callable, fullgraph=True, backend=backend_of_compile
+                )
+                block.forward = counted
+        losses.append([])
+        for step in range(3):
+            backend.window.begin()
+            loss = prepared.model(tokens(step)).float().square().mean()
+            prepared.backward(loss)
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+            losses[-1].append(loss.item())
+        backend.close()
+    return losses[0], losses[1], graphs
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_block_compiles_as_one_graph_and_trains_as_before(run_ranks, checkpointing: str) -> None:
+    for plain, regions, graphs in run_ranks(compiled, checkpointing):
+        assert regions == pytest.approx(plain)
+        assert 1 <= graphs <= 4  # once or twice for each of two blocks, not at every step
+
+
+def prefetched(depth: int | None) -> list[float]:
+    backend = fsdp(prefetch=depth)
+    model = stack(depth=4)
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    losses: list[float] = []
+    for step in range(3):
+        backend.window.begin()
+        loss = prepared.model(tokens(step + dist.get_rank())).square().mean()
+        prepared.backward(loss)
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+        losses.append(loss.item())
+    backend.close()
+    return losses
+
+
+def test_prefetching_changes_no_value(run_ranks) -> None:
+    assert run_ranks(prefetched, 2) == run_ranks(prefetched, None)
+
+
+def model_without_parameters() -> tuple[bool, bool]:
+    backend = fsdp()
+    (prepared,) = backend.prepare([nn.Flatten()], [], [])
+    found = prepared.model(torch.ones(2, 2, 2)).shape == (2, 4), "strategy" in backend.applied()
+    backend.close()
+    return found
+
+
+def test_a_model_without_parameters_is_left_as_it_is(run_ranks) -> None:
+    assert run_ranks(model_without_parameters) == [(True, False)] * 2

@@ -1,0 +1,46 @@
+import pytest
+
+from drivetrain_backends import BackendContract, FSDPBackend, FSDPSettings
+from drivetrain_state import StateSettings, connect
+
+
+def check(options: dict[str, object]) -> list[str]:
+    class Contract(BackendContract):
+        backend = FSDPBackend
+        settings = FSDPSettings(**options)
+
+    with connect(StateSettings(device="cpu", watchdog=False), needs_group=True) as context:
+        return Contract().check_all(context)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "full_shard"},
+        {"strategy": "shard_grad_op"},
+        {"strategy": "hybrid_shard", "shard_size": 1},
+        {"strategy": "no_shard"},
+        {"strategy": "full_shard", "offload": True},
+        {"strategy": "full_shard", "wrap": ("Linear",), "activation_checkpointing": "full"},
+        {"strategy": "shard_grad_op", "activation_checkpointing": "selective", "offload": True},
+    ],
+    ids=str,
+)
+def test_fsdp_passes_the_contract_on_two_processes(run_ranks, options: dict[str, object]) -> None:
+    ran = run_ranks(check, options, num_processes=2, timeout_seconds=170)
+    assert len(ran) == 2
+    assert "fp16, count, accumulated, clipped" in ran[0]
+
+
+@pytest.mark.parametrize("options", [{"strategy": "full_shard"}, {"strategy": "hybrid_shard"}], ids=str)
+def test_fsdp_passes_the_contract_in_one_process(run_ranks, options: dict[str, object]) -> None:
+    assert len(run_ranks(check, options, num_processes=1, timeout_seconds=170)) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "full_shard", "wrap": ("Linear",)}, {"strategy": "hybrid_shard", "shard_size": 2}],
+    ids=str,
+)
+def test_fsdp_passes_the_contract_on_four_processes(run_ranks, options: dict[str, object]) -> None:
+    assert len(run_ranks(check, options, num_processes=4, timeout_seconds=280)) == 4

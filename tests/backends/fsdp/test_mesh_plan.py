@@ -1,0 +1,76 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain_backends import FSDPSettings
+from drivetrain_backends.fsdp.mesh_plan import plan_mesh
+from drivetrain_state import Topology
+
+
+def topology(world_size: int, local_world_size: int | None = None) -> Topology:
+    return Topology(world_size=world_size, local_world_size=local_world_size or world_size)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "reshards"),
+    [
+        ("full_shard", (8,), True),
+        ("shard_grad_op", (8,), False),
+        ("hybrid_shard", (2, 4), True),
+        ("no_shard", (8, 1), False),
+    ],
+)
+def test_each_strategy_divides_the_ranks(strategy: str, sizes: tuple[int, ...], reshards: bool) -> None:
+    shape = plan_mesh(FSDPSettings(strategy=strategy), topology(8, 4))
+    assert (shape.sizes, shape.reshards) == (sizes, reshards)
+
+
+@given(world=st.integers(1, 10_000), size=st.integers(1, 100))
+def test_a_size_that_does_not_divide_the_ranks_names_both_numbers(world: int, size: int) -> None:
+    settings = FSDPSettings(strategy="hybrid_shard", shard_size=size)
+    if world % size:
+        with pytest.raises(
+            ValueError, match=rf"fsdp.shard_size={size} with world_size={world}: .* is \d+, not {world}"
+        ):
+            plan_mesh(settings, topology(world))
+    else:
+        assert plan_mesh(settings, topology(world)).sizes == (world // size, size)
+
+
+def test_a_size_alone_asks_for_hybrid_sharding() -> None:
+    assert plan_mesh(FSDPSettings(shard_size=2), topology(4)).strategy == "hybrid_shard"
+
+
+def test_the_runs_mesh_is_taken_where_no_strategy_is_said() -> None:
+    assert plan_mesh(FSDPSettings(), topology(8), {"data": 4, "shard": 2}).sizes == (4, 2)
+    assert plan_mesh(FSDPSettings(), topology(8), {"shard": 8}).sizes == (8,)
+    assert plan_mesh(FSDPSettings(), topology(8), {"data": 8}).sizes == (8,)
+
+
+def test_a_strategy_that_contradicts_the_runs_mesh_names_both() -> None:
+    with pytest.raises(
+        ValueError, match=r"strategy='full_shard' makes 1 replicas of 8 shards, .* data=4 and shard=2"
+    ):
+        plan_mesh(FSDPSettings(strategy="full_shard"), topology(8), {"data": 4, "shard": 2})
+
+
+def test_an_axis_that_fsdp_does_not_work_along_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="parallelism tensor=2: the fsdp backend works along data and shard only"
+    ):
+        plan_mesh(FSDPSettings(), topology(4), {"data": 2, "tensor": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard_size": 0}, "shard_size=0: must be at least 1"),
+        ({"prefetch": -1}, "prefetch=-1: must be at least 0"),
+        ({"shard_size": 2, "strategy": "no_shard"}, "shard_size=2 with strategy='no_shard'"),
+        ({"wrap": ("A",), "min_num_params": 1}, "give one of the two"),
+        ({"pin_memory": True}, "pin_memory=True: nothing is offloaded"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FSDPSettings(**options)
