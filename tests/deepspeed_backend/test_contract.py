@@ -29,13 +29,17 @@ def check(stage: int, offload: bool) -> list[str]:
         return Contract().check_all(context)
 
 
-STAGES = pytest.mark.parametrize(
-    ("stage", "offload"), [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
-)
+WAYS = [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
 
 
-@STAGES
-@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize(("stage", "offload"), WAYS)
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_deepspeed_passes_the_contract(run_ranks, num_processes: int, stage: int, offload: bool) -> None:
     ran = run_ranks(check, stage, offload, num_processes=num_processes, timeout_seconds=170)
-    assert len(ran) == num_processes
+    assert all({"check_gan", "check_resume", "tied weights", "frozen layer"} <= set(names) for names in ran)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "offload"), WAYS)
+def test_deepspeed_passes_the_contract_on_four_processes(run_ranks, stage: int, offload: bool) -> None:
+    assert len(run_ranks(check, stage, offload, num_processes=4, timeout_seconds=170)) == 4

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -15,12 +16,14 @@ def launch(
     num_processes: int,
     interrupt_at: str | None = None,
     timeout_seconds: float = 150,
+    launcher: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run an example to its end, or press Ctrl-C once a line of its standard error contains `interrupt_at`.
 
     Interrupted, a single process gives its own exit code, and the launcher of several 130, as a shell expects.
     """
     command = [sys.executable, "-m", "drivetrain_launcher", "launch", "--num-processes", str(num_processes)]
+    command += launcher  # further flags of its own
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DRIVETRAIN_")}
     with subprocess.Popen(
         [*command, str(EXAMPLES / example), *args],

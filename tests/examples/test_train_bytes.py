@@ -89,3 +89,23 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, num_processes: int) 
 
     launch("train_bytes.py", *args, "--steps", str(stopped_at + 10), "--resume", num_processes=num_processes)
     assert list(logged(tmp_path / "run", "train loss"))[-2:] == [stopped_at, stopped_at + 10]
+
+
+@pytest.mark.parametrize("backend", [("fsdp",), ("deepspeed", "--deepspeed-stage", "3")])
+def test_trains_alike_under_every_backend_with_no_change_to_the_file(
+    finished: Path, tmp_path: Path, backend: tuple[str, ...]
+) -> None:
+    launch(
+        "train_bytes.py",
+        *TINY,
+        "--steps",
+        "20",
+        "--save-every",
+        "10",
+        "--project-dir",
+        str(tmp_path / "run"),
+        num_processes=2,
+        launcher=("--backend", *backend),
+    )
+    for name in ("train loss", "validation loss"):
+        assert logged(tmp_path / "run", name) == pytest.approx(logged(finished, name), rel=1e-3)

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 from drivetrain_backends import whole_tensors
-from drivetrain_backends.protocol import whole
+from drivetrain_backends.states import whole
 from sharded_stack import Stack, fsdp, stack, tokens
 
 

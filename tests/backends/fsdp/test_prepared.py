@@ -14,7 +14,7 @@ from drivetrain_backends import (
     UnreducedGradientError,
     UnshardedParameterError,
 )
-from drivetrain_backends.protocol import whole
+from drivetrain_backends.states import whole
 from drivetrain_precision import choose_policy
 from sharded_stack import Stack, context, fsdp, stack, tokens
 

@@ -1,4 +1,4 @@
-"""The Accelerator over DeepSpeed's engines: the same loop, checkpoints of other backends, a plan that tells."""
+"""The Accelerator over FSDP and DeepSpeed: the same loop, one another's checkpoints, a plan that tells."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain_backends import whole_state
+from drivetrain_backends import NonFiniteGradientError, whole_state
 
-ROUTE = ["ddp", "deepspeed-3", "deepspeed-1", "deepspeed-0", "deepspeed-2", "ddp"]
+ROUTE = ["ddp", "deepspeed-3", "fsdp", "deepspeed-1", "ddp", "deepspeed-0", "fsdp", "deepspeed-2", "ddp"]
 
 
 def one_step_more(project_dir: str, backend: str, position: int) -> dict[str, list[float]]:
@@ -25,7 +25,7 @@ def one_step_more(project_dir: str, backend: str, position: int) -> dict[str, li
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
         optimizer = AdamW(model.parameters(), lr=0.05)
-        data = TensorDataset(torch.arange(72.0).reshape(24, 3) / 72)
+        data = TensorDataset(torch.arange(180.0).reshape(60, 3) / 180)
         loader = DataLoader(data, batch_size=2, shuffle=True)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         if position:
@@ -55,6 +55,39 @@ def test_a_checkpoint_goes_from_backend_to_backend_with_its_optimizer(run_ranks,
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, abs=2e-6), f"{name} after step {step + 1}"
     assert mixed[0] == mixed[1]
+
+
+def guarded(nonfinite: str) -> list[object]:
+    """A good step, one whose loss is NaN on rank 1, a good step, each clipped."""
+    with Accelerator(
+        backend="fsdp", cpu=True, sections={"run": {"nonfinite_gradients": nonfinite}}
+    ) as accelerator:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        found: list[object] = []
+        for factor in (1.0, float("nan") if accelerator.process_index == 1 else 1.0, 1.0):
+            accelerator.backward(model(torch.ones(2, 3)).mean() * factor)
+            try:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            except NonFiniteGradientError as error:
+                return [*found, str(error)]
+            found.append(accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+        with torch.no_grad():
+            return [*found, model(torch.ones(1, 3)).isfinite().item()]
+
+
+def test_fsdp_skips_a_step_that_is_not_finite_on_all_ranks(run_ranks) -> None:
+    assert run_ranks(guarded, "skip", num_processes=2) == [[False, True, False, True]] * 2
+
+
+def test_fsdp_names_the_gradient_that_is_not_finite(run_ranks) -> None:
+    for first, said in run_ranks(guarded, "raise", num_processes=2):
+        assert first is False
+        assert "the gradient of weight holds an infinity or NaN" in said
+        assert "a loss of rank 1 was not finite" in said
 
 
 def told(project_dir: str) -> dict[str, object]:
