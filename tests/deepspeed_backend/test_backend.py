@@ -1,6 +1,7 @@
 """Engines of one process: what is refused, and what only DeepSpeed does."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -321,3 +322,76 @@ def reassigned() -> str:
 def test_a_parameter_assigned_after_prepare_is_an_error_at_the_latest_when_it_is_saved(run_ranks) -> None:
     (said,) = run_ranks(reassigned, num_processes=1)
     assert "w" in said
+
+
+def own_format(folder: str) -> list[object]:
+    """Save in DeepSpeed's own format, train on, load again; then its export of fp32 weights."""
+    with backend(stage=3) as one:
+        model = Weights()
+        (prepared,) = one.prepare([model], [AdamW([model.w], lr=0.1)], [])
+
+        def step() -> None:
+            one.window.begin()
+            prepared.backward(prepared.model(X))
+            prepared.optimizers[0].step()
+
+        step()
+        engine = prepared.model.engine
+        engine.save_checkpoint(folder, tag="one")
+        saved = weights(prepared)
+        step()
+        moved = weights(prepared)
+        engine.load_checkpoint(folder, tag="one")
+        loaded = weights(prepared)
+        step()
+        again = weights(prepared)
+    return [saved == loaded, moved == again, saved != moved]
+
+
+def test_deepspeeds_own_checkpoints_work_beside_ours(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(own_format, str(tmp_path), num_processes=2) == [[True, True, True]] * 2
+
+
+def exported(folder: str) -> bool:
+    """DeepSpeed's tool reads the weights that our state holds."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with backend(stage=2) as one:
+        model = Weights()
+        (prepared,) = one.prepare([model], [AdamW([model.w], lr=0.1)], [])
+        one.window.begin()
+        prepared.backward(prepared.model(X))
+        prepared.optimizers[0].step()
+        prepared.model.engine.save_checkpoint(folder, tag="one")
+        return get_fp32_state_dict_from_zero_checkpoint(folder, tag="one")["w"].tolist() == weights(prepared)
+
+
+def test_an_export_of_fp32_weights_is_what_our_state_holds(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(exported, str(tmp_path), num_processes=2) == [True, True]
+
+
+def compiled(stage: int) -> list[float]:
+    """Losses of a model whose block is compiled in one graph, beside those of the same model as it is."""
+    found: list[list[float]] = []
+    for compiles in (False, True):
+        with backend(stage=stage) as one:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+            if compiles:
+                model[0].compile(backend="eager", fullgraph=stage < 3)
+            (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+            losses: list[float] = []
+            for _ in range(3):
+                one.window.begin()
+                loss = prepared.model(torch.ones(2, 4)).square().mean()
+                prepared.backward(loss)
+                prepared.optimizers[0].step()
+                losses.append(loss.item())
+            found.append(losses)
+    return [a - b for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_block_that_is_compiled_trains_alike(run_ranks, stage: int) -> None:
+    (differences,) = run_ranks(compiled, stage, num_processes=1)
+    assert differences == pytest.approx([0.0] * 3, abs=1e-6)

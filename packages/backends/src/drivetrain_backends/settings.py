@@ -195,6 +195,19 @@ class DeepSpeedSettings:
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = field(
         default=None, metadata={"help": "dtype in which gradients are reduced over ranks; fp32 if not said"}
     )
+    activation_checkpointing: Literal["none", "full", "selective"] = field(
+        default="none",
+        metadata={
+            "help": "compute activations again in backward: full for each block, selective all but matrix products "
+            "and attention"
+        },
+    )
+    blocks: tuple[str, ...] | None = field(
+        default=None,
+        metadata={
+            "help": "class names of those blocks; if not said, as the model says, or the items of its lists"
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check every field.

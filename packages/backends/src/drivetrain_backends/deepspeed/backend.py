@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.activation import checkpoint_activations
+from drivetrain_backends.blocks import plan_blocks
 from drivetrain_backends.carrier import trainable_parameters
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.gradients import EngineCarrier
@@ -146,7 +148,7 @@ class DeepSpeedBackend:
             "nonfinite_gradients": self._guard(),
         }
         for prepared in self._prepared[:1]:
-            found |= _read_back(prepared.engine, self.settings)
+            found |= prepared.applied() | _read_back(prepared.engine, self.settings)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,6 +222,7 @@ class DeepSpeedBackend:
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups if group["params"]]
         prepare_forward(model, self.policy, self.context.device)
         by_engine = "optimizer" in config
+        blocks = self._checkpoint(model)
         with entering(self.context):
             engine, *_ = self._deepspeed.initialize(
                 model=model,
@@ -241,12 +244,23 @@ class DeepSpeedBackend:
             names=names,
             groups=groups,
             scaler=self.scaler,
+            checkpointed=blocks,
         )
         prepared.optimizers.append(PreparedOptimizer(optimizer, prepared))
         self._ledger.groups.append(prepared.group)
         prepared.group.num_optimizers = 1
         self._prepared.append(prepared)
         return prepared
+
+    def _checkpoint(self, model: nn.Module) -> list[nn.Module]:
+        """Have a model's blocks compute their activations again; which they are."""
+        kind = self.settings.activation_checkpointing
+        if kind == "none":
+            return []
+        plan = plan_blocks(model, self.settings.blocks, asked="deepspeed.blocks")
+        blocks = [model.get_submodule(name) for name in plan.blocks] or [model]
+        checkpoint_activations(blocks, kind)
+        return blocks
 
     def _place(self, model: nn.Module) -> Prepared:
         """Prepare a model that is not trained: partitioned in stage 3, a whole copy on every rank else."""

@@ -1,12 +1,13 @@
 """A model whose backward, clipping and step are a DeepSpeed engine's."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.activation import checkpointing_of, restore_activations
 from drivetrain_backends.deepspeed.gradients import EngineCarrier, ReducedGradients
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.state import load_state, read_state, spread
@@ -35,6 +36,7 @@ class DeepSpeedPrepared:
         names: Each parameter's name.
         groups: The names of the parameters of each of the optimizer's groups.
         scaler: The loss scale, for fp16.
+        checkpointed: The modules that compute their activations again.
 
     Attributes:
         model: What the user calls.
@@ -55,6 +57,7 @@ class DeepSpeedPrepared:
         names: Mapping[Tensor, str],
         groups: list[list[str]],
         scaler: LossScaler | None,
+        checkpointed: Sequence[nn.Module] = (),
     ) -> None:
         self.model: nn.Module = model
         self.engine = model.engine
@@ -72,6 +75,7 @@ class DeepSpeedPrepared:
         self._names = names
         self._groups = groups
         self._scaler = scaler
+        self._checkpointed = checkpointed
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -166,9 +170,16 @@ class DeepSpeedPrepared:
             if write:
                 spread(parameters)
 
+    def applied(self) -> dict[str, object]:
+        """What was done to the model, read back from it."""
+        kinds = {checkpointing_of(module) for module in self._checkpointed}
+        return {"activation_checkpointing": kinds.pop() if kinds else "none"}
+
     def release(self) -> nn.Module:
         """End the engine; the user's module with its own class."""
         self.engine.destroy()
+        for module in self._checkpointed:
+            restore_activations(module)
         return restore_forward(self._module)
 
     def state_dict(self) -> dict[str, Any]:

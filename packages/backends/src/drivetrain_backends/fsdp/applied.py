@@ -7,9 +7,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.activation import checkpointing_of
+from drivetrain_backends.blocks import class_name
 from drivetrain_backends.fsdp.dtypes import HALF, NAMES
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
-from drivetrain_backends.fsdp.wrap_plan import class_name
 from drivetrain_backends.protocol import Chosen
 from drivetrain_backends.settings import FSDPSettings
 

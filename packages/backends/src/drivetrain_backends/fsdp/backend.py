@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_backends.accumulation import AccumulationWindow
 from drivetrain_backends.activation import checkpoint_activations
+from drivetrain_backends.blocks import BlockPlan, plan_blocks
 from drivetrain_backends.carrier import GradientCarrier
 from drivetrain_backends.forward import prepare_forward
 from drivetrain_backends.fsdp.applied import read_back
@@ -28,7 +29,6 @@ from drivetrain_backends.fsdp.pairing import repoint
 from drivetrain_backends.fsdp.placing import Sharding, check_dtypes, shard_model
 from drivetrain_backends.fsdp.prepared import FSDPPrepared
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
-from drivetrain_backends.fsdp.wrap_plan import WrapPlan, plan_wrapping
 from drivetrain_backends.prepared import TorchPrepared
 from drivetrain_backends.scheduler import Scheduler
 from drivetrain_backends.settings import FSDPSettings
@@ -80,7 +80,7 @@ class FSDPBackend(TorchBackend):
             offload=own.offload,
             pin_memory=own.offload and (has_accelerator if own.pin_memory is None else own.pin_memory),
         )
-        self._plans: dict[nn.Module, WrapPlan] = {}
+        self._plans: dict[nn.Module, BlockPlan] = {}
         self._sharded: dict[nn.Module, ShardedModel] = {}
         self._guard = AssignmentGuard()
         self._successors = WeakIdKeyDictionary()  # the shards of what optimizers made before prepare() hold
@@ -107,7 +107,14 @@ class FSDPBackend(TorchBackend):
             sharded.reshard()  # so that parameters() gives what optimizers hold
         self._check(models)
         for model in models:
-            plan = plan_wrapping(model, self._own_settings(), [*models, *self._sharded])
+            settings = self._own_settings()
+            plan = plan_blocks(
+                model,
+                settings.wrap,
+                asked="fsdp.wrap",
+                min_num_params=settings.min_num_params,
+                others=[*models, *self._sharded],
+            )
             check_dtypes(model, plan, self._sharding.dtypes)
             self._plans[model] = plan
         for optimizer in optimizers:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from drivetrain_backends.blocks import BlockPlan
 from drivetrain_backends.fsdp.dtypes import HALF, DtypePlan
 from drivetrain_backends.fsdp.materialise import initialise, make_room, tensors_of
 from drivetrain_backends.fsdp.scratch import Scratch, room_for
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
-from drivetrain_backends.fsdp.wrap_plan import WrapPlan
 from drivetrain_backends.shards import broadcast_from_first
 from drivetrain_state import Context
 
@@ -52,7 +52,7 @@ class _Sources:
     seed: int
 
 
-def shard_model(model: nn.Module, plan: WrapPlan, sharding: Sharding, context: Context) -> ShardedModel:
+def shard_model(model: nn.Module, plan: BlockPlan, sharding: Sharding, context: Context) -> ShardedModel:
     """Divide a model's parameters over the ranks, in place. Called on all ranks.
 
     Values are rank 0's; where they are on meta on all ranks, each module makes its own.
@@ -79,7 +79,7 @@ def shard_model(model: nn.Module, plan: WrapPlan, sharding: Sharding, context: C
     )
 
 
-def _groups(model: nn.Module, plan: WrapPlan) -> dict[str, list[nn.Module]]:
+def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
     """The modules of each block that are in no block inside it, by the block's name; the root comes last."""
     done: set[nn.Module] = set()
     groups: dict[str, list[nn.Module]] = {}
@@ -95,7 +95,7 @@ def _size_on_meta(modules: list[nn.Module], dtypes: DtypePlan) -> int:
     return sum(room_for(p, _kept_in(p, dtypes)) for p in held if p.is_meta and not is_plain(p))
 
 
-def check_dtypes(model: nn.Module, plan: WrapPlan, dtypes: DtypePlan) -> None:
+def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan) -> None:
     """Refuse what `fully_shard` could not reduce: trainable parameters of several dtypes in one block.
 
     Raises:

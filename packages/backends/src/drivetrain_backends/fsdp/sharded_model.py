@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from drivetrain_backends.blocks import BlockPlan
 from drivetrain_backends.errors import UnshardedParameterError
-from drivetrain_backends.fsdp.wrap_plan import WrapPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class ShardedModel:
     """
 
     module: nn.Module
-    plan: WrapPlan
+    plan: BlockPlan
     blocks: tuple[FSDPModule, ...]
     places: tuple[Place, ...]
     upcast: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Which modules are sharded on their own, and so gathered one at a time: read off the model, nothing touched."""
+"""Which modules are a model's blocks, gathered or computed again one at a time: read off it, nothing touched."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,12 +8,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from drivetrain_backends.activation import CheckpointedForward
 from drivetrain_backends.forward import PreparedForward
-from drivetrain_backends.settings import FSDPSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrapPlan:
-    """The modules that are sharded on their own; what they leave over is sharded with the root.
+class BlockPlan:
+    """A model's blocks; where it is sharded, what they leave over is sharded with the root.
 
     Attributes:
         blocks: Their names, inner ones before the ones around them, else in the order the model holds them.
@@ -26,7 +25,14 @@ class WrapPlan:
     left_out: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def plan_wrapping(model: nn.Module, settings: FSDPSettings, others: Iterable[nn.Module] = ()) -> WrapPlan:
+def plan_blocks(
+    model: nn.Module,
+    classes: tuple[str, ...] | None = None,
+    *,
+    asked: str,
+    min_num_params: int | None = None,
+    others: Iterable[nn.Module] = (),
+) -> BlockPlan:
     """Choose the blocks of a model: by class, by size, as the model says itself, or the modules of its lists.
 
     A block that shares a parameter with a module outside of it is left out, so that the parameter is gathered with
@@ -34,17 +40,19 @@ def plan_wrapping(model: nn.Module, settings: FSDPSettings, others: Iterable[nn.
 
     Args:
         model: The model, with values or on meta.
-        settings: The `fsdp` section.
+        classes: Names of the blocks' classes; None where they are not said.
+        asked: The setting that says them.
+        min_num_params: Else, modules of at least so many elements are blocks; None where that is not said.
         others: The other models of the run, which may be the ones that a class is asked for.
 
     Raises:
         ValueError: A class is asked for that no model has; the message lists those there are.
     """
     modules = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
-    if settings.wrap is not None:
-        chosen, reason = _by_class(modules, settings.wrap, [model, *others]), "fsdp.wrap"
-    elif settings.min_num_params is not None:
-        chosen, reason = _by_size(model, settings.min_num_params), "fsdp.min_num_params"
+    if classes is not None:
+        chosen, reason = _by_class(modules, classes, [model, *others], asked), asked
+    elif min_num_params is not None:
+        chosen, reason = _by_size(model, min_num_params), "min_num_params"
     elif own := [n for n, m in modules.items() if class_name(m) in _no_split_modules(model)]:
         chosen, reason = own, "the model's _no_split_modules"
     else:
@@ -53,7 +61,7 @@ def plan_wrapping(model: nn.Module, settings: FSDPSettings, others: Iterable[nn.
     chosen = [name for name in chosen if not _is_container(modules[name])]
     left_out = {name: shared for name in chosen if (shared := _shared_outside(model, name)) is not None}
     kept = [name for name in chosen if name not in left_out]
-    return WrapPlan(blocks=tuple(_inner_first(kept)), reason=reason, left_out=left_out)
+    return BlockPlan(blocks=tuple(_inner_first(kept)), reason=reason, left_out=left_out)
 
 
 def class_name(module: nn.Module) -> str:
@@ -64,18 +72,20 @@ def class_name(module: nn.Module) -> str:
     return kind.__name__
 
 
-def _by_class(modules: dict[str, nn.Module], wanted: tuple[str, ...], models: list[nn.Module]) -> list[str]:
+def _by_class(
+    modules: dict[str, nn.Module], wanted: tuple[str, ...], models: list[nn.Module], asked: str
+) -> list[str]:
     there = {m for model in models for m in model.modules() if _has_parameters(m)}
     classes = {class_name(module) for module in there}
     if unknown := [name for name in wanted if name not in classes]:
         raise ValueError(
-            f"fsdp.wrap={', '.join(unknown)}: no model has a module of that class with parameters; there are "
+            f"{asked}={', '.join(unknown)}: no model has a module of that class with parameters; there are "
             f"{', '.join(sorted(classes)) or 'none'}"
         )
     containers = {class_name(m) for m in there if _is_container(m)}
     if odd := [name for name in wanted if name in containers]:
         raise ValueError(
-            f"fsdp.wrap={', '.join(odd)}: a container has no forward to gather parameters for; name the class of the "
+            f"{asked}={', '.join(odd)}: a container has no forward of its own; name the class of the "
             f"modules in it, one of {', '.join(sorted(classes - containers))}"
         )
     return [name for name, module in modules.items() if class_name(module) in wanted]
