@@ -2,5 +2,5 @@
 
 Read in this order: `library` imports it, `config` and `keys` say what an engine is started with, `backend` starts one
 for each model, `model` is what the user calls, `gradients` how a backward is corrected and clipped, `prepared` steps,
-`state` gathers what a checkpoint holds.
+`state` gathers what a checkpoint holds, `applied` reads back what is in force.
 """

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -13,6 +12,7 @@ from drivetrain_backends.accumulation import AccumulationWindow
 from drivetrain_backends.activation import checkpoint_activations
 from drivetrain_backends.blocks import plan_blocks
 from drivetrain_backends.carrier import trainable_parameters
+from drivetrain_backends.deepspeed.applied import read_back
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.gradients import EngineCarrier
 from drivetrain_backends.deepspeed.library import accelerator, entering, load_deepspeed, local_rank_known
@@ -148,7 +148,7 @@ class DeepSpeedBackend:
             "nonfinite_gradients": self._guard(),
         }
         for prepared in self._prepared[:1]:
-            found |= prepared.applied() | _read_back(prepared.engine, self.settings)
+            found |= prepared.applied() | read_back(prepared.engine, self.settings)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -336,34 +336,3 @@ def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
 
 def _num_elements(model: nn.Module) -> int:
     return sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable_parameters([model]))
-
-
-def _read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
-    """The section's fields as the engine has them."""
-    zero = engine._config.zero_config
-    found: dict[str, object] = {
-        "stage": int(engine.zero_optimization_stage()),
-        "offload_optimizer": _device_of(zero.offload_optimizer),
-        "offload_param": _device_of(zero.offload_param),
-        "reduce_bucket_size": int(zero.reduce_bucket_size),
-        "allgather_bucket_size": int(zero.allgather_bucket_size),
-        "overlap_comm": bool(zero.overlap_comm),
-        "grad_accum_dtype": engine._config.grad_accum_dtype,
-        "communication_data_type": _DTYPES.get(engine.communication_data_type, "as DeepSpeed chooses"),
-        "config": engine.config,
-    }
-    reason = "of deepspeed.config" if settings.config is not None else "not said, so chosen for the run"
-    left_open = {name for name in found if getattr(settings, name) is None} | {"config"}
-    return {
-        name: Chosen(value=value, reason=reason if name != "config" else "filled in from the run")
-        if name in left_open
-        else value
-        for name, value in found.items()
-    }
-
-
-def _device_of(offload: Any) -> str:
-    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
-
-
-_DTYPES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
