@@ -125,6 +125,9 @@ def test_a_parameter_under_a_second_name_is_no_change() -> None:
     known = KnownParameters(model)
     model.alias = model[0].weight
     known.look()
+    model.alias = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ReplacedParameterError, match="alias created or assigned"):
+        known.look()
 
 
 def step_after_a_change() -> str:

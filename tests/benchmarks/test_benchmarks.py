@@ -19,12 +19,22 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("startup", "torchrun"),
         ("watchdog", "without the watchdog"),
         ("resume", "drivetrain, fresh"),
+        ("backends --only fsdp, full", "raw"),
     ],
 )
 def test_benchmark_writes_its_table(name: str, baseline: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--rounds", "1", "--results", str(tmp_path)]
+    script, *flags = name.split(" ", 2)
+    command = [
+        sys.executable,
+        str(BENCHMARKS / f"{script}.py"),
+        "--rounds",
+        "1",
+        "--results",
+        str(tmp_path),
+        *flags,
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    table = (tmp_path / f"{name}.md").read_text()
+    table = (tmp_path / f"{script}.md").read_text()
     assert f"| {baseline} |" in table
     assert "drivetrain" in table or name == "watchdog"

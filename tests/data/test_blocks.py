@@ -218,7 +218,12 @@ def test_a_function_that_gives_samples_twice_is_refused(make_shards, function, s
 
 @pytest.mark.parametrize("size", [1, 7, 9, 2**20 + 9])
 def test_a_function_that_gives_every_sample_once_passes(make_shards, size: int) -> None:
-    make_shards(lambda: DataLoader(range(size)), min(size, 4), strategy=striped)
+    batch_size = 2 if size < 10 else 2**16
+    shards = make_shards(
+        lambda: DataLoader(range(size), batch_size=batch_size), min(size, 4), strategy=striped
+    )
+    read = torch.cat([batch for shard in shards for batch in shard])
+    assert torch.equal(read.unique(), torch.arange(size))
 
 
 def test_another_function_of_the_same_name_is_refused(make_shards, read_together) -> None:
