@@ -16,6 +16,7 @@ from drivetrain_backends import (
     NonFiniteGradientError,
     PairingError,
     ReplacedParameterError,
+    UnreducedGradientError,
 )
 from drivetrain_precision import PrecisionError
 
@@ -58,7 +59,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_an_engine_cannot_do_is_refused_with_what_to_do(run_ranks) -> None:
-    (found,) = run_ranks(refusals, num_processes=1)
+    (found,) = run_ranks(refusals, num_processes=1, timeout_seconds=150)
     for name, said in {
         "late": "pass them to one prepare",
         "two models": "put them into one nn.Module",
@@ -395,3 +396,47 @@ def compiled(stage: int) -> list[float]:
 def test_a_block_that_is_compiled_trains_alike(run_ranks, stage: int) -> None:
     (differences,) = run_ranks(compiled, stage, num_processes=1)
     assert differences == pytest.approx([0.0] * 3, abs=1e-6)
+
+
+class FrozenHalf(nn.Module):
+    """Two weights of (3,), the second frozen; maps x of shape (3,) to ()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (3,) to ()."""
+        return (self.trained * self.frozen * x).sum()
+
+
+def unfrozen(stage: int) -> str:
+    with backend(stage=stage) as one:
+        model = FrozenHalf()
+        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        model.frozen.requires_grad_(True)
+        one.window.begin()
+        prepared.backward(prepared.model(X))
+        return error_of(UnreducedGradientError, prepared.optimizers[0].step)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_unfrozen_after_prepare_is_named(run_ranks, stage: int) -> None:
+    for said in run_ranks(unfrozen, stage, num_processes=2):
+        assert "frozen was frozen when prepare() built its DeepSpeed engine" in said
+
+
+def failed_start() -> list[object]:
+    with backend(stage=2, activation_checkpointing="full", blocks=("Linear",)) as one:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
+        optimizer.param_groups[1]["params"] = list(model[0].parameters())  # DeepSpeed refuses duplicates
+        said = error_of(Exception, lambda: one.prepare([model], [optimizer], []))
+        kinds = [type(model) is nn.Sequential, type(model[0]) is nn.Linear]
+        (again,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        return [bool(said), *kinds, again.unwrap() is model]
+
+
+def test_a_start_that_fails_leaves_the_model_as_it_was(run_ranks) -> None:
+    assert run_ranks(failed_start, num_processes=1) == [[True, True, True, True]]

@@ -101,6 +101,7 @@ def test_a_json_file_is_read(tmp_path: Path) -> None:
         ({"train_batch_size": 63}, r"train_batch_size=63 contradicts .*batch_size=8, .*=2 and 4 processes"),
         ({"managed_gradient_accumulation": False}, "contradicts the accumulation window"),
         ({"gradient_allreduce_op": "sum"}, "contradicts the mean over ranks"),
+        ({"torch_autocast": {"enabled": True}}, "contradicts mixed_precision='bf16', which says what models"),
         ({"optimizer": {"type": "Adam"}}, "optimizer.type='Adam' contradicts the prepared optimizer, AdamW"),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 0.2}}},

@@ -1,7 +1,7 @@
 """Training by DeepSpeed's engines, one for each model with its optimizer."""
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow
-from drivetrain_backends.activation import checkpoint_activations
+from drivetrain_backends.activation import checkpoint_activations, restore_activations
 from drivetrain_backends.blocks import plan_blocks
 from drivetrain_backends.carrier import trainable_parameters
 from drivetrain_backends.deepspeed.applied import read_back
@@ -19,7 +19,7 @@ from drivetrain_backends.deepspeed.library import accelerator, entering, load_de
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared
 from drivetrain_backends.errors import AccumulationError, EngineConfigError, PairingError
-from drivetrain_backends.forward import prepare_forward
+from drivetrain_backends.forward import prepare_forward, restore_forward
 from drivetrain_backends.gradients import GradientLedger
 from drivetrain_backends.optimizer import PreparedOptimizer
 from drivetrain_backends.pairing import owners, parameter_names
@@ -70,12 +70,9 @@ class DeepSpeedBackend:
         self._prepared: list[DeepSpeedPrepared] = []
         self._untrained: list[TorchPrepared | DeepSpeedPrepared] = []  # models without an optimizer
 
-    def building(self) -> AbstractContextManager[None]:
-        """Inside, parameters are partitioned as they are made (stage 3), or made on the device."""
-        return self._building()
-
     @contextmanager
-    def _building(self) -> Generator[None]:
+    def building(self) -> Generator[None]:
+        """Inside, parameters are partitioned as they are made (stage 3), or made on the device."""
         if self.config["zero_optimization"]["stage"] < 3:
             with self.context.device:
                 yield
@@ -220,16 +217,18 @@ class DeepSpeedBackend:
         config = engine_config(self.settings, self._run(model, optimizer))
         names = parameter_names({"": model})
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups if group["params"]]
-        prepare_forward(model, self.policy, self.context.device)
         by_engine = "optimizer" in config
         blocks = self._checkpoint(model)
-        with entering(self.context):
+        prepare_forward(model, self.policy, self.context.device)
+        with entering(self.context), ExitStack() as undo:
+            undo.callback(_restore, model, blocks)
             engine, *_ = self._deepspeed.initialize(
                 model=model,
                 optimizer=None if by_engine else optimizer,
                 model_parameters=optimizer.param_groups if by_engine else None,
                 config=config,
             )
+            undo.pop_all()
         if by_engine:  # the user's object goes on to be what schedulers and the loop hold
             optimizer.param_groups, optimizer.state = (
                 engine.basic_optimizer.param_groups,
@@ -291,6 +290,13 @@ class DeepSpeedBackend:
         return next(
             (p, o) for p in self._prepared for o in p.optimizers if o is optimizer or o.optimizer is optimizer
         )
+
+
+def _restore(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Give a model and its blocks their own classes back."""
+    restore_forward(model)
+    for block in blocks:
+        restore_activations(block)
 
 
 def _check_device(policy: Policy) -> None:

@@ -82,9 +82,8 @@ def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]
         keys |= _optimizer_keys(run)
     merged = _merge(keys, flat, where)
     _check_possible(merged, run)
-    if (
-        run.scaling is not None
-    ):  # compared above; the engine is handed each step's scale, and must not move its own
+    if run.scaling is not None:
+        # Compared above; the engine is handed the scale of each step, and must not move one of its own.
         merged = {name: value for name, value in merged.items() if name not in _scaling_keys(run.scaling)}
         merged["fp16.loss_scale"] = 1.0
     return nest(merged)
@@ -178,7 +177,7 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
         "data_types.grad_accum_dtype": _asked(settings, "grad_accum_dtype", "fp32"),
         "bf16.enabled": Key(value=run.mode == "bf16", said=half),
         "fp16.enabled": Key(value=run.mode == "fp16", said=half),
-        "torch_autocast.enabled": Key(value=False),
+        "torch_autocast.enabled": Key(value=False, said=f"{half}, which says what models compute in"),
         "zero_allow_untested_optimizer": Key(value=True),
         "zero_force_ds_cpu_optimizer": Key(value=False),
         "zero_optimization.stage": stage,

@@ -12,6 +12,8 @@ from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_precision import LossScaler
 
+_CLIP_EPSILON = 1e-6  # torch's and DeepSpeed's own, beside the norm
+
 
 class ReducedGradients(Protocol):
     """The gradients of one engine, between the reduction that closes a window and the engine's step.
@@ -145,6 +147,10 @@ class PartitionedGradients:
         # Offloaded ones travel while the backward runs; done afterwards, each would travel twice more.
         self.in_backward: bool = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
         self._configured_norm: float = engine.gradient_clipping()
+        # Stages 1 and 2 can be told to step without a norm; those that offload need it for more than clipping.
+        self._measures_again = (
+            bool(getattr(self._optimizer, "compute_grad_norm", False)) and not self.in_backward
+        )
         self._scale = 1.0
         # The optimizer's own scaler moves its scale between measuring and dividing (0.19), so that gradients are
         # halved in the step in which it grows; a scale from outside stays where it is put.
@@ -172,13 +178,22 @@ class PartitionedGradients:
 
     def clip(self, max_norm: float) -> Tensor:
         """Measure them now and let the step clip; see `ReducedGradients.clip`."""
-        self._optimizer.clip_grad = max_norm
-        return self.norm()
+        norm = self.norm()
+        if self._measures_again and norm.isfinite().item():
+            # Cut by the division too, so that the step need not measure what is known.
+            cut = max(1.0, (norm.item() + _CLIP_EPSILON) / max_norm)
+            self._optimizer.external_loss_scale *= cut
+            self._optimizer.clip_grad, self._optimizer.compute_grad_norm = 0.0, False
+        else:
+            self._optimizer.clip_grad = max_norm
+        return norm
 
     def used(self) -> None:
         """Clip and scale as before; see `ReducedGradients.used`."""
         self._optimizer.clip_grad = self._configured_norm
         self._optimizer.external_loss_scale = self._scale
+        if self._measures_again:
+            self._optimizer.compute_grad_norm = True
 
     def discard(self) -> None:
         """Drop them; see `ReducedGradients.discard`."""

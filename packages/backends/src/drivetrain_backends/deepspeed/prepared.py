@@ -11,7 +11,7 @@ from drivetrain_backends.activation import checkpointing_of, restore_activations
 from drivetrain_backends.deepspeed.gradients import EngineCarrier, ReducedGradients
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.state import load_state, read_state, spread
-from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
 from drivetrain_backends.known_parameters import KnownParameters
@@ -22,6 +22,7 @@ from drivetrain_precision import LossScaler
 from drivetrain_state import Context
 
 _OPEN = StepResult(stepped=False, skipped=False)
+_STEPPED = StepResult(stepped=True, skipped=False)
 
 
 class DeepSpeedPrepared:
@@ -76,6 +77,7 @@ class DeepSpeedPrepared:
         self._groups = groups
         self._scaler = scaler
         self._checkpointed = checkpointed
+        self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -96,9 +98,8 @@ class DeepSpeedPrepared:
                 "optimizer.step() twice after one backward(): a DeepSpeed engine clears gradients when it steps"
             )
         if group.stage == "empty":
-            return StepResult(
-                stepped=True, skipped=False
-            )  # as torch's optimizers do without gradients: nothing
+            return _STEPPED  # without gradients nothing moves, as with torch's optimizers
+        self._check_unfrozen()
         group.finish()
         group.use()
         self._watch.mark("optimizer step")
@@ -199,6 +200,19 @@ class DeepSpeedPrepared:
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         load_state(self.engine, self._names, self._groups, state)
         load_progress(state, self.optimizers, self.schedulers)
+
+    def _check_unfrozen(self) -> None:
+        """Refuse to step while a parameter is trained that was frozen when the engine was built.
+
+        Raises:
+            UnreducedGradientError: There is one, which the engine neither averages nor steps.
+        """
+        for parameter, name in self._frozen.items():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise UnreducedGradientError(
+                    f"{name} was frozen when prepare() built its DeepSpeed engine, which neither averages nor steps "
+                    "it. Set requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"
+                )
 
     def _are_finite(self, gradients: ReducedGradients) -> bool:
         """Whether all gradients are, as far as their norm tells. Called on all ranks.
