@@ -1,5 +1,6 @@
 """What DDP alone brings: hooks that compress gradients, ranks that run out of batches."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 
@@ -121,11 +122,12 @@ def test_a_parameter_unfrozen_after_prepare_is_refused_by_name(run_ranks, frozen
         )
 
 
-def step_with_an_unused_layer() -> str:
+def said_in_two_steps(model: nn.Module, *, freeze: Sequence[str] = ()) -> str:
+    """What the error says that two backwards end in, after layers were frozen behind prepare; else "trained"."""
     backend, _, _ = ddp()
-    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
-    model.forward = lambda x: model["used"](x)
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    for name in freeze:
+        model.get_submodule(name).requires_grad_(False)
     try:
         for _ in range(2):
             prepared.backward(prepared.model(torch.ones(2, 8)).sum())
@@ -134,6 +136,12 @@ def step_with_an_unused_layer() -> str:
     finally:
         backend.close()
     return "trained"
+
+
+def step_with_an_unused_layer() -> str:
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
+    model.forward = lambda x: model["used"](x)
+    return said_in_two_steps(model)
 
 
 def test_parameters_without_a_gradient_are_named_with_the_flag_that_allows_them(run_ranks) -> None:
@@ -311,18 +319,7 @@ def test_a_replica_that_is_frozen_for_a_while_is_passed_through(run_ranks) -> No
 
 
 def train_with_a_layer_frozen_later() -> str:
-    backend, _, _ = ddp()
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-    model[0].requires_grad_(False)
-    try:
-        for _ in range(2):
-            prepared.backward(prepared.model(torch.ones(2, 8)).sum())
-    except UnreducedGradientError as error:
-        return str(error)
-    finally:
-        backend.close()
-    return "trained"
+    return said_in_two_steps(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), freeze=("0",))
 
 
 def test_a_layer_frozen_after_prepare_is_the_one_that_is_named(run_ranks) -> None:
