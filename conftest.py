@@ -15,6 +15,11 @@ from sybil.parsers.myst import PythonCodeBlockParser
 SKETCHES = ("docs/design.md", "docs/platforms.md")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the drill of faults goes on."""
+    parser.addoption("--fault-rounds", type=int, default=8, help="rounds of each fault, in the slow tests")
+
+
 def enter_page(namespace: dict[str, Any]) -> None:
     """Give a page a working folder of its own and the module name that a user's script has."""
     folder = tempfile.TemporaryDirectory(prefix="page-")

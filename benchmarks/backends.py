@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ class Way:
         backend: Its name here.
         num_ranks: Processes.
         settings: The backend's section.
-        plugin: Makes Accelerate's arguments for the same.
+        plugin: Makes Accelerate's arguments for the same; None where there are none here.
         wrapper: The class that a model so trained is of; a peer that gives another does something else.
         raw: Makes the step of the expert's script.
     """
@@ -52,7 +52,7 @@ class Way:
     raw: Callable[[], Step]
     num_ranks: int = 2
     settings: Mapping[str, Any] | None = None
-    plugin: Callable[[], dict[str, Any]] = dict
+    plugin: Callable[[], dict[str, Any]] | None = dict
     wrapper: str
 
 
@@ -111,15 +111,26 @@ def raw_ddp() -> Step:
     return loop(replica, AdamW(replica.parameters()), x)
 
 
-def raw_fsdp(*, reshard: bool) -> Step:
-    """fully_shard of every block, and of the root."""
-    from torch.distributed.fsdp import fully_shard
+def raw_fsdp(*, reshard: bool, replicas: int = 1, offload: bool = False, checkpointed: bool = False) -> Step:
+    """fully_shard of every block, and of the root; blocks that compute their activations again, where asked."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     model, x = make()
+    if checkpointed:
+        model = nn.Sequential(*(checkpoint_wrapper(block) for block in model.children()))
     model.to(device())
+    ranks, names = dist.get_world_size(), ("replicate", "shard")
+    mesh = init_device_mesh(device().type, (replicas, ranks // replicas), mesh_dim_names=names)
+    options: dict[str, Any] = {
+        "mesh": mesh if replicas > 1 else mesh["shard"],
+        "reshard_after_forward": reshard,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device().type != "cpu") if offload else OffloadPolicy(),
+    }
     for block in model.children():
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     return loop(model, AdamW(model.parameters()), x)
 
 
@@ -172,6 +183,7 @@ def accelerate_step(way: Way) -> Step:
     """The documented loop of Accelerate."""
     from accelerate import Accelerator
 
+    assert way.plugin is not None
     return accelerated(Accelerator(cpu=device().type == "cpu", **way.plugin()), wrapper=way.wrapper)
 
 
@@ -215,20 +227,39 @@ def accelerate_deepspeed(*, stage: int, offload: str = "none") -> dict[str, Any]
     return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=deepspeed_config(stage, offload))}
 
 
+def fsdp_ways() -> Iterator[tuple[str, Way]]:
+    """Every strategy, and what may be added to one."""
+    for title, settings, raw in (
+        ("full_shard", {}, {"reshard": True}),
+        ("shard_grad_op", {}, {"reshard": False}),
+        ("hybrid_shard", {"shard_size": 1}, {"reshard": True, "replicas": 2}),
+        ("no_shard", {}, {"reshard": False, "replicas": 2}),
+        ("full_shard, offloaded", {"offload": True}, {"reshard": True, "offload": True}),
+        (
+            "full_shard, activations computed again",
+            {"activation_checkpointing": "full"},
+            {"reshard": True, "checkpointed": True},
+        ),
+    ):
+        yield (
+            title,
+            Way(
+                backend="fsdp",
+                raw=partial(raw_fsdp, **raw),
+                settings={"strategy": title.split(",")[0], "wrap": ("Block",), **settings},
+                plugin=partial(accelerate_fsdp, reshard=raw["reshard"]) if len(raw) == 1 else None,
+                wrapper="FSDPModule",
+            ),
+        )
+
+
 def ways() -> dict[str, Way]:
     """Every way that is timed, by its title."""
     found = {
         "single": Way(backend="single", num_ranks=1, raw=raw_single, wrapper="Sequential"),
         "ddp": Way(backend="ddp", raw=raw_ddp, wrapper="DistributedDataParallel"),
     }
-    for strategy, reshard in (("full_shard", True), ("shard_grad_op", False)):
-        found[f"fsdp, {strategy}"] = Way(
-            backend="fsdp",
-            raw=partial(raw_fsdp, reshard=reshard),
-            settings={"strategy": strategy, "wrap": ("Block",)},
-            plugin=partial(accelerate_fsdp, reshard=reshard),
-            wrapper="FSDPModule",
-        )
+    found |= {f"fsdp, {title}": way for title, way in fsdp_ways()}
     for stage, offload in ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "cpu"), (3, "cpu")):
         title = f"deepspeed, stage {stage}{', optimizer offloaded' if offload == 'cpu' else ''}"
         found[title] = Way(
@@ -244,7 +275,8 @@ def ways() -> dict[str, Way]:
 def contestants(way: Way) -> dict[str, Callable[[], Step]]:
     """Who trains in this way."""
     found: dict[str, Callable[[], Step]] = {"raw": way.raw, "drivetrain": partial(drivetrain_step, way)}
-    if installed("accelerate") and (device().type != "cpu" or way.backend in ("single", "ddp")):
+    does_as_asked = device().type != "cpu" or way.backend in ("single", "ddp")
+    if installed("accelerate") and way.plugin is not None and does_as_asked:
         found["Accelerate"] = partial(accelerate_step, way)
     return found
 
@@ -252,7 +284,7 @@ def contestants(way: Way) -> dict[str, Callable[[], Step]]:
 def measure(way: Way, arguments: argparse.Namespace) -> None:
     """What each rank does: time all contestants, or train as one of them and tell the peak; rank 0 writes it down."""
     if way.num_ranks > 1:
-        dist.init_process_group("nccl" if device().type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo")
     if device().type == "cuda":
         torch.cuda.set_device(device())
     found: dict[str, list[float]]
@@ -321,10 +353,14 @@ def run(title: str, way: Way, arguments: argparse.Namespace, contestant: str = "
     """Run this script as the ranks of one way."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(way.num_ranks), sys.argv[0], "--way", title, "--out", str(out)]
+        command = [sys.executable]
+        if way.num_ranks > 1:  # torchrun's variables would have Accelerate replicate one process
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(way.num_ranks)]
+        command += [sys.argv[0], "--way", title, "--out", str(out)]
         command += ["--rounds", str(arguments.rounds), "--contestant", contestant]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        # glibc's heap keeps holes between large tensors, other ones in each process, which would count as tensors.
+        heap = {"MALLOC_MMAP_THRESHOLD_": str(2**16)} if contestant else {}
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **heap})
         return json.loads(out.read_text())
 
 

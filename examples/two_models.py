@@ -1,9 +1,10 @@
 """Two models trained against each other: a GAN that learns a ring of points.
 
-`backward(..., model=...)` says which model a loss belongs to, since one may flow through both.
+`backward(..., model=...)` says which model a loss belongs to, since one may flow through both. The critic is frozen
+while it is passed through, which every backend understands.
 
 python examples/two_models.py --steps 2000
-drivetrain launch --num-processes 2 examples/two_models.py
+drivetrain launch --num-processes 2 --backend fsdp examples/two_models.py
 """
 
 import argparse
@@ -55,11 +56,12 @@ def main() -> None:
             critic_optimizer.step()
             critic_optimizer.zero_grad()
         with accelerator.accumulate(generator):
+            critic.requires_grad_(False)  # this loss flows through it, and must not train it
             loss = F.softplus(-critic(generator(noise))).mean()
             accelerator.backward(loss, model=generator)
             generator_optimizer.step()
             generator_optimizer.zero_grad()
-            critic_optimizer.zero_grad()  # this loss flowed through the critic too
+            critic.requires_grad_(True)
 
     with torch.no_grad():
         points = accelerator.gather(generator(torch.randn(500, NOISE, device=accelerator.device)))

@@ -1,5 +1,8 @@
 """Fixtures that every package's tests share: pools of connected processes, and scripts run on several ranks."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,9 +11,26 @@ from hypothesis import settings
 
 from processes import Completed, RankPool, run_script
 
+# Hundreds of processes start here. Where Python is told to keep no bytecode, each would compile torch for 3 seconds:
+# theirs is kept beside the sources, out of sight.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "bytecode"))
+
 # Machines differ and are shared: no example has a deadline, the whole test has pytest's.
 settings.register_profile("drivetrain", deadline=None)
 settings.load_profile("drivetrain")
+
+_COMPILE = (
+    "import os; os.environ['DS_ACCELERATOR'] = 'cpu'\n"
+    "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder\n"
+    "ShareMemCommBuilder().load()\n"
+)
+
+
+@pytest.fixture(scope="session")
+def deepspeed_operators() -> None:
+    """DeepSpeed's operator, compiled before any test waits for an answer: a minute the first time, then seconds."""
+    subprocess.run([sys.executable, "-c", _COMPILE], check=True, timeout=170, capture_output=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Processes for tests: a pool of connected ranks that stays up, and one-off scripts; neither can hang a test."""
 
+import gc
 import importlib.util
 import io
 import os
@@ -199,11 +200,17 @@ def _serve(address: str) -> None:
     connection = Client((host, int(port)))
     dist.init_process_group("gloo")
     connection.send(dist.get_rank())
+    num_modules = 0
     while True:
         try:
             path, module, name, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        if num_modules != len(sys.modules):
+            # What was imported stays: no collection need look through it again, and DeepSpeed asks for one an engine.
+            num_modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         output = io.StringIO()
         try:
             with redirect_stdout(output), redirect_stderr(output):

@@ -1,9 +1,13 @@
 """An FSDP backend in this process, and a model of blocks to train with it."""
 
+from copy import deepcopy
+
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam
 
 from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings
+from drivetrain_backends.states import whole, whole_state
 from drivetrain_precision import choose_policy
 from drivetrain_state import Context, StateSettings, connect
 
@@ -62,3 +66,50 @@ def fsdp(mode: str = "no", *, accumulation: int = 1, **settings: object) -> FSDP
         window=AccumulationWindow(accumulation),
         settings=FSDPSettings(**settings),
     )
+
+
+class Scaled(Stack):
+    """A stack with a scalar and an empty parameter, which FSDP cannot divide, and one with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.row = nn.Parameter(torch.ones(1, 5))
+        self.empty = nn.Parameter(torch.ones(0, 5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale * self.row + self.empty.sum()
+
+
+def scaled() -> Scaled:
+    """A `Scaled` of float64, always with the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Scaled().double()
+
+
+def loss_of(model: nn.Module, rank: int) -> Tensor:
+    """The loss of a rank's tokens."""
+    return model(tokens(rank)).square().mean()
+
+
+def weights(prepared: object) -> dict[str, Tensor]:
+    """The weights of a prepared model, whole. Called on all ranks."""
+    return {name: whole(value).clone() for name, value in prepared.state_dict()["model"].items()}
+
+
+def trained(backend: object, state: object = None) -> tuple[dict[str, Tensor], object]:
+    """Take up a state, if any, and train for two steps: the weights, and the state, whole. Called on all ranks."""
+    model = stack(seed=0 if state is None else 9, tied=True)
+    (prepared,) = backend.prepare([model], [Adam(model.parameters(), lr=0.05)], [])
+    if state is not None:
+        prepared.load_state_dict(state)
+    for _ in range(2):
+        backend.window.begin()
+        prepared.backward(loss_of(prepared.model, 0))
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+    assert model.head.weight is model.embedding.weight
+    found, kept = weights(prepared), deepcopy(whole_state(prepared.state_dict()))
+    backend.close()
+    return found, kept

@@ -26,3 +26,14 @@ def linear() -> nn.Linear:
     """A layer of two features and one output, always with the same weights."""
     torch.manual_seed(0)
     return nn.Linear(2, 1)
+
+
+class Weight(nn.Module):
+    """One weight w; maps x to w * x, so that the gradient of a loss is known by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w * x

@@ -48,7 +48,7 @@ CHECKS = (
     Check(
         name="alone",
         run=alone.check,
-        looks_at="each package's tests with only its wheel installed",
+        looks_at="each package's tests but costly ones, with only its wheel installed",
         slow=True,
     ),
     Check(

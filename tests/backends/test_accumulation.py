@@ -32,3 +32,12 @@ def test_a_window_left_open_goes_on_in_the_next_epoch() -> None:
 def test_a_window_holds_a_micro_batch_at_least(steps: int) -> None:
     with pytest.raises(ValueError, match=f"gradient_accumulation_steps={steps}: must be at least 1"):
         AccumulationWindow(steps)
+
+
+def test_a_window_that_is_left_begins_anew() -> None:
+    window = AccumulationWindow(3)
+    window.begin()
+    window.begin()
+    window.reset()
+    window.begin()
+    assert (window.length, window.closing, window.number) == (1, False, 2)

@@ -29,7 +29,7 @@ def check(contract: type[BackendContract]) -> list[str]:
 
 
 def test_single_passes_the_contract() -> None:
-    assert len(check(SingleContract)) == len(BackendContract.cases) + 8
+    assert len(check(SingleContract)) == len(BackendContract.cases) + 9
 
 
 def check_ddp() -> list[str]:
@@ -47,7 +47,7 @@ def check_ddp_with_unused_parameters() -> list[str]:
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_ddp_passes_the_contract(run_ranks, num_processes: int) -> None:
     ran = run_ranks(check_ddp, num_processes=num_processes, timeout_seconds=120)
-    assert ran == [[*BackendContract.cases, *ran[0][-8:]]] * num_processes
+    assert ran == [[*BackendContract.cases, *ran[0][-9:]]] * num_processes
 
 
 @pytest.mark.parametrize("check", [check_ddp_with_a_static_graph, check_ddp_with_unused_parameters])

@@ -9,18 +9,7 @@ from torch.optim import SGD
 
 from drivetrain_backends import AccumulationError, SingleBackend
 from drivetrain_precision import PrecisionSettings
-from single_process import backend
-
-
-class Weight(nn.Module):
-    """One weight w; maps x to w * x, so that the gradient of a loss is known by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w * x
+from single_process import Weight, backend
 
 
 def two(single: SingleBackend, *, together: bool):
@@ -199,3 +188,48 @@ def test_a_plain_backward_is_right_where_nothing_is_divided_or_scaled() -> None:
     a(torch.tensor(3.0)).backward()
     optimizer.step()
     assert a.w.item() == -2.0
+
+
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+@pytest.mark.parametrize("counted", [False, True])
+def test_gradients_that_a_step_used_are_not_normalised_again(mode: str, counted: bool) -> None:
+    single = backend(mode, settings=SCALING)
+    model = Weight()
+    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    for step in (1, 2):
+        single.window.begin()
+        loss = model(torch.tensor(3.0 * 2**counted)).float()
+        if step == 2 and (counted or mode == "fp16"):
+            with pytest.raises(AccumulationError, match="adds to gradients of Weight that a step has used"):
+                prepared.backward(loss, count=2 if counted else None)
+            break
+        prepared.backward(loss, count=2 if counted else None)
+        prepared.optimizers[0].step()
+        assert 1 - model.w.item() == {1: 3.0, 2: 9.0}[step]  # summed on purpose, as in a plain loop
+
+
+def test_a_window_that_closes_early_does_not_rescale_gradients_that_a_step_used() -> None:
+    single = backend(accumulation=2)
+    model = Weight()
+    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    for length in (2, 1):
+        for number in range(length):
+            single.window.begin(is_last=number + 1 == length)
+            prepared.backward(model(torch.tensor(3.0)))
+        if length == 2:
+            prepared.optimizers[0].step()
+    with pytest.raises(AccumulationError, match="a loss of a window that closed early adds to gradients"):
+        prepared.optimizers[0].step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_the_model_cleared_itself_are_not_in_the_way(set_to_none: bool) -> None:
+    single = backend()
+    model = Weight()
+    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    for _ in range(2):
+        single.window.begin()
+        prepared.backward(model(torch.tensor(6.0)), count=2)
+        prepared.optimizers[0].step()
+        model.zero_grad(set_to_none=set_to_none)
+    assert 1 - model.w.item() == 6.0

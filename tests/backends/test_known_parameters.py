@@ -5,11 +5,12 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, ReplacedParameterError
+from drivetrain_backends import AccumulationWindow, DDPBackend, PairingError, ReplacedParameterError
 from drivetrain_backends.known_parameters import STEPS_A_LOOK, KnownParameters
 from drivetrain_backends.prepared import TorchPrepared
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
+from sharded_stack import fsdp, loss_of, stack
 from single_process import backend
 
 
@@ -128,6 +129,66 @@ def test_a_parameter_under_a_second_name_is_no_change() -> None:
     model.alias = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ReplacedParameterError, match="alias created or assigned"):
         known.look()
+
+
+def test_a_layer_unfrozen_later_that_no_optimizer_holds_is_named() -> None:
+    model = Net()
+    model.head.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    (prepared,) = backend().prepare([model], [SGD(trained, lr=0.1)], [])
+    train(prepared, 3)
+    model.head.requires_grad_(True)
+    with pytest.raises(
+        PairingError, match=r"head\.weight, head\.bias: frozen when Net was prepared, trained now"
+    ):
+        train(prepared, STEPS_A_LOOK)
+
+
+def test_an_unfrozen_layer_that_an_optimizer_holds_trains() -> None:
+    model = Net()
+    model.head.requires_grad_(False)
+    one = backend()
+    (prepared,) = one.prepare([model], [SGD(model.body.parameters(), lr=0.1)], [])
+    one.prepare([], [SGD(model.head.parameters(), lr=0.1)], [])
+    model.head.requires_grad_(True)
+    before = model.head.weight.detach().clone()
+    for _ in range(STEPS_A_LOOK + 1):
+        prepared.backward(model(torch.ones(1, 2)).sum())
+        for optimizer in prepared.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not torch.equal(model.head.weight, before)
+
+
+def test_an_optimizer_over_a_part_of_what_is_trained_is_the_users_choice() -> None:
+    model = Net()
+    (prepared,) = backend().prepare([model], [SGD(model.head.parameters(), lr=0.1)], [])
+    train(prepared, STEPS_A_LOOK + 1)
+    assert model.body[0].weight.grad is not None
+
+
+def unfreeze_shards() -> str:
+    one, model = fsdp(), stack()
+    model.head.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    (prepared,) = one.prepare([model], [SGD(trained, lr=0.1)], [])
+    try:
+        for number in range(STEPS_A_LOOK + 2):
+            if number == 2:
+                prepared.unwrap().head.requires_grad_(True)
+            prepared.backward(loss_of(prepared.model, 0))
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+    except PairingError as error:
+        return str(error)
+    finally:
+        one.close()
+    return "trained"
+
+
+def test_shards_unfrozen_later_that_no_optimizer_holds_are_named(run_ranks) -> None:
+    for said in run_ranks(unfreeze_shards):
+        assert said.startswith("head.weight: frozen when FSDPStack was prepared, trained now, and held by no")
 
 
 def step_after_a_change() -> str:

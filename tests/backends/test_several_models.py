@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, PairingError, SingleBackend
+from drivetrain_backends import AccumulationWindow, DDPBackend, FSDPBackend, PairingError, SingleBackend
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
+from sharded_stack import weights
 
 NUM_STEPS, ACCUMULATION = 4, 2
 Losses = Callable[[Sequence[nn.Module], torch.Tensor], Sequence[torch.Tensor]]
@@ -110,7 +111,9 @@ def train_plainly(build, losses: Losses, num_ranks: int) -> list[dict[str, torch
     return [dict(model.state_dict()) for model in models]
 
 
-def train(kind: type, build, losses: Losses, calls: int) -> list[dict[str, torch.Tensor]]:
+def train(
+    kind: type, build, losses: Losses, calls: int, each_cleared_at_once: bool = False
+) -> list[dict[str, torch.Tensor]]:
     """Train through a backend; models are prepared in one call, or optimizers in one of their own."""
     context = connect(StateSettings(device="cpu", watchdog=False))
     window = AccumulationWindow(ACCUMULATION)
@@ -132,10 +135,13 @@ def train(kind: type, build, losses: Losses, calls: int) -> list[dict[str, torch
                 backend.backward(loss)
         for optimizer in [o for one in prepared for o in one.optimizers]:
             optimizer.step()
+            if each_cleared_at_once:
+                optimizer.zero_grad()
         for optimizer in [o for one in prepared for o in one.optimizers]:
             optimizer.zero_grad()
+    trained = [weights(one) for one in prepared]
     backend.close()
-    return [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+    return trained
 
 
 SHARED = {
@@ -165,15 +171,31 @@ def test_on_one_device(name: str, calls: int) -> None:
     assert_equal(train(SingleBackend, *case, calls), train_plainly(*case, 1))
 
 
-def train_on_ddp(name: str, calls: int) -> list[dict[str, torch.Tensor]]:
-    return train(DDPBackend, *CASES[name], calls)
+@pytest.mark.parametrize("name", ["two optimizers", "critic without the trunk"])
+def test_each_optimizer_may_step_and_clear_in_turn(name: str) -> None:
+    case = (CASES | SHARED)[name]
+    assert_equal(train(SingleBackend, *case, 1, True), train_plainly(*case, 1))
 
 
+def train_on(kind: type, name: str, calls: int, each_cleared_at_once: bool) -> list[dict[str, torch.Tensor]]:
+    return train(kind, *CASES[name], calls, each_cleared_at_once)
+
+
+KINDS = pytest.mark.parametrize("kind", [DDPBackend, FSDPBackend])
+
+
+@KINDS
 @BY_NAME
 @CALLS
-def test_on_two_ranks(run_ranks, name: str, calls: int) -> None:
-    for found in run_ranks(train_on_ddp, name, calls):
+def test_on_two_ranks(run_ranks, kind: type, name: str, calls: int) -> None:
+    for found in run_ranks(train_on, kind, name, calls, False):
         assert_equal(found, train_plainly(*CASES[name], 2))
+
+
+@KINDS
+def test_each_optimizer_may_step_and_clear_in_turn_on_two_ranks(run_ranks, kind: type) -> None:
+    for found in run_ranks(train_on, kind, "two optimizers", 1, True):
+        assert_equal(found, train_plainly(*CASES["two optimizers"], 2))
 
 
 def prepare_models_that_share(calls: int) -> str:

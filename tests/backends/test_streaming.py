@@ -1,11 +1,13 @@
 from collections.abc import Iterator, Mapping
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain_backends import AccumulationWindow, SingleBackend, load_whole, whole_tensors
 from drivetrain_precision import choose_policy
+from drivetrain_state import StateSettings, connect
 from sharded_stack import context, fsdp, stack
 
 
@@ -68,6 +70,14 @@ def test_tensors_that_are_not_the_models_are_refused_on_every_rank(run_ranks) ->
         assert "missing ['head.weight'], unexpected ['tail.weight']" in said
     for said in run_ranks(load_what_does_not_fit, "shape"):
         assert said.startswith("head.weight is of shape (1, 1), not (5, 6)")
+
+
+def test_a_model_of_an_accelerator_is_refused_with_what_to_call() -> None:
+    where = connect(StateSettings(device="cpu"))
+    with pytest.raises(TypeError, match=r"whole_tensors\(Stack\).*get_state_dict\(model\)"):
+        dict(whole_tensors(stack(), where))
+    with pytest.raises(TypeError, match=r"load_whole\(Stack\).*gathered\(model, write=True\)"):
+        load_whole(stack(), {}, where)
 
 
 def load_into_one_device() -> bool:

@@ -9,6 +9,18 @@ from drivetrain_precision import PrecisionSettings
 from single_process import backend, linear
 
 
+def single_on_two_ranks() -> str:
+    with pytest.raises(ValueError, match="each would train a model of its own") as caught:
+        backend()
+    return str(caught.value)
+
+
+def test_several_processes_do_not_train_models_of_their_own(run_ranks) -> None:
+    for said in run_ranks(single_on_two_ranks, num_processes=2):
+        assert "backend='single' with 2 processes" in said
+        assert "say ddp, fsdp or deepspeed" in said
+
+
 def test_an_optimizer_prepared_after_its_model_is_paired() -> None:
     model, single = linear(), backend()
     (first,) = single.prepare([model], [], [])
@@ -109,3 +121,44 @@ def test_closing_gives_the_models_back() -> None:
     single.prepare([model], [], [])
     single.close()
     assert type(model) is nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_a_prepare_that_fails_at_its_second_model_leaves_the_first_as_it_was() -> None:
+    model, single = linear(), backend("bf16")
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="TorchScript module"):
+        single.prepare([model, torch.jit.script(linear())], [optimizer], [])
+    assert type(model) is nn.Linear
+    with pytest.raises(AccumulationError, match=r"before prepare\(model\)"):
+        single.backward(torch.ones((), requires_grad=True))
+    (prepared,) = single.prepare([model], [optimizer], [])
+    assert [one.optimizer for one in prepared.optimizers] == [optimizer]
+
+
+def test_a_prepare_that_fails_takes_its_optimizers_back() -> None:
+    first, second, single = linear(), linear(), backend(accumulation=2)
+    (one,) = single.prepare([first], [SGD(first.parameters())], [])
+    single.window.begin()
+    one.backward(first(torch.ones(1, 2)).sum())
+    both = SGD([*first.parameters(), *second.parameters()])
+    with pytest.raises(AccumulationError, match="call it between two windows"):
+        single.prepare([second], [both], [])
+    assert (len(one.optimizers), type(second)) == (1, nn.Linear)
+
+
+@pytest.mark.parametrize("held", ["weight", "running_mean"])
+def test_a_model_on_meta_is_refused_by_the_name_of_its_first_tensor(held: str) -> None:
+    good, single = linear(), backend()
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    if held == "weight":
+        model.to("meta")
+    else:
+        model[0].running_mean = model[0].running_mean.to("meta")
+    with pytest.raises(
+        ValueError, match=rf"Sequential: 0\.{held} is on the meta device.*accelerator\.building\(\)"
+    ):
+        single.prepare([good, model], [], [])
+    assert type(good) is nn.Linear
+    with single.building():
+        single.prepare([nn.Sequential(nn.BatchNorm1d(2))], [], [])

@@ -16,10 +16,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("step_overhead", "raw PyTorch"),
         ("collectives", "torch, one flat all_gather"),
         ("loader", "raw DataLoader"),
-        ("startup", "torchrun"),
-        ("watchdog", "without the watchdog"),
-        ("resume", "drivetrain, fresh"),
-        ("backends --only fsdp, full", "raw"),
+        pytest.param("startup", "torchrun", marks=pytest.mark.slow),
+        pytest.param("watchdog", "without the watchdog", marks=pytest.mark.slow),
+        pytest.param("resume", "drivetrain, fresh", marks=pytest.mark.slow),
+        ("backends --only fsdp, shard_grad", "raw"),
     ],
 )
 def test_benchmark_writes_its_table(name: str, baseline: str, tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import random
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,7 @@ def write(path: Path, *pieces: bytes) -> FileRecord:
 
 def read_all(path: Path, record: FileRecord) -> bytes:
     with HashedReader(path, record) as reader:
-        content = reader.read(record.size_bytes)
-        reader.finish()
-    return content
+        return reader.read_all()
 
 
 def test_the_checksums_are_those_of_the_blocks_however_the_pieces_fall(tmp_path: Path) -> None:
@@ -35,18 +34,46 @@ def test_the_checksums_are_those_of_the_blocks_however_the_pieces_fall(tmp_path:
     assert (tmp_path / "pieces").read_bytes() == content
 
 
-@given(st.lists(st.binary(max_size=50), max_size=5), st.integers(min_value=1, max_value=60))
-def test_what_was_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], size: int
+@given(st.lists(st.binary(max_size=50), max_size=5), st.data())
+def test_what_was_written_is_read_wherever_one_begins(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("files") / "file"
     record = write(path, *pieces)
     content = b"".join(pieces)
+    assert read_all(path, record) == content
+    start = data.draw(st.integers(0, len(content)))
+    end = data.draw(st.integers(start, len(content)))
+    part = bytearray(end - start)
     with HashedReader(path, record) as reader:
-        read = b"".join(reader.read(min(size, len(content) - at)) for at in range(0, len(content), size))
-        reader.finish()
-    assert read == content
-    assert record.size_bytes == len(content)
+        reader.read_ranges([(start, memoryview(part))])
+    assert part == content[start:end]
+
+
+def test_ranges_that_cross_blocks_and_each_other_are_filled_in_one_pass(tmp_path: Path) -> None:
+    content = random.Random(0).randbytes(3 * BLOCK_BYTES + 100)
+    record = write(tmp_path / "file", content)
+    blocks: list[int] = []
+    ranges = [(5, 10), (7, BLOCK_BYTES), (BLOCK_BYTES - 3, 2 * BLOCK_BYTES + 50), (3 * BLOCK_BYTES + 99, 1)]
+    parts = [bytearray(size) for _, size in ranges]
+    with HashedReader(tmp_path / "file", record, on_block=lambda: blocks.append(1)) as reader:
+        reader.read_ranges(
+            [(start, memoryview(part)) for (start, _), part in zip(ranges, parts, strict=True)]
+        )
+    assert [bytes(part) for part in parts] == [content[start : start + size] for start, size in ranges]
+    assert len(blocks) == 4
+
+
+def test_blocks_that_nobody_wants_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    record = write(path, bytes(3 * BLOCK_BYTES))
+    with path.open("r+b") as file:
+        file.write(b"\1")  # block 0 is damaged
+    part = bytearray(10)
+    with HashedReader(path, record) as reader:
+        reader.read_ranges([(BLOCK_BYTES + 5, memoryview(part))])
+        with pytest.raises(CorruptCheckpointError, match="between byte 0 and"):
+            reader.read_ranges([(BLOCK_BYTES - 5, memoryview(part))])
 
 
 def test_progress_is_told_block_by_block(tmp_path: Path) -> None:
@@ -68,23 +95,15 @@ def test_a_changed_byte_is_found_and_its_block_named(tmp_path: Path, position: i
         read_all(path, record)
 
 
-def test_a_file_that_is_not_read_to_its_end_is_not_taken_for_good(tmp_path: Path) -> None:
-    record = write(tmp_path / "file", b"abcdef")
-    with HashedReader(tmp_path / "file", record) as reader:
-        reader.read(3)
-        with pytest.raises(CorruptCheckpointError, match="holds 6 bytes, of which its header names 3"):
-            reader.finish()
-
-
 def test_size_and_presence_are_checked(tmp_path: Path) -> None:
     record = write(tmp_path / "file", b"abcdef")
-    check_size(tmp_path / "file", record)
+    check_size(tmp_path / "file", 6, record)
     (tmp_path / "file").write_bytes(b"abc")
     with pytest.raises(CorruptCheckpointError, match="file has 3 bytes, and the manifest says 6"):
         HashedReader(tmp_path / "file", record)
     (tmp_path / "file").unlink()
     with pytest.raises(CorruptCheckpointError, match="file is missing"):
-        check_size(tmp_path / "file", record)
+        HashedReader(tmp_path / "file", record)
 
 
 def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:

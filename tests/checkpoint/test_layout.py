@@ -6,12 +6,17 @@ from hypothesis import strategies as st
 
 from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.layout import (
+    STATE_PART,
+    check_model_names,
+    model_part,
     next_attempt,
     own_files,
-    plan_parts,
+    rank_part,
     step_folder,
     step_folders,
     step_of,
+    tensor_file,
+    tree_file,
 )
 
 
@@ -33,21 +38,18 @@ def test_folders_are_listed_by_number(tmp_path: Path) -> None:
     assert step_folders(tmp_path / "missing") == []
 
 
-def test_parts_have_stems_of_their_own() -> None:
-    parts = plan_parts(["model", "state"], world_size=2, attempt=0)
-    assert parts.models == {"model": "weights-model", "state": "weights-state"}
-    assert (parts.replicated, parts.per_rank) == ("state", ("rank-0", "rank-1"))
+def test_parts_have_names_of_their_own() -> None:
+    assert len({model_part("state"), model_part("rank-0"), STATE_PART, rank_part(0), rank_part(1)}) == 5
 
 
-@given(st.integers(min_value=0, max_value=20))
-def test_every_stem_is_known_as_ours_and_counts_its_attempt(
-    tmp_path_factory: pytest.TempPathFactory, attempt: int
+@given(st.integers(min_value=0, max_value=20), st.integers(min_value=0, max_value=2000))
+def test_every_file_is_known_as_ours_and_counts_its_attempt(
+    tmp_path_factory: pytest.TempPathFactory, attempt: int, rank: int
 ) -> None:
     folder = tmp_path_factory.mktemp("layout")
-    parts = plan_parts(["model-1"], world_size=1, attempt=attempt)
-    for stem in (*parts.models.values(), parts.replicated, *parts.per_rank):
-        (folder / f"{stem}.json").touch()
-        (folder / f"{stem}.safetensors").touch()
+    for part in (model_part("model-1"), STATE_PART, rank_part(rank)):
+        (folder / tree_file(part, attempt)).touch()
+        (folder / tensor_file(part, rank, attempt)).touch()
     assert len(own_files(folder)) == 6
     assert next_attempt(folder) == attempt + 1
 
@@ -62,9 +64,9 @@ def test_files_of_others_are_not_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "a.b", "..", "ä"])
 def test_a_name_that_cannot_be_a_file_is_refused(name: str) -> None:
     with pytest.raises(StateError, match=r"models\[.*letters, digits"):
-        plan_parts([name], world_size=1, attempt=0)
+        check_model_names([name])
 
 
 def test_names_that_differ_in_case_alone_are_refused() -> None:
     with pytest.raises(StateError, match=r"models\['ema'\].*case alone"):
-        plan_parts(["EMA", "ema"], world_size=1, attempt=0)
+        check_model_names(["EMA", "ema"])

@@ -57,7 +57,7 @@ def test_the_newest_is_taken_and_uncompleted_ones_are_passed_over(checkpointer: 
 
 
 @pytest.mark.parametrize(
-    "name", ["weights-model.safetensors", "state.json", "rank-0.safetensors", "manifest.json"]
+    "name", ["weights-model.r0.safetensors", "state.json", "rank-0.r0.safetensors", "manifest.json"]
 )
 def test_a_damaged_one_is_passed_over_with_a_warning(checkpointer: Checkpointer, name: str, caplog) -> None:
     save(checkpointer, 1)
@@ -68,7 +68,7 @@ def test_a_damaged_one_is_passed_over_with_a_warning(checkpointer: Checkpointer,
 
 
 @pytest.mark.parametrize(
-    "name", ["weights-model.safetensors", "weights-model.json", "state.safetensors", "rank-0.json"]
+    "name", ["weights-model.r0.safetensors", "weights-model.json", "state.r0.safetensors", "rank-0.json"]
 )
 def test_a_damaged_one_that_was_named_is_an_error_that_names_the_file(
     checkpointer: Checkpointer, name: str
@@ -126,8 +126,8 @@ def two_ranks_load_where_the_file_of_rank_one_is_damaged(directory: str) -> tupl
         save(checkpointer, 1)
         path = save(checkpointer, 2)
         if context.topology.is_main:
-            flip(path / "rank-1.safetensors", -1)
-        with pytest.raises(CorruptCheckpointError, match=r"rank-1\.safetensors") as caught:
+            flip(path / "rank-1.r1.safetensors", -1)
+        with pytest.raises(CorruptCheckpointError, match=r"rank-1\.r1\.safetensors") as caught:
             checkpointer.load(path)
         return checkpointer.load().step, type(caught.value).__name__
 

@@ -1,10 +1,13 @@
+import math
 from pathlib import Path
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_checkpoint import Checkpointer, find_checkpoints
-from drivetrain_checkpoint.retention import delete, plan_retention
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, StateError, find_checkpoints
+from drivetrain_checkpoint.retention import Keep, delete, plan_retention
 from drivetrain_checkpoint.survey import Found
 from drivetrain_state import Context
 
@@ -23,7 +26,7 @@ def found(number: int, kind: str) -> Found:
 @given(st.lists(KINDS, max_size=12), st.integers(min_value=1, max_value=5))
 def test_the_newest_valid_ones_stay(kinds: list[str], keep_last: int) -> None:
     ones = [found(number, kind) for number, kind in enumerate(kinds)]
-    gone = set(plan_retention(ones, keep_last=keep_last))
+    gone = set(plan_retention(ones, Keep(last=keep_last)))
     valid = [one.folder for one in ones if one.is_valid]
     assert gone.isdisjoint(valid[:keep_last])
     assert gone.isdisjoint(one.folder for one in ones if one.committed and not one.is_valid)
@@ -34,7 +37,46 @@ def test_the_newest_valid_ones_stay(kinds: list[str], keep_last: int) -> None:
 
 @given(st.lists(KINDS, max_size=12))
 def test_unset_keeps_all(kinds: list[str]) -> None:
-    assert plan_retention([found(n, kind) for n, kind in enumerate(kinds)], keep_last=None) == ()
+    assert plan_retention([found(n, kind) for n, kind in enumerate(kinds)], Keep()) == ()
+
+
+def save(checkpointer: Checkpointer, step: int, loss: float | None) -> list[str]:
+    metrics = None if loss is None else {"loss": loss}
+    checkpointer.save(step, models={}, replicated={}, per_rank={}, metrics=metrics)
+    return sorted(path.name for path in checkpointer.directory.glob("step-*"))
+
+
+def test_the_best_and_every_tenth_stay_besides(tmp_path: Path, context: Context) -> None:
+    settings = CheckpointSettings(keep_last=1, keep_best=2, best_metric="loss", keep_every=10)
+    checkpointer = Checkpointer(context, tmp_path, settings=settings)
+    losses = {9: 0.5, 10: 0.9, 11: 0.2, 12: math.nan, 13: None, 14: 0.4, 15: 0.4}
+    kept = [save(checkpointer, step, loss) for step, loss in losses.items()]
+    assert kept[-2:] == [["step-10", "step-11", "step-14"], ["step-10", "step-11", "step-15"]]
+
+
+def test_the_largest_may_be_the_best(tmp_path: Path, context: Context) -> None:
+    settings = CheckpointSettings(keep_last=1, keep_best=1, best_metric="loss", best_mode="max")
+    checkpointer = Checkpointer(context, tmp_path, settings=settings)
+    kept = [save(checkpointer, step, loss) for step, loss in enumerate((0.1, math.inf, 0.3, 0.2))]
+    assert kept[-1] == ["step-1", "step-3"]
+
+
+def test_a_save_that_forgets_the_metric_is_refused(tmp_path: Path, context: Context) -> None:
+    settings = CheckpointSettings(keep_last=1, keep_best=1, best_metric="loss")
+    with pytest.raises(ValueError, match=r"metrics=\{'los': 1.0\} lacks best_metric='loss'"):
+        Checkpointer(context, tmp_path, settings=settings).save(
+            1, models={}, replicated={}, per_rank={}, metrics={"los": 1.0}
+        )
+    with pytest.raises(
+        StateError, match=r"metrics\['loss'\]=tensor\(1\.\): must be a number; give tensor\.item"
+    ):
+        Checkpointer(context, tmp_path).save(
+            1,
+            models={},
+            replicated={},
+            per_rank={},
+            metrics={"loss": torch.tensor(1.0)},  # type: ignore[dict-item]
+        )
 
 
 def test_files_of_others_survive_with_a_warning(tmp_path: Path, context: Context, caplog) -> None:

@@ -15,6 +15,7 @@ from drivetrain_checkpoint import (
     StateError,
     find_checkpoints,
 )
+from drivetrain_checkpoint.lease import LEASE
 from drivetrain_state import Context, connect
 
 
@@ -29,7 +30,7 @@ def save(checkpointer: Checkpointer, step: int) -> Path:
 
 
 def names_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != LEASE)
 
 
 def test_old_ones_go_after_the_new_one_is_committed(tmp_path: Path, context: Context) -> None:
@@ -54,7 +55,7 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, context: Contex
         path = checkpointer.save(5, models={"model": state_of(value)}, replicated={}, per_rank={})
         assert torch.equal(checkpointer.load().models["model"]["weight"], state_of(value)["weight"])
     assert names_in(path) == [
-        "manifest.json", "rank-0.2.json", "state.2.json", "weights-model.2.json", "weights-model.2.safetensors"
+        "manifest.json", "rank-0.2.json", "state.2.json", "weights-model.2.json", "weights-model.r0.2.safetensors"
     ]  # fmt: skip
 
 
@@ -78,9 +79,9 @@ def test_a_save_that_is_refused_leaves_no_folder(tmp_path: Path, context: Contex
 def test_leftovers_of_a_save_that_died_make_room(tmp_path: Path, context: Context) -> None:
     folder = tmp_path / "step-5"
     folder.mkdir()
-    (folder / "weights-model.safetensors").write_bytes(b"torn")
+    (folder / "weights-model.r0.safetensors").write_bytes(b"torn")
     save(Checkpointer(context, tmp_path), 5)
-    assert "weights-model.safetensors" in names_in(folder)
+    assert "weights-model.r0.safetensors" in names_in(folder)
     assert Checkpointer(context, tmp_path).load().step == 5
 
 
@@ -141,8 +142,8 @@ def ranks_mean_different_steps(directory: str) -> str:
 
 def test_each_rank_writes_its_own_and_rank_zero_the_rest(run_ranks, tmp_path: Path) -> None:
     files = [
-        "manifest.json", "rank-0.json", "rank-0.safetensors", "rank-1.json", "rank-1.safetensors",
-        "state.json", "weights-model.json", "weights-model.safetensors",
+        "manifest.json", "rank-0.json", "rank-0.r0.safetensors", "rank-1.json", "rank-1.r1.safetensors",
+        "state.json", "weights-model.json", "weights-model.r0.safetensors",
     ]  # fmt: skip
     assert run_ranks(two_ranks_save, str(tmp_path), 2) == [files, files]
     assert names_in(tmp_path) == ["step-2", "step-3"]
@@ -282,7 +283,7 @@ def can_mount() -> bool:
 @pytest.mark.skipif(not can_mount(), reason="wants Linux mount namespaces, and the right to make one")
 def test_a_folder_that_another_host_does_not_see_is_an_error(run_ranks_script, tmp_path: Path) -> None:
     main, other = run_ranks_script(UNSHARED_FOLDER, str(tmp_path))
-    assert other.stdout.startswith("FolderNotSharedError: rank 1 does not see"), other.stderr
+    assert other.stdout.startswith("FolderNotSharedError: rank 1 on "), other.stderr
     assert "every host mounts" in other.stdout
     assert main.stdout.startswith("RankFailedError: the save of step 1 was given up on every rank: rank 1")
     assert names_in(tmp_path) == ["script.py"]

@@ -19,11 +19,11 @@ def test_the_last_saved_comes_first_whatever_its_step(tmp_path: Path, context: C
 
 def test_it_tells_what_is_wrong_with_each(tmp_path: Path, context: Context) -> None:
     (save(context, tmp_path, 1) / "manifest.json").unlink()
-    (save(context, tmp_path, 2) / "weights-model.safetensors").write_bytes(b"")
+    (save(context, tmp_path, 2) / "weights-model.r0.safetensors").write_bytes(b"")
     save(context, tmp_path, 3)
     by_name = {one.folder.name: one for one in find_checkpoints(tmp_path)}
     assert by_name["step-3"].is_valid
-    assert "weights-model.safetensors has 0 bytes" in str(by_name["step-2"].problem)
+    assert "weights-model.r0.safetensors has 0 bytes" in str(by_name["step-2"].problem)
     assert by_name["step-2"].committed
     assert "never completed" in str(by_name["step-1"].problem)
     assert not by_name["step-1"].committed

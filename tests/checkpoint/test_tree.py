@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, PickleNotAllowedError
 from drivetrain_checkpoint.errors import CorruptCheckpointError, StateError
 from drivetrain_checkpoint.tree import decode, encode
+from drivetrain_state import Context
 
 
 def round_trip(state: object) -> object:
@@ -231,3 +233,30 @@ def test_optimizer_and_scheduler_states_round_trip() -> None:
         state = one.state_dict()
         back = round_trip(state)
         assert repr(back) == repr(state)
+
+
+class Odd:
+    """Nothing that JSON or a tensor could express."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_pickle_needs_both_sides_to_allow_it(tmp_path: Path, context: Context) -> None:
+    allowed = Checkpointer(context, tmp_path, settings=CheckpointSettings(allow_pickle=True))
+    state = {"mine": {"odd": [1, Odd()], "weight": torch.ones(2)}}
+    with pytest.raises(StateError, match=r"replicated\['mine'\]\['odd'\]\[1\]: it is a .*Odd"):
+        Checkpointer(context, tmp_path).save(1, models={}, replicated=state, per_rank={})
+    allowed.save(1, models={}, replicated=state, per_rank={})
+    loaded = allowed.load().replicated["mine"]
+    assert loaded["odd"] == [1, Odd()]
+    assert torch.equal(loaded["weight"], torch.ones(2))
+    with pytest.raises(PickleNotAllowedError, match=r"mine/odd is a pickle: .*allow_pickle=True"):
+        Checkpointer(context, tmp_path).load()
+
+
+def test_what_cannot_even_be_pickled_is_named() -> None:
+    with pytest.raises(StateError, match=r"state\['f'\]: it is a function, which cannot be pickled"):
+        encode({"f": lambda: None}, root="state", allow_pickle=True)

@@ -29,6 +29,52 @@ use_cpu: false
 """
 
 
+SHARDED = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_version: 2
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+PARTITIONED = """\
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 16
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+fsdp_config: {}
+mixed_precision: bf16
+num_processes: 8
+"""
+
+
 def read(folder: Path, text: str, name: str = "default_config.yaml") -> dict[str, Any]:
     path = folder / name
     path.write_text(text)
@@ -101,13 +147,33 @@ def test_what_is_switched_off_asks_for_nothing(tmp_path: Path, extra: str) -> No
     ("line", "message"),
     [
         (
-            "distributed_type: DEEPSPEED",
-            r"default_config\.yaml:2 distributed_type: DEEPSPEED \(here: NO, MULTI_CPU",
+            "distributed_type: MEGATRON_LM",
+            r"default_config\.yaml:2 distributed_type: MEGATRON_LM \(here: NO, MULTI_CPU",
         ),
         ("dynamo_config: {dynamo_backend: INDUCTOR}", "yaml:2 dynamo_config: "),
         ("downcast_bf16: 'yes'", "yaml:2 downcast_bf16: yes"),
         ("enable_cpu_affinity: true", "yaml:2 enable_cpu_affinity: True"),
-        ("fsdp_config: {fsdp_version: 2}", "yaml:2 fsdp_config: "),
+        (
+            "fsdp_config: {fsdp_version: 2}",
+            r"yaml:2 fsdp_config: .* \(a mapping beside distributed_type: FSDP\)",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: shards",
+            r"yaml:3 fsdp_config: shards \(a mapping beside distributed_type: FSDP\)",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_backward_prefetch: BACKWARD_POST",
+            r"yaml:4 fsdp_config\.fsdp_backward_prefetch: BACKWARD_POST \(FSDP2 .* --fsdp-prefetch N\)",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_stategy: 1}",
+            r"yaml:3 fsdp_config\.fsdp_sharding_stategy: 1 \(an unknown key, did you mean 'fsdp_sharding_str",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ngradient_accumulation_steps: 2\n"
+            "deepspeed_config: {gradient_accumulation_steps: 4}",
+            r"yaml:4 .*steps: 4 \(another key has run\.gradient_accumulation_steps=2\)",
+        ),
         ("tpu_env: [A=1]", "yaml:2 tpu_env: "),
         ("num_procesess: 2", r"yaml:2 num_procesess: 2 \(an unknown key, did you mean 'num_processes'\?\)"),
         ("colour: red", r"yaml:2 colour: red \(an unknown key\)"),
@@ -116,6 +182,44 @@ def test_what_is_switched_off_asks_for_nothing(tmp_path: Path, extra: str) -> No
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, f"compute_environment: LOCAL_MACHINE\n{line}\n")
+
+
+def test_a_file_for_fsdp_is_read_into_its_section(tmp_path: Path) -> None:
+    assert read(tmp_path, SHARDED) == {
+        "fsdp": {
+            "activation_checkpointing": "none",
+            "offload": False,
+            "strategy": "shard_grad_op",
+            "wrap": "LlamaDecoderLayer",
+        },
+        "launch": {"node_rank": 0, "num_nodes": 1, "num_processes": 8, "rdzv_backend": "static"},
+        "run": {"backend": "fsdp", "mixed_precision": "bf16", "cpu": False},
+        "state": {"debug": False},
+    }
+
+
+def test_a_file_for_deepspeed_is_read_into_its_section(tmp_path: Path) -> None:
+    assert read(tmp_path, PARTITIONED) == {
+        "deepspeed": {
+            "config": {"gradient_clipping": 1.0},
+            "offload_optimizer": "cpu",
+            "offload_param": "none",
+            "stage": 3,
+        },
+        "launch": {"num_processes": 8},
+        "run": {"gradient_accumulation_steps": 16, "backend": "deepspeed", "mixed_precision": "bf16"},
+    }
+
+
+def test_a_single_word_that_is_false_counts(tmp_path: Path) -> None:
+    found = read(tmp_path, "distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: false}\n")
+    assert found["fsdp"] == {"strategy": "shard_grad_op"}
+
+
+def test_words_keep_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(SHARDED)
+    assert read_file(path).where("fsdp", "strategy") == f"{path}:11"
 
 
 def test_everything_that_cannot_be_honoured_is_told_at_once(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """What the tests of the engines share: a backend in a group, and a small model."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain_backends import AccumulationWindow, DeepSpeedBackend, DeepSpeedSettings
+from drivetrain_backends import AccumulationWindow, DeepSpeedBackend, DeepSpeedSettings, states
 from drivetrain_precision import Policy, PrecisionSettings, choose_policy
 from drivetrain_state import StateSettings, connect
 
@@ -53,4 +54,11 @@ class Weights(nn.Module):
 
 def weights(prepared: Any) -> list[float]:
     """The weights of a prepared `Weights`, whole."""
-    return prepared.state_dict()["model"]["w"].full_tensor().tolist()
+    return states.whole(prepared.state_dict()["model"]["w"]).tolist()
+
+
+def error_of(kind: type[Exception], act: Callable[[], object]) -> str:
+    """The message of the error that `act` raises."""
+    with pytest.raises(kind) as caught:
+        act()
+    return str(caught.value)

@@ -1,7 +1,9 @@
 """Engines of one process: what is refused, and what only DeepSpeed does."""
 
-from collections.abc import Callable
+import gc
+import weakref
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -9,25 +11,17 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from deepspeed_backend.engines import Weights, backend, weights
+from deepspeed_backend.engines import Weights, backend, error_of, weights
 from drivetrain_backends import (
     AccumulationError,
     EngineConfigError,
-    NonFiniteGradientError,
     PairingError,
     ReplacedParameterError,
-    UnreducedGradientError,
+    whole_state,
 )
 from drivetrain_precision import PrecisionError
 
 X = torch.tensor([1.0, 2.0, 3.0])
-
-
-def error_of(kind: type[Exception], act: Callable[[], object]) -> str:
-    """The message of the error that `act` raises."""
-    with pytest.raises(kind) as caught:
-        act()
-    return str(caught.value)
 
 
 def refusals() -> dict[str, str]:
@@ -72,6 +66,57 @@ def test_what_an_engine_cannot_do_is_refused_with_what_to_do(run_ranks) -> None:
         "join": "prepare the loader",
     }.items():
         assert said in found[name], name
+
+
+class Odd(nn.Module):
+    """A linear map of (3,), and a parameter of another shape or dtype."""
+
+    def __init__(self, odd: torch.Tensor, *, is_trained: bool = True) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 3)
+        self.odd = nn.Parameter(odd, requires_grad=is_trained)
+
+
+def parameter_refusals(stage: int) -> dict[str, str]:
+    """What is said of models with odd parameters; after it, one without is prepared, beside a frozen odd one."""
+    found: dict[str, str] = {}
+    with backend(stage=stage) as one:
+        odd = {
+            "no dimension": torch.tensor(2.0),
+            "no element": torch.empty(0, 3),
+            "float64": torch.ones(3, dtype=torch.float64),
+            "not held": torch.ones(3),
+        }
+        for name, value in odd.items():
+            if stage == 0 and name in ("no element", "not held"):
+                continue
+            model = Odd(value)
+            held = model.map.parameters() if name == "not held" else model.parameters()
+            optimizer = SGD(held, lr=0.1)
+            found[name] = error_of(ValueError, lambda: one.prepare([model], [optimizer], []))  # noqa: B023
+        model = Odd(torch.ones(3), is_trained=False)
+        groups = [{"params": model.map.parameters()}, {"params": [model.odd]}]
+        if stage in (1, 2):
+            found["frozen"] = error_of(ValueError, lambda: one.prepare([model], [SGD(groups, lr=0.1)], []))
+        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        assert prepared.unwrap() is model
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_an_engine_cannot_train_is_refused_by_name(run_ranks, stage: int) -> None:
+    (found,) = run_ranks(parameter_refusals, stage, num_processes=1)
+    expected = {
+        "no dimension": "odd is a parameter of shape ()",
+        "no element": "odd is a parameter of shape (0, 3)",
+        "float64": "odd: of torch.float64",
+        "not held": "odd: to be trained, but not held by SGD",
+    }
+    if stage in (1, 2):
+        assert found.pop("frozen").startswith("group 1 of SGD holds no parameter that is to be trained")
+    assert set(found) == set(expected) - ({"no element", "not held"} if stage == 0 else set())
+    for name, said in found.items():
+        assert said.startswith(expected[name])
 
 
 def loss_refusals() -> dict[str, str]:
@@ -134,33 +179,6 @@ def half_precision() -> str:
 def test_fp16_where_deepspeed_has_none_is_refused(run_ranks) -> None:
     (said,) = run_ranks(half_precision, num_processes=1)
     assert "DeepSpeed does not compute in it on cpu; it can do 'no', 'bf16'" in said
-
-
-def scaled(stage: int) -> list[list[float]]:
-    """Weights after steps of gradient X, and of one that overflows, with a loss scale of 1024."""
-    found: list[list[float]] = []
-    with backend(stage=stage, scale=1024.0) as one:
-        model = Weights()
-        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
-        for factor in (1.0, float("inf"), 1.0):
-            one.window.begin()
-            prepared.backward(prepared.model(X) * factor * 2, count=2)
-            norm = prepared.clip(norm=1000.0)
-            prepared.optimizers[0].step()
-            assert norm is not None
-            found.append([*weights(prepared), norm.item(), float(prepared.optimizers[0].was_skipped)])
-        found.append([one.state_dict()["scaler"]["scale"]])
-    return found
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_losses_are_scaled_and_an_overflow_is_skipped(run_ranks, stage: int) -> None:
-    ((first, skipped, third, scale),) = run_ranks(scaled, stage, num_processes=1)
-    assert first == pytest.approx([0.0, -1.0, -2.0, 14**0.5, 0.0])
-    assert skipped[:3] == first[:3]
-    assert skipped[4] == 1.0
-    assert third[:3] == pytest.approx([-1.0, -3.0, -5.0])
-    assert scale == [512.0]
 
 
 def configured_clipping(stage: int) -> list[float]:
@@ -226,8 +244,9 @@ def test_a_model_built_inside_building_is_never_whole_on_a_rank(run_ranks) -> No
         assert moved == pytest.approx(4 * 64 * 65, rel=1e-4)
 
 
-def inference() -> list[object]:
-    with backend(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}) as one:
+def inference(offload: Literal["cpu"] | None) -> list[object]:
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    with backend(stage=3, offload_param=offload, config=config) as one:
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
         expected = model(torch.ones(8))
@@ -237,8 +256,9 @@ def inference() -> list[object]:
         return [same, model.weight.numel(), prepared.state_dict()["model"]["weight"].full_tensor().numel()]
 
 
-def test_a_model_without_an_optimizer_is_partitioned_too(run_ranks) -> None:
-    assert run_ranks(inference, num_processes=2) == [[True, 0, 64]] * 2
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_model_without_an_optimizer_is_partitioned_too(run_ranks, offload: str | None) -> None:
+    assert run_ranks(inference, offload, num_processes=2) == [[True, 0, 64]] * 2
 
 
 def second_backward(stage: int) -> str:
@@ -275,54 +295,23 @@ def test_two_losses_of_a_micro_batch_add_up(run_ranks, stage: int, accumulation:
         assert moved == pytest.approx([3.0, 6.0, 9.0])
 
 
-def guarded(stage: int, nonfinite: str, mode: str) -> list[object]:
-    """A good step, one whose loss is NaN on rank 1, a good step."""
-    with backend(stage=stage, nonfinite=nonfinite, mode=mode) as one:
-        model = Weights()
-        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
-        found: list[object] = []
-        for factor in (1.0, float("nan") if one.context.topology.rank == 1 else 1.0, 1.0):
-            one.window.begin()
-            prepared.backward(prepared.model(X) * factor)
-            try:
-                prepared.optimizers[0].step()
-            except NonFiniteGradientError as error:
-                return [*found, str(error)]
-            found.append(prepared.optimizers[0].was_skipped)
-            prepared.optimizers[0].zero_grad()
-        return [*found, weights(prepared) if stage else model.w.tolist()]
-
-
-WAYS = [(0, "no"), (1, "no"), (2, "no"), (3, "no"), (1, "bf16"), (2, "bf16")]
-
-
-@pytest.mark.parametrize(("stage", "mode"), WAYS)
-def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(run_ranks, stage: int, mode: str) -> None:
-    for first, second, third, found in run_ranks(guarded, stage, "skip", mode, num_processes=2):
-        assert (first, second, third) == (False, True, False)
-        assert found == pytest.approx([-1.0, -3.0, -5.0])
-
-
-@pytest.mark.parametrize(("stage", "mode"), WAYS)
-def test_a_step_that_is_not_finite_ends_the_run_with_the_parameters_name(
-    run_ranks, stage: int, mode: str
-) -> None:
-    for first, said in run_ranks(guarded, stage, "raise", mode, num_processes=2):
-        assert first is False
-        assert "the gradient of w holds an infinity or NaN at optimizer step 2; a loss of rank 1" in str(said)
-
-
-def reassigned() -> str:
+def reassigned() -> list[str]:
     with backend(stage=2) as one:
         model = Weights()
         (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
+        state = prepared.state_dict()
         model.w = nn.Parameter(torch.zeros(3))
-        return error_of(ReplacedParameterError, prepared.state_dict)
+        return [
+            error_of(ReplacedParameterError, prepared.state_dict),
+            error_of(ReplacedParameterError, lambda: prepared.load_state_dict(state)),
+        ]
 
 
-def test_a_parameter_assigned_after_prepare_is_an_error_at_the_latest_when_it_is_saved(run_ranks) -> None:
-    (said,) = run_ranks(reassigned, num_processes=1)
-    assert "w" in said
+def test_a_parameter_assigned_after_prepare_is_an_error_at_the_latest_when_it_is_saved_or_loaded(
+    run_ranks,
+) -> None:
+    for said in run_ranks(reassigned, num_processes=1)[0]:
+        assert "the parameters of Weights are not those of prepare(): w created or assigned" in said
 
 
 def own_format(folder: str) -> list[object]:
@@ -353,11 +342,11 @@ def test_deepspeeds_own_checkpoints_work_beside_ours(run_ranks, tmp_path: Path) 
     assert run_ranks(own_format, str(tmp_path), num_processes=2) == [[True, True, True]] * 2
 
 
-def exported(folder: str) -> bool:
+def exported(folder: str, stage: int) -> bool:
     """DeepSpeed's tool reads the weights that our state holds."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with backend(stage=2) as one:
+    with backend(stage=stage) as one:
         model = Weights()
         (prepared,) = one.prepare([model], [AdamW([model.w], lr=0.1)], [])
         one.window.begin()
@@ -367,76 +356,59 @@ def exported(folder: str) -> bool:
         return get_fp32_state_dict_from_zero_checkpoint(folder, tag="one")["w"].tolist() == weights(prepared)
 
 
-def test_an_export_of_fp32_weights_is_what_our_state_holds(run_ranks, tmp_path: Path) -> None:
-    assert run_ranks(exported, str(tmp_path), num_processes=2) == [True, True]
-
-
-def compiled(stage: int) -> list[float]:
-    """Losses of a model whose block is compiled in one graph, beside those of the same model as it is."""
-    found: list[list[float]] = []
-    for compiles in (False, True):
-        with backend(stage=stage) as one:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-            if compiles:
-                model[0].compile(backend="eager", fullgraph=stage < 3)
-            (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-            losses: list[float] = []
-            for _ in range(3):
-                one.window.begin()
-                loss = prepared.model(torch.ones(2, 4)).square().mean()
-                prepared.backward(loss)
-                prepared.optimizers[0].step()
-                losses.append(loss.item())
-            found.append(losses)
-    return [a - b for a, b in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_block_that_is_compiled_trains_alike(run_ranks, stage: int) -> None:
-    (differences,) = run_ranks(compiled, stage, num_processes=1)
-    assert differences == pytest.approx([0.0] * 3, abs=1e-6)
-
-
-class FrozenHalf(nn.Module):
-    """Two weights of (3,), the second frozen; maps x of shape (3,) to ()."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained = nn.Parameter(torch.ones(3))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (3,) to ()."""
-        return (self.trained * self.frozen * x).sum()
-
-
-def unfrozen(stage: int) -> str:
-    with backend(stage=stage) as one:
-        model = FrozenHalf()
-        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-        model.frozen.requires_grad_(True)
-        one.window.begin()
-        prepared.backward(prepared.model(X))
-        return error_of(UnreducedGradientError, prepared.optimizers[0].step)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_parameter_unfrozen_after_prepare_is_named(run_ranks, stage: int) -> None:
-    for said in run_ranks(unfrozen, stage, num_processes=2):
-        assert "frozen was frozen when prepare() built its DeepSpeed engine" in said
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_export_of_fp32_weights_is_what_our_state_holds(run_ranks, tmp_path: Path, stage: int) -> None:
+    assert run_ranks(exported, str(tmp_path), stage, num_processes=2) == [True, True]
 
 
 def failed_start() -> list[object]:
+    """An engine that DeepSpeed refuses to start, after one of the same call was started; then both, and a step."""
     with backend(stage=2, activation_checkpointing="full", blocks=("Linear",)) as one:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        optimizer = SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
-        optimizer.param_groups[1]["params"] = list(model[0].parameters())  # DeepSpeed refuses duplicates
-        said = error_of(Exception, lambda: one.prepare([model], [optimizer], []))
-        kinds = [type(model) is nn.Sequential, type(model[0]) is nn.Linear]
-        (again,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-        return [bool(said), *kinds, again.unwrap() is model]
+        first, model = nn.Sequential(nn.Linear(3, 1)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizers = [
+            SGD(first.parameters(), lr=1.0),
+            SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1),
+        ]
+        own = optimizers[1].param_groups[1]["params"]
+        optimizers[1].param_groups[1]["params"] = [*own, *model[0].parameters()]
+        said = error_of(AssertionError, lambda: one.prepare([first, model], optimizers, []))
+        kinds = [type(module) is kind for module, kind in ((first, nn.Sequential), (model[0], nn.Linear))]
+        optimizers[1].param_groups[1]["params"] = own
+        prepared, _ = one.prepare([first, model], optimizers, [])
+        before = whole_state(prepared.state_dict()["model"])["0.weight"]
+        one.window.begin()
+        prepared.backward(prepared.model(X).sum())
+        prepared.optimizers[0].step()
+        moved = before - whole_state(prepared.state_dict()["model"])["0.weight"]
+        return [said, *kinds, moved.flatten().tolist()]
 
 
-def test_a_start_that_fails_leaves_the_model_as_it_was(run_ranks) -> None:
-    assert run_ranks(failed_start, num_processes=1) == [[True, True, True, True]]
+def test_a_start_that_fails_leaves_models_and_optimizers_to_be_prepared_again(run_ranks) -> None:
+    ((said, *kinds, moved),) = run_ranks(failed_start, num_processes=1)
+    assert "0.weight occurs multiple times" in said
+    assert kinds == [True, True]
+    assert moved == pytest.approx([1.0, 2.0, 3.0], rel=1e-5)
+
+
+def ended(stage: int) -> list[bool]:
+    """Whether what was prepared is freed once the backend is closed."""
+    with backend(stage=stage) as one:
+        models = [Weights(), Weights()]
+        (prepared, other) = one.prepare(models, [AdamW(model.parameters()) for model in models], [])
+        one.window.begin()
+        prepared.backward(prepared.model(X))
+        prepared.optimizers[0].step()
+        held = [
+            weakref.ref(models[0]),
+            weakref.ref(prepared.model.engine),
+            weakref.ref(prepared.optimizers[0]),
+        ]
+        one.close()
+        del models, prepared, other
+        gc.collect()
+        return [reference() is None for reference in held]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_nothing_is_held_once_a_backend_is_closed(run_ranks, stage: int) -> None:
+    assert run_ranks(ended, stage, num_processes=1) == [[True, True, True]]

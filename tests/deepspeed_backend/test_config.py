@@ -136,11 +136,64 @@ def test_a_setting_and_a_given_configuration_contradict_each_other() -> None:
         ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
         ({"steps_per_print": "auto"}, "nothing in the run says what it should be"),
         ({"scheduler": {"type": "WarmupLR"}}, "pass it to prepare"),
+        ({"pipeline": {"stages": 2}}, "a section pipeline: DeepSpeed reads it for its PipelineModule alone"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "a section tensor_parallel"),
+        ({"gradient_clipping": "1.0"}, r"gradient_clipping='1.0': must be a norm"),
+        ({"gradient_clipping": -1.0}, r"gradient_clipping=-1.0: must be a norm"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "offload_param to cpu in stage 2: it takes stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer to nvme in stage 2: it takes stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer to nvme without a folder: say nvme_path",
+        ),
     ],
 )
 def test_what_deepspeed_would_drop_or_do_wrong_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineConfigError, match=message):
         config(given)
+
+
+def test_an_offload_that_the_default_stage_has_not_is_refused() -> None:
+    with pytest.raises(EngineConfigError, match="offload_param to cpu in stage 2: it takes stage 3"):
+        config(offload_param="cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, (1, 8)),
+        ({"train_batch_size": 64}, (8, 64)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, (8, 64)),
+        ({"train_micro_batch_size_per_gpu": 3}, (3, 24)),
+        ({"train_micro_batch_size_per_gpu": 3, "train_batch_size": 24}, (3, 24)),
+    ],
+)
+def test_one_batch_size_follows_from_the_other(given: dict[str, Any], found: tuple[int, int]) -> None:
+    made = config(given, run=EngineRun(world_size=4, gradient_accumulation_steps=2))
+    assert (made["train_micro_batch_size_per_gpu"], made["train_batch_size"]) == found
+
+
+@pytest.mark.parametrize(
+    "given", [{"train_batch_size": 63}, {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 3}]
+)
+def test_batch_sizes_that_do_not_multiply_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(EngineConfigError, match=r"train_batch_size=\d+ is not .* x 4 processes; make them"):
+        config(given, run=EngineRun(world_size=4, gradient_accumulation_steps=2))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_auto_may_stand_for_what_another_stage_has(stage: int) -> None:
+    names = ("allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    made = config(
+        {"zero_optimization": {"stage": stage, **dict.fromkeys(names, "auto")}}, run=EngineRun(world_size=1)
+    )
+    assert "auto" not in made["zero_optimization"].values()
 
 
 def test_stage_0_in_half_precision_is_refused() -> None:

@@ -29,8 +29,14 @@ def check(stage: int, offload: bool, checkpointing: Any = "none") -> list[str]:
             config={"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else None,
         )
 
+    class AloneContract(Contract):
+        # On the four samples of one process the plain loop in float32 is itself 1.8e-6 (tied weights) to 4.3e-6
+        # (a mean) away from the one in float64 after 20 steps; on two or four processes below 1e-6.
+        tolerance = 5e-6
+
     with connect(StateSettings(device="cpu", watchdog=False), needs_group=True) as context:
-        return Contract().check_all(context)
+        contract = AloneContract if context.topology.world_size == 1 else Contract
+        return contract().check_all(context)
 
 
 WAYS = [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
@@ -52,8 +58,13 @@ def test_deepspeed_passes_the_contract_with_activations_computed_again(run_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "offload"), WAYS)
-@pytest.mark.parametrize("num_processes", [1, 4])
+@pytest.mark.parametrize(
+    ("num_processes", "stage", "offload"),
+    [
+        *((1, stage, offload) for stage, offload in WAYS),
+        *((4, stage, offload) for stage, offload in WAYS if stage in (0, 3) or not offload),
+    ],
+)
 def test_deepspeed_passes_the_contract_on_other_numbers_of_processes(
     run_ranks, num_processes: int, stage: int, offload: bool
 ) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from drivetrain_backends import DeepSpeedSettings
+from drivetrain_backends import DeepSpeedSettings, EngineConfigError
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config, flatten
-from drivetrain_backends.deepspeed.keys import known_keys
+from drivetrain_backends.deepspeed.keys import check_keys, known_keys
 from drivetrain_precision import PrecisionSettings
 
 # Keys that are not written, since their defaults change no result: speed, memory, observation, features that are off.
@@ -49,6 +49,84 @@ HARMLESS = {
     },
     "bf16": set(),
 }
+
+
+# At the top level: observation, features that are off; and keys of features that DeepSpeed took out and refuses.
+HARMLESS_ASIDE = {
+    *(
+        "comet",
+        "comms_logger",
+        "csv_monitor",
+        "dump_state",
+        "log_level",
+        "memory_breakdown",
+        "steps_per_print",
+    ),
+    *("tensorboard", "timers", "wall_clock_breakdown", "wandb"),
+    *("checkpoint", "datastates_ckpt"),  # of DeepSpeed's own checkpoints
+    *("dataloader_drop_last", "vocabulary_size", "disable_python_gc", "disable_allgather"),
+    *("compile", "data_efficiency", "expert_parallel", "hybrid_engine", "pipeline", "tensor_parallel"),
+    *("seq_parallel_communication_data_type", "use_data_before_expert_parallelism", "weight_quantization"),
+}
+TAKEN_OUT = {
+    *(
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+    ),
+    *("progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients"),
+}
+
+
+class Asked(dict[str, Any]):
+    """A configuration that remembers which of its keys were asked for."""
+
+    def __init__(self, given: dict[str, Any], names: set[str]) -> None:
+        super().__init__(given)
+        self.names = names
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def top_level() -> tuple[set[str], set[str], set[str]]:
+    """The keys that DeepSpeed asks a configuration for, those that are written, and those that it refuses."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    written = engine_config(DeepSpeedSettings(), EngineRun(world_size=1, mode="bf16"))
+    asked: set[str] = set()
+    DeepSpeedConfig(Asked(written, asked))
+    refused: set[str] = set()
+    for name in asked - set(written):
+        try:
+            check_keys({name: {}}, "a test")
+        except EngineConfigError:
+            refused.add(name)
+    return asked, set(written), refused
+
+
+def test_every_key_of_the_top_level_is_written_or_changes_no_result(run_ranks) -> None:
+    ((asked, written, refused),) = run_ranks(top_level, num_processes=1)
+    assert "gradient_clipping" in asked & written
+    of_a_mesh = {
+        "sequence_parallel_size",
+        "data_parallel_size",
+    }  # asked once DeepSpeed runs, whatever tests ran before
+    assert asked - written - of_a_mesh == HARMLESS_ASIDE | TAKEN_OUT
+    assert refused == TAKEN_OUT
 
 
 def models() -> dict[str, tuple[Any, dict[str, Any]]]:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_backends import AccumulationError, PairingError, UnknownBackendError
+from drivetrain_checkpoint.files import HashedWriter
+from drivetrain_checkpoint.lease import Lease
 from drivetrain_config import ConfigError
 
 
@@ -52,6 +56,29 @@ def test_preparing_twice_is_refused() -> None:
             accelerator.prepare(prepared)
     with pytest.raises(ValueError, match="prepared already"):
         accelerator.prepare(model)
+
+
+def test_an_optimizer_that_was_not_prepared_is_told_at_the_first_loss_even_in_an_open_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model), pytest.raises(PairingError, match="Pass it to prepare"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+
+
+def test_a_state_dict_is_the_models_own_on_the_cpu_and_stays_as_it_was() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].weight = model[0].weight
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    prepared = accelerator.prepare(model)
+    found = accelerator.get_state_dict(prepared)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert found["0.weight"] is found["1.weight"]
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with pytest.raises(ValueError, match="Linear was not prepared"):
+        accelerator.get_state_dict(nn.Linear(1, 1))
 
 
 def test_an_optimizer_without_its_model_is_refused() -> None:
@@ -167,18 +194,78 @@ def test_the_plan_is_printed_once_and_stored(tmp_path, capsys) -> None:
     assert (tmp_path / "plan.json").exists()
 
 
-def test_saving_in_an_open_window_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize("step_inside", [True, False])
+def test_saving_in_an_open_window_waits_for_its_step(tmp_path, step_inside: bool) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=tmp_path)
-    model, _, _ = parts(accelerator)
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 1)).sum())
-        with pytest.raises(AccumulationError, match=r"open accumulation window \(micro-batch 1 of 2\)"):
-            accelerator.save_state()
+    model, optimizer, _ = parts(accelerator)
+    folder = tmp_path / "checkpoints"
+    for number in range(3):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            if number == 0:
+                assert accelerator.save_state() is None
+                assert accelerator.save_state() is None  # one save
+            if step_inside:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert folder.exists() == (number == 2)
+        if not step_inside:
+            optimizer.step()
+            optimizer.zero_grad()
+    stepped = {name: value.clone() for name, value in model.state_dict().items()}
+    assert [path.name for path in folder.glob("step-*")] == ["step-1"]
+    with torch.no_grad():
+        model.weight.zero_()
+    assert accelerator.load_state() == 1
+    assert all(torch.equal(value, stepped[name]) for name, value in model.state_dict().items())
+
+
+def test_a_save_that_was_put_off_is_made_when_training_ends(tmp_path) -> None:
+    with Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=tmp_path) as accelerator:
+        model, optimizer, _ = parts(accelerator)
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                accelerator.save_state()
+                optimizer.step()
+    assert (tmp_path / "checkpoints" / "step-1" / "manifest.json").exists()
 
 
 def test_saving_without_a_folder_is_refused() -> None:
     with pytest.raises(ValueError, match="set project_dir="):
         Accelerator(cpu=True).save_state()
+
+
+def test_the_end_lets_other_runs_write(tmp_path) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as accelerator:
+        parts(accelerator)
+        accelerator.save_state()
+        checkpointer = accelerator._parts.checkpointer(None)
+    token = Lease(checkpointer.directory).take()
+    assert json.loads((checkpointer.directory / "writer.json").read_text())["token"] == token
+
+
+def test_the_end_raises_what_the_background_met(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    parts(accelerator)
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(HashedWriter, "record", fail)
+    accelerator.save_state(background=True)
+    with pytest.raises(OSError, match="the disk is gone"):
+        accelerator.end_training()
+
+
+def test_a_save_whose_window_never_closes_is_told_of(tmp_path, caplog) -> None:
+    with Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=tmp_path) as accelerator:
+        model, _, _ = parts(accelerator)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            accelerator.save_state()
+    assert "the save asked for in it was not made" in caplog.text
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("lengths", [(6, 10), (10, 6)])
@@ -206,6 +293,7 @@ def test_an_iterator_left_at_its_last_batch_closes_one_window_only() -> None:
         with accelerator.accumulate(model):
             accelerator.backward(model(x).sum())
             optimizer.step()
+            optimizer.zero_grad()
         closed.append(accelerator.sync_gradients)
     assert closed == [False, True, True, False, True, False]
 
@@ -264,3 +352,54 @@ def test_zipped_loaders_of_other_batch_sizes_train_without_naming_one() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.num_steps == 4
+
+
+def gradient_steps(accelerator: Accelerator, *, fail_at: int | None = None) -> list[float]:
+    """How far a weight was moved by each optimizer step over four micro-batches of the gradients 1, 2, 4 and 8."""
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=1.0))
+    moved: list[float] = []
+    for number in range(4):
+        before = model.weight.item()
+        try:
+            with accelerator.accumulate(model):
+                if number == fail_at:
+                    raise MemoryError
+                accelerator.backward(model(torch.tensor([[2.0**number]])).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        except MemoryError:
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            moved.append(before - model.weight.item())
+    return moved
+
+
+def test_a_micro_batch_that_failed_is_in_no_step_once_its_gradients_are_cleared() -> None:
+    plain, failing = (Accelerator(cpu=True, gradient_accumulation_steps=2) for _ in range(2))
+    assert gradient_steps(plain) == pytest.approx([1.5, 6.0])
+    assert gradient_steps(failing, fail_at=1) == pytest.approx([0.0, 6.0])
+
+
+def test_freeing_memory_leaves_the_open_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    for _ in range(2):
+        assert gradient_steps(accelerator) == pytest.approx([7 / 3])  # and one micro-batch of the next window
+        accelerator.free_memory()
+
+
+def unwrap_a_sharded_model() -> str:
+    with Accelerator(backend="fsdp", cpu=True) as accelerator:
+        model = accelerator.prepare(nn.Linear(2, 2))
+        assert accelerator.unwrap_model(model) is model
+        try:
+            accelerator.unwrap_model(model, keep_autocast=False)
+        except TypeError as error:
+            return str(error)
+    return "unwrapped"
+
+
+def test_a_sharded_model_is_not_unwrapped_without_its_precision(run_ranks) -> None:
+    for said in run_ranks(unwrap_a_sharded_model):
+        assert said.startswith("Linear is sharded")
+        assert "inside accelerator.gathered(model), load model.state_dict()" in said

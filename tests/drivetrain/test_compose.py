@@ -69,6 +69,11 @@ def test_a_backend_that_looks_at_no_gradients_is_refused_where_the_run_wants_it(
         Accelerator(cpu=True, backend=Blind, sections={"run": {"nonfinite_gradients": "skip"}})
 
 
+def test_sections_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"sections=\[1\]: they are a mapping of sections by name"):
+        Accelerator(cpu=True, sections=[1])
+
+
 def test_every_section_can_be_given_in_code() -> None:
     sections = {
         "run": {"show_plan": False},

@@ -32,6 +32,16 @@ def test_a_model_that_was_not_prepared_is_named() -> None:
         PreparedModels(list).holding([])
 
 
+def test_what_is_no_model_is_named() -> None:
+    accelerator = Accelerator(cpu=True, sections={"run": {"show_plan": False}})
+    model = nn.Linear(1, 1)
+    model, _ = accelerator.prepare(model, SGD(model.parameters()))
+    for given in (3, (model, "critic"), 1.5):
+        with pytest.raises(TypeError, match="is no model: give what prepare"):
+            accelerator.backward(model(torch.ones(1, 1)).sum(), model=given)
+    assert model.weight.grad is None
+
+
 def test_an_accelerator_knows_a_model_that_was_compiled_after_prepare() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, sections={"run": {"show_plan": False}})
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -44,3 +54,17 @@ def test_an_accelerator_knows_a_model_that_was_compiled_after_prepare() -> None:
             optimizer.step()
     assert accelerator.unwrap_model(model) is plain
     assert not torch.equal(plain[0].weight, before)
+
+
+def test_parameters_are_clipped_with_the_model_they_belong_to() -> None:
+    accelerator = Accelerator(cpu=True, sections={"run": {"show_plan": False}})
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models = accelerator.prepare(*models, *optimizers)[:2]
+    for value, model in enumerate(models, start=3):
+        accelerator.backward(model(torch.tensor([[float(value)]])).sum(), model=model)
+    norms = [accelerator.clip_grad_norm_(model.parameters(), 1.0) for model in reversed(models)]
+    assert norms == [4.0, 3.0]
+    accelerator.free_memory()
+    with pytest.raises(ValueError, match="the 1 parameters to clip belong to no prepared model"):
+        accelerator.clip_grad_norm_(models[1].parameters(), 1.0)

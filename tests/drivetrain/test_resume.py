@@ -1,10 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator
+from drivetrain import Accelerator, CheckpointHook, ConfigError
 
 
 class Kept:
@@ -34,6 +36,28 @@ def test_a_folder_of_checkpoints_stands_for_its_newest_and_needs_no_project(tmp_
         optimizer.step()
     assert accelerator.load_state(tmp_path) == 1
     assert accelerator.load_state(folders[0]) == 0
+
+
+def test_runs_are_kept_at_urls_and_their_options_in_no_plan() -> None:
+    pytest.importorskip("upath")
+    checkpoint = {"directory": "memory://resume/section", "storage_options": {"token": "whispered"}}
+    accelerator = Accelerator(cpu=True, sections={"checkpoint": checkpoint})
+    accelerator.prepare(nn.Linear(2, 1))
+    path = accelerator.save_state()
+    assert str(path) == "memory://resume/section/step-0"
+    assert accelerator.load_state() == 0
+    assert accelerator.load_state(str(path)) == 0
+    assert str(accelerator.save_state("memory://resume/named")) == "memory://resume/named/step-0"
+    assert "memory://resume/section" in str(accelerator.plan.as_dict())
+    assert "whispered" not in str(accelerator.plan.as_dict())
+    assert b"whispered" not in (path / "manifest.json").read_bytes()
+
+
+def test_a_project_needs_a_folder_of_this_machine() -> None:
+    with pytest.raises(
+        ConfigError, match=r"project_dir='s3:/bucket/run': logs and the plan go into a folder"
+    ):
+        Accelerator(cpu=True, project_dir="s3://bucket/run")
 
 
 def test_a_name_is_given_once() -> None:
@@ -139,3 +163,36 @@ def test_without_an_optimizer_a_batch_received_is_done(tmp_path) -> None:
     _, loader = again.prepare(nn.Linear(1, 1), data)
     again.load_state()
     assert next(iter(loader)).tolist() == [2, 3]
+
+
+class Log(CheckpointHook):
+    """Notes what it is told, and whether the checkpoint is whole then."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def before_save(self, step: int) -> None:
+        self.calls.append(("before_save", step))
+
+    def after_commit(self, folder: Path) -> None:
+        self.calls.append(("after_commit", folder.name, (folder / "manifest.json").exists()))
+
+    def before_load(self) -> None:
+        self.calls.append("before_load")
+
+    def after_load(self, step: int) -> None:
+        self.calls.append(("after_load", step))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_hooks_are_told_of_saves_and_loads(tmp_path: Path, background: bool) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.prepare(nn.Linear(1, 1))
+    log = Log()
+    accelerator.register_checkpoint_hook(log)
+    accelerator.save_state(background=background)
+    accelerator.load_state()
+    assert log.calls == [
+        ("before_save", 0), ("after_commit", "step-0", True), "before_load", ("after_load", 0)
+    ]  # fmt: skip
+    accelerator.end_training()

@@ -33,6 +33,10 @@ def test_evaluation_is_exact_on_an_uneven_tail(num_processes: int) -> None:
     assert "103 points, accuracy 0.291262\n73 were wrong, the first: point 0, point 1, point 2\n" in shown
 
 
-def test_two_models_learn_the_ring(num_processes: int) -> None:
-    shown = launch("two_models.py", "--steps", "400", num_processes=num_processes).stdout
+@pytest.mark.parametrize(
+    "backend", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "deepspeed"))]
+)
+def test_two_models_learn_the_ring(num_processes: int, backend: str) -> None:
+    launcher = ("--backend", backend)
+    shown = launch("two_models.py", "--steps", "400", num_processes=num_processes, launcher=launcher).stdout
     assert number(r"lie ([\d.]+) from the ring", shown) < 0.5

@@ -24,7 +24,8 @@ def one_step_more(project_dir: str, backend: str, position: int) -> dict[str, li
     ) as accelerator:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-        optimizer = AdamW(model.parameters(), lr=0.05)
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "weight_decay": 0.0}]
+        optimizer = AdamW(groups, lr=0.05)
         data = TensorDataset(torch.arange(180.0).reshape(60, 3) / 180)
         loader = DataLoader(data, batch_size=2, shuffle=True)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -55,6 +56,52 @@ def test_a_checkpoint_goes_from_backend_to_backend_with_its_optimizer(run_ranks,
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, abs=2e-6), f"{name} after step {step + 1}"
     assert mixed[0] == mixed[1]
+
+
+class Tied(nn.Module):
+    """A model with a tied weight, a buffer, and layers that two ranks do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.outer = nn.Linear(3, 3)
+        self.outer.weight = self.inner.weight
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.outer(torch.tanh(self.inner(x))))
+
+
+def exported(backend: str, everywhere: bool) -> dict[str, list[float]]:
+    """Train for a step and export the weights."""
+    name, _, stage = backend.partition("-")
+    sections = {"run": {"show_plan": False}} | ({"deepspeed": {"stage": int(stage)}} if stage else {})
+    with Accelerator(backend=name, cpu=True, sections=sections) as accelerator:
+        torch.manual_seed(0)
+        model = Tied()
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.arange(12.0).reshape(4, 3)).square().sum())
+        optimizer.step()
+        state = accelerator.get_state_dict(model, everywhere=everywhere)
+        assert not state or state["outer.weight"] is state["inner.weight"]
+        if state:
+            Tied().load_state_dict(state)
+        assert all(type(value) is torch.Tensor and value.device.type == "cpu" for value in state.values())
+        return {key: value.flatten().tolist() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed-0", "deepspeed-2", "deepspeed-3"])
+def test_exported_weights_are_those_of_ddp_whole_on_the_main_process_or_everywhere(
+    run_ranks, backend: str
+) -> None:
+    (expected, elsewhere) = run_ranks(exported, "ddp", False)
+    assert elsewhere == {}
+    (found, elsewhere) = run_ranks(exported, backend, False, timeout_seconds=150)
+    assert elsewhere == {}
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-6), name
+    assert run_ranks(exported, backend, True, timeout_seconds=150) == [found, found]
 
 
 def guarded(nonfinite: str) -> list[object]:

@@ -1,6 +1,7 @@
 """Launches for tests: the command as a user types it, in a folder and an environment of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,7 +70,10 @@ def started(tmp_path: Path) -> Start:
         running.append(process)
         return process
 
+    # What a shell starts in the background ignores SIGINT, and so would what these tests start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield start
+    signal.signal(signal.SIGINT, before)
     for process in running:
         process.kill()
         process.wait()

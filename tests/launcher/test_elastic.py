@@ -45,6 +45,7 @@ def test_ranks_get_torchruns_variables_one_of_ours_and_their_arguments(
     assert done.stderr.count("OMP_NUM_THREADS") == 1
 
 
+@pytest.mark.costly
 def test_the_failing_rank_is_shown_first_and_once(drivetrain: Callable, script: Callable) -> None:
     script(
         "import os, time\n"
@@ -154,6 +155,7 @@ def test_what_a_failed_rank_has_started_ends_with_it(drivetrain: Callable, scrip
     assert not any(is_running(int(pid)) for pid in done.stdout.split())
 
 
+@pytest.mark.costly
 def test_a_rank_that_leaves_early_is_told_apart_from_another_node(
     drivetrain: Callable, script: Callable
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_port_in_use_is_a_clear_error(drivetrain: Callable, script: Callable) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.costly
 def test_restarted_ranks_meet_anew(drivetrain: Callable, script: Callable) -> None:
     script(
         "import os\n"
@@ -245,6 +248,7 @@ def test_lines_of_several_ranks_do_not_mix(drivetrain: Callable, script: Callabl
     assert set(done.stdout.splitlines()) == {"a line in pieces"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("meeting", [("static",), ("c10d", "--rdzv-id", "both")])
 def test_two_nodes_meet(started: Callable, script: Callable, meeting: tuple[str, ...]) -> None:
     script(
@@ -266,6 +270,7 @@ def test_two_nodes_meet(started: Callable, script: Callable, meeting: tuple[str,
     assert found == ["0 0 2 6", "1 1 2 6", "2 0 2 6", "3 1 2 6"]
 
 
+@pytest.mark.costly
 def test_a_node_whose_master_never_comes_gives_up(drivetrain: Callable, script: Callable) -> None:
     script("")
     done = drivetrain(

@@ -109,8 +109,10 @@ def test_a_switch_with_a_value_that_a_spelling_implies() -> None:
 
 
 def test_a_flag_of_accelerates_that_cannot_be_honoured_is_an_error() -> None:
-    with pytest.raises(UsageError, match=r"--use_fsdp: there is no FSDP backend here yet; --backend ddp"):
-        launch("--use_fsdp", "train.py")
+    with pytest.raises(
+        UsageError, match=r"--use_megatron_lm: there is no Megatron backend here yet; --backend"
+    ):
+        launch("--use_megatron_lm", "train.py")
 
 
 def test_choices_are_checked_where_they_are_said() -> None:

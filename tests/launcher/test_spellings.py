@@ -15,6 +15,8 @@ KNOWN = {"--num-processes", "--num-nodes", "--cpu", "--module"}
         ("--cpu", ("--cpu",)),
         ("-m", ("--module",)),
         ("--multi_gpu", ("--state-device", "cuda")),
+        ("--use_fsdp", ("--backend", "fsdp")),
+        ("--use_deepspeed", ("--backend", "deepspeed")),
         ("--same_network", ()),
         ("--whatever", ("--whatever",)),
     ],
@@ -34,11 +36,7 @@ def test_an_installed_flag_wins_over_a_translation() -> None:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        ("--use_fsdp", "no FSDP backend"),
-        ("--fsdp_sharding_strategy", "no FSDP backend"),
-        ("--use_deepspeed", "no DeepSpeed backend"),
-        ("--zero_stage", "no DeepSpeed backend"),
-        ("--megatron_lm_tp_degree", "no Megatron backend"),
+        ("--megatron_lm_tp_degree", "--backend fsdp and --backend deepspeed shard the model"),
         ("--dynamo_backend", "torch.compile"),
         ("--tee", "--log-dir"),
     ],

@@ -9,6 +9,8 @@ import pytest
 from drivetrain_state.hang_guard import HANG_EXIT_CODE
 from processes import Completed
 
+pytestmark = pytest.mark.costly  # a hang takes its time
+
 RunScript = Callable[..., list[Completed]]
 
 # The ranks meet in a gloo group. `step()` is one that all take part in; hangs are asked about after three seconds.

@@ -24,6 +24,8 @@ _SHOWN_WITH = {"data": ("lightning-fabric",)}
 def check(root: Path, packages: tuple[str, ...] = ()) -> list[Finding]:
     """Run each package's tests, and its README's code, with nothing installed but what it declares.
 
+    Tests marked `slow` or `costly` are left out: this looks for imports that are not declared.
+
     Args:
         root: The repository.
         packages: The packages to try, by folder name; all of them if none is named.
@@ -61,7 +63,8 @@ def _try_alone(
         )
     except subprocess.CalledProcessError as error:
         return [Finding(where=where, message=f"does not install: uv ended with exit code {error.returncode}")]
-    command = [str(environment.scripts / "pytest"), "-q", "-p", "no:cacheprovider", *tests]
+    chosen = ["-m", "not slow and not costly"]  # what a costly test imports, its neighbours import as well
+    command = [str(environment.scripts / "pytest"), "-q", "-p", "no:cacheprovider", *chosen, *tests]
     return shown(where, command, cwd=root, timeout_seconds=1200, environment=environment.variables())
 
 

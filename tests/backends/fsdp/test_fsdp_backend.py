@@ -2,9 +2,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import register_backend
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, Chosen, FSDPBackend, FSDPSettings
+from drivetrain_backends.states import whole
 from drivetrain_precision import choose_policy
 from drivetrain_state import ParallelDims, StateSettings, connect
 from sharded_stack import Stack, fsdp, stack, tokens
@@ -51,7 +53,7 @@ def applied_to_little(upcast: bool) -> dict[str, object]:
 def test_what_falls_short_of_what_was_asked_says_why(run_ranks, upcast: bool) -> None:
     (found,) = run_ranks(applied_to_little, upcast, num_processes=1)
     assert found["wrap"] == Chosen(value=("Block",), reason="embedding is left out, as it shares head.weight")
-    assert found["prefetch"] == Chosen(value=1, reason="there are no more blocks")
+    assert found["prefetch"] == Chosen(value=2, reason="there are no more blocks")
     assert found["upcast"] is upcast  # though there was nothing to cast
 
 
@@ -94,11 +96,6 @@ def refusal(kind: str) -> str:
         model = stack()
         if kind == "join":
             backend.join([])
-        elif kind == "compiled":
-            backend.prepare([torch.compile(model, backend="eager")], [], [])
-        elif kind == "compiled in place":
-            model.compile(backend="eager")
-            backend.prepare([model], [], [])
         elif kind == "shared":
             other = nn.Sequential(model.head)
             backend.prepare([model, other], [], [])
@@ -120,8 +117,6 @@ def refusal(kind: str) -> str:
     [
         ("size", "fsdp.shard_size=3 with world_size=2: 1 x 3 is 3, not 2"),
         ("join", "join_uneven_inputs: sharded ranks wait for each other"),
-        ("compiled", "OptimizedModule is compiled as a whole"),
-        ("compiled in place", "Stack is compiled as a whole"),
         ("shared", "Sequential shares a parameter with Stack"),
         (
             "class",
@@ -210,35 +205,99 @@ def test_weights_tied_over_blocks_stay_tied_and_train_as_one(run_ranks, tied: bo
         assert losses == pytest.approx(expected)
 
 
-class Broken(Stack):
-    """A stack whose blocks must compile as one graph each."""
+class KnownBlocks(Stack):
+    """A stack that says itself what its blocks are, as Hugging Face's models do."""
+
+    _no_split_modules = ("Block",)
 
 
-def compiled(checkpointing: str) -> tuple[list[float], list[float], int]:
-    graphs = 0
+def trained_in_blocks(options: dict[str, object]) -> tuple[list[str], object, list[float]]:
+    backend = fsdp(**options)
+    torch.manual_seed(0)
+    model = KnownBlocks()
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    losses: list[float] = []
+    for _ in range(3):
+        backend.window.begin()
+        loss = prepared.model(tokens(0)).square().mean()
+        prepared.backward(loss)
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+        losses.append(loss.item())
+    blocks, told = list(prepared.sharded.plan.blocks), backend.applied()["wrap"]
+    backend.close()
+    return blocks, told, losses
 
-    def backend_of_compile(graph: torch.fx.GraphModule, _: object) -> object:
-        nonlocal graphs
-        graphs += 1
+
+@pytest.mark.parametrize(
+    ("options", "blocks", "reason"),
+    [
+        ({}, ["blocks.0", "blocks.1"], "the model's _no_split_modules"),
+        ({"min_num_params": 35}, ["blocks.0.linear", "blocks.1.linear"], "min_num_params"),
+        ({"wrap": ("Block", "Embedding")}, ["embedding", "blocks.0", "blocks.1"], None),
+    ],
+    ids=str,
+)
+def test_a_model_trains_alike_in_blocks_found_in_any_way(
+    run_ranks, options: dict[str, object], blocks: list[str], reason: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = KnownBlocks()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    expected: list[float] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(tokens(0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for found, told, losses in run_ranks(trained_in_blocks, options):
+        assert sorted(found) == sorted(blocks)
+        assert losses == pytest.approx(expected)
+        if reason is not None:
+            assert isinstance(told, Chosen)
+            assert told.reason == reason
+
+
+def reduced(reduce_dtype: str) -> float:
+    """The mean of gradients 1 and 2**-9, of two ranks that compute in bf16."""
+    backend = fsdp("bf16", reduce_dtype=reduce_dtype)
+    model = nn.Linear(1, 1, bias=False)
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+    before = whole(prepared.state_dict()["model"]["weight"]).item()
+    backend.window.begin()
+    prepared.backward(prepared.model(torch.full((1, 1), [1.0, 2.0**-9][dist.get_rank()])).sum())
+    prepared.optimizers[0].step()
+    after = whole(prepared.state_dict()["model"]["weight"]).item()
+    backend.close()
+    return before - after
+
+
+@pytest.mark.parametrize(("reduce_dtype", "mean"), [("fp32", 0.5 + 2.0**-10), ("bf16", 0.5)])
+def test_gradients_are_averaged_in_the_dtype_that_is_said(run_ranks, reduce_dtype: str, mean: float) -> None:
+    assert run_ranks(reduced, reduce_dtype) == pytest.approx([mean] * 2, abs=2.0**-13)
+
+
+def compiled(checkpointing: str) -> tuple[list[float], list[float], list[int]]:
+    """Losses as it is and compiled by block, and how many calls each compiled graph holds."""
+    graphs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
         return graph.forward
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
+    register_backend(counting, name=f"counting_{checkpointing}")
     losses: list[list[float]] = []
     for compile_regions in (False, True):
         backend = fsdp(
             "bf16",
             compile_regions=compile_regions,
             activation_checkpointing=checkpointing,
-            compile_backend="eager",
+            compile_backend=f"counting_{checkpointing}",
         )
         model = stack()
         (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-        if compile_regions:
-            for block in model.blocks:
-                counted = torch.compile(
-                    block.forward._torchdynamo_orig_callable, fullgraph=True, backend=backend_of_compile
-                )
-                block.forward = counted
         losses.append([])
         for step in range(3):
             backend.window.begin()
@@ -255,27 +314,51 @@ def compiled(checkpointing: str) -> tuple[list[float], list[float], int]:
 def test_a_block_compiles_as_one_graph_and_trains_as_before(run_ranks, checkpointing: str) -> None:
     for plain, regions, graphs in run_ranks(compiled, checkpointing):
         assert regions == pytest.approx(plain)
-        assert 1 <= graphs <= 4  # once or twice for each of two blocks, not at every step
+        assert 1 <= len(graphs) <= 4  # once or twice for each of two blocks, not at every step
+        assert set(graphs) == {max(graphs)}  # nothing is broken in two
 
 
-def prefetched(depth: int | None) -> list[float]:
+def prefetched(depth: int | None) -> tuple[list[float], set[str], int]:
+    """Losses, what was gathered ahead of its turn in the last step, and the depth that is told."""
     backend = fsdp(prefetch=depth)
     model = stack(depth=4)
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
     losses: list[float] = []
     for step in range(3):
         backend.window.begin()
-        loss = prepared.model(tokens(step + dist.get_rank())).square().mean()
-        prepared.backward(loss)
+        with torch.profiler.profile() as profile:
+            loss = prepared.model(tokens(step + dist.get_rank())).square().mean()
+            prepared.backward(loss)
         prepared.optimizers[0].step()
         prepared.optimizers[0].zero_grad()
         losses.append(loss.item())
+    told = backend.applied()["prefetch"]
     backend.close()
-    return losses
+    gathering = [event for event in profile.events() if "_prefetch for" in event.name and event.cpu_children]
+    names = {event.name.removeprefix("FSDP::") for event in gathering}
+    return losses, names, told if isinstance(told, int) else told.value
 
 
-def test_prefetching_changes_no_value(run_ranks) -> None:
-    assert run_ranks(prefetched, 2) == run_ranks(prefetched, None)
+def ahead(direction: str, *blocks: int) -> set[str]:
+    return {f"{direction}_prefetch for blocks.{block}" for block in blocks}
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (None, ahead("backward", 3, 2, 1, 0)),
+        (1, ahead("forward", 0, 1, 2, 3) | ahead("backward", 3, 2, 1, 0)),
+        (0, set()),
+    ],
+)
+def test_blocks_are_gathered_as_far_ahead_as_is_said(
+    run_ranks, depth: int | None, expected: set[str]
+) -> None:
+    plain = run_ranks(prefetched, None)
+    for (losses, names, told), (same, _, _) in zip(run_ranks(prefetched, depth), plain, strict=True):
+        assert losses == same
+        assert names == expected
+        assert told == (depth or 0)
 
 
 def model_without_parameters() -> tuple[bool, bool]:

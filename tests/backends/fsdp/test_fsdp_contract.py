@@ -13,6 +13,7 @@ def check(options: dict[str, object]) -> list[str]:
         return Contract().check_all(context)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [
@@ -23,6 +24,7 @@ def check(options: dict[str, object]) -> list[str]:
         {"strategy": "full_shard", "offload": True},
         {"strategy": "full_shard", "wrap": ("Linear",), "activation_checkpointing": "full"},
         {"strategy": "shard_grad_op", "activation_checkpointing": "selective", "offload": True},
+        {"strategy": "full_shard", "min_num_params": 40},
     ],
     ids=str,
 )
@@ -37,6 +39,7 @@ def test_fsdp_passes_the_contract_in_one_process(run_ranks, options: dict[str, o
     assert len(run_ranks(check, options, num_processes=1, timeout_seconds=170)) == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [{"strategy": "full_shard", "wrap": ("Linear",)}, {"strategy": "hybrid_shard", "shard_size": 2}],
@@ -44,3 +47,23 @@ def test_fsdp_passes_the_contract_in_one_process(run_ranks, options: dict[str, o
 )
 def test_fsdp_passes_the_contract_on_four_processes(run_ranks, options: dict[str, object]) -> None:
     assert len(run_ranks(check, options, num_processes=4, timeout_seconds=280)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "shard_grad_op"},
+        {"strategy": "no_shard"},
+        {"strategy": "hybrid_shard", "shard_size": 1, "offload": True},
+        {"strategy": "full_shard", "offload": True},
+        {"strategy": "full_shard", "wrap": ("Linear",), "activation_checkpointing": "full"},
+        {"strategy": "no_shard", "wrap": ("Linear",), "activation_checkpointing": "selective"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_processes", [1, 4])
+def test_fsdp_passes_the_contract_in_every_other_way(
+    run_ranks, num_processes: int, options: dict[str, object]
+) -> None:
+    assert len(run_ranks(check, options, num_processes=num_processes, timeout_seconds=170)) == num_processes

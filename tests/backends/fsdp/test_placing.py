@@ -7,6 +7,7 @@ from torch.optim import SGD, AdamW
 
 from drivetrain_backends import whole_tensors
 from drivetrain_backends.states import whole
+from host_peak import peak_above, reset_peak
 from sharded_stack import Stack, fsdp, stack, tokens
 
 
@@ -190,10 +191,10 @@ def peaks(built: str) -> tuple[float, float, float, int]:
         with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
             model = Tower(width, depth)
     (prepared,) = backend.prepare([model], [], [])
-    preparing = peak() - before
+    preparing = peak_above(before)
     before = reset_peak()
     num_tensors = sum(tensor is not None for _, tensor in whole_tensors(prepared, backend.context))
-    streaming = peak() - before
+    streaming = peak_above(before)
     shards = sum(p.to_local().numel() * 4 for p in model.parameters()) / 2**20
     assert all(isinstance(p, DTensor) for p in model.parameters())
     backend.close()
@@ -213,21 +214,6 @@ def warm_up() -> None:
     for _ in whole_tensors(prepared, backend.context):
         pass
     backend.close()
-
-
-def status(key: str) -> float:
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
-
-
-def reset_peak() -> float:
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return status("VmRSS")
-
-
-def peak() -> float:
-    return status("VmHWM")
 
 
 @pytest.mark.parametrize("built", ["on meta", "on rank 0"])

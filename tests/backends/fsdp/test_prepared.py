@@ -1,48 +1,19 @@
-from copy import deepcopy
+import copy
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 
 from drivetrain_backends import (
     AccumulationError,
-    AccumulationWindow,
-    DDPBackend,
     FSDPBackend,
     UnreducedGradientError,
     UnshardedParameterError,
 )
-from drivetrain_backends.states import whole
-from drivetrain_precision import choose_policy
-from sharded_stack import Stack, context, fsdp, stack, tokens
-
-
-def weights(prepared: object) -> dict[str, Tensor]:
-    return {name: whole(value).clone() for name, value in prepared.state_dict()["model"].items()}
-
-
-def loss_of(model: nn.Module, rank: int) -> Tensor:
-    return model(tokens(rank)).square().mean()
-
-
-class Scaled(Stack):
-    """A stack with a scalar parameter, which FSDP cannot divide, and one with fewer rows than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.row = nn.Parameter(torch.ones(1, 5))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * self.scale * self.row
-
-
-def scaled() -> Scaled:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Scaled().double()
+from sharded_stack import fsdp, loss_of, scaled, stack, tokens, weights
 
 
 def clipped(options: dict[str, float], mode: str) -> tuple[float | None, dict[str, Tensor]]:
@@ -60,6 +31,47 @@ def clipped(options: dict[str, float], mode: str) -> tuple[float | None, dict[st
     return None if norm is None else norm.item(), found
 
 
+def clipped_as_listed(when: str) -> tuple[float, float, dict[str, Tensor], str]:
+    """Norms, before and after clipping to 0.01, of two models' parameters that were listed at another time."""
+    backend = fsdp(strategy="shard_grad_op")
+    models = stack(0), stack(1)
+    listed = [p for model in models for p in model.parameters()]
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    first, second = backend.prepare(models, optimizers, [])
+    backend.window.begin()
+    for prepared in (first, second):
+        prepared.backward(loss_of(prepared.model, dist.get_rank()))
+    if when == "gathered":
+        for prepared in (first, second):
+            loss_of(prepared.model, 0)  # leaves parameters gathered
+        listed = [p for model in models for p in model.parameters()]
+    norms = [first.clip(listed, norm=0.01), first.clip(listed, norm=1e9)]
+    for prepared in (first, second):
+        prepared.optimizers[0].step()
+    found = weights(first)
+    try:
+        said = str(first.clip([*listed, nn.Parameter(torch.ones(3))], norm=1.0))
+    except UnshardedParameterError as error:
+        said = str(error)
+    backend.close()
+    return norms[0].item(), norms[1].item(), found, said
+
+
+@pytest.mark.parametrize("when", ["before prepare", "gathered"])
+def test_parameters_are_clipped_whenever_they_were_listed(run_ranks, when: str) -> None:
+    models = stack(0), stack(1)
+    for rank in range(2):
+        (sum(loss_of(model, rank) for model in models) / 2).backward()
+    norm = nn.utils.clip_grad_norm_([p for model in models for p in model.parameters()], 0.01)
+    SGD(models[0].parameters(), lr=1.0).step()
+    for before, after, found, said in run_ranks(clipped_as_listed, when):
+        assert before == pytest.approx(norm.item(), rel=1e-5)
+        assert after == pytest.approx(0.01, rel=1e-3)
+        for name, value in models[0].state_dict().items():
+            torch.testing.assert_close(found[name], value)
+        assert "clip: a parameter of shape (3,) is none of those that prepare() sharded" in said
+
+
 def clipped_plainly(options: dict[str, float]) -> tuple[float | None, dict[str, Tensor]]:
     model = scaled()
     optimizer, norm = SGD(model.parameters(), lr=1.0), None
@@ -69,8 +81,9 @@ def clipped_plainly(options: dict[str, float]) -> tuple[float | None, dict[str, 
         if "value" in options:
             nn.utils.clip_grad_value_(model.parameters(), options["value"])
         else:
+            filled = [p for p in model.parameters() if p.numel()]  # torch's has no largest element of nothing
             norm = nn.utils.clip_grad_norm_(
-                model.parameters(), options["norm"], norm_type=options.get("norm_type", 2.0)
+                filled, options["norm"], norm_type=options.get("norm_type", 2.0)
             ).item()
         optimizer.step()
     return norm, model.state_dict()
@@ -152,114 +165,6 @@ def test_an_evaluation_between_backward_and_step_changes_nothing(run_ranks, stra
             torch.testing.assert_close(found[name], value)
 
 
-def adam_with_a_past(*, later: bool) -> tuple[dict[str, Tensor], int]:
-    backend = fsdp()
-    model = scaled()
-    optimizer = Adam(model.parameters(), lr=0.1)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if later:
-        backend.prepare([model], [], [])
-        (prepared,) = backend.prepare([], [optimizer], [])
-    else:
-        (prepared,) = backend.prepare([model], [optimizer], [])
-    backend.window.begin()
-    prepared.backward(loss_of(prepared.model, 0))
-    prepared.optimizers[0].step()
-    rows = optimizer.state[model.blocks[0].linear.weight]["exp_avg"].to_local().shape[0]
-    found = weights(prepared)
-    backend.close()
-    return found, rows
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_an_optimizers_state_is_carried_into_the_shards(run_ranks, later: bool) -> None:
-    model = scaled()
-    optimizer = Adam(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(model, 0).backward()
-        optimizer.step()
-    for found, rows in run_ranks(adam_with_a_past_later if later else adam_with_a_past_now):
-        assert rows == 3
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
-
-
-def adam_with_a_past_now() -> tuple[dict[str, Tensor], int]:
-    return adam_with_a_past(later=False)
-
-
-def adam_with_a_past_later() -> tuple[dict[str, Tensor], int]:
-    return adam_with_a_past(later=True)
-
-
-def trained(backend: object, state: object = None) -> tuple[dict[str, Tensor], object]:
-    model = stack(seed=0 if state is None else 9, tied=True)
-    (prepared,) = backend.prepare([model], [Adam(model.parameters(), lr=0.05)], [])
-    if state is not None:
-        prepared.load_state_dict(state)
-    for _ in range(2):
-        backend.window.begin()
-        prepared.backward(loss_of(prepared.model, 0))
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
-    assert model.head.weight is model.embedding.weight
-    found, kept = weights(prepared), made_whole(deepcopy(prepared.state_dict()))
-    backend.close()
-    return found, kept
-
-
-def made_whole(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: made_whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [made_whole(item) for item in value]
-    return whole(value) if isinstance(value, Tensor) else value
-
-
-def ddp() -> DDPBackend:
-    where = context()
-    return DDPBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
-
-
-def make(kind: str) -> object:
-    return ddp() if kind == "ddp" else fsdp(strategy=kind)
-
-
-def save(kind: str) -> object:
-    return trained(make(kind))[1]
-
-
-def resume(kind: str, state: object) -> dict[str, Tensor]:
-    return trained(make(kind), state)[0]
-
-
-@pytest.mark.parametrize(
-    ("saved", "resumed", "num_processes"),
-    [
-        ("ddp", "full_shard", 2),
-        ("full_shard", "ddp", 2),
-        ("full_shard", "hybrid_shard", 1),
-        ("no_shard", "full_shard", 4),
-    ],
-)
-def test_a_state_goes_on_in_another_backend_and_at_another_number_of_ranks(
-    run_ranks, saved: str, resumed: str, num_processes: int
-) -> None:
-    state = run_ranks(save, saved)[0]
-    model = stack(tied=True)
-    optimizer = Adam(model.parameters(), lr=0.05)
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss_of(model, 0).backward()
-        optimizer.step()
-    for found in run_ranks(resume, resumed, state, num_processes=num_processes):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value)
-
-
 def gathered(mode: str) -> tuple[bool, bool, dict[str, Tensor]]:
     backend = fsdp(mode)
     model = scaled().float()
@@ -335,29 +240,6 @@ def change_after_prepare(kind: str) -> str:
 def test_what_would_silently_not_be_trained_is_named(run_ranks, kind: str, said: str) -> None:
     for message in run_ranks(change_after_prepare, kind):
         assert message.startswith(said)
-
-
-def load_what_does_not_fit() -> list[str]:
-    backend = fsdp()
-    (prepared,) = backend.prepare([stack()], [], [])
-    state = prepared.state_dict()
-    said: list[str] = []
-    for model in (
-        {name: value for name, value in state["model"].items() if name != "head.weight"},
-        {**state["model"], "head.weight": torch.zeros(2, 2)},
-    ):
-        try:
-            prepared.load_state_dict({**state, "model": model})
-        except ValueError as error:
-            said.append(str(error))
-    backend.close()
-    return said
-
-
-def test_a_state_of_another_model_is_refused_by_name(run_ranks) -> None:
-    for missing, shape in run_ranks(load_what_does_not_fit):
-        assert "missing ['head.weight'], unexpected []" in missing
-        assert "head.weight is of shape (5, 6), in the checkpoint (2, 2)" in shape
 
 
 def gan_that_is_frozen_first(mode: str) -> list[bool]:
@@ -448,3 +330,76 @@ def frozen_after_an_evaluation(strategy: str) -> bool:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_what_is_frozen_after_an_evaluation_is_frozen(run_ranks, strategy: str) -> None:
     assert run_ranks(frozen_after_an_evaluation, strategy) == [True, True]
+
+
+def trained_after_an_evaluation(inference: bool) -> dict[str, Tensor]:
+    backend = fsdp()
+    model = stack()
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    with torch.inference_mode(inference):
+        prepared.model(tokens(0))
+    for step in range(2):
+        backend.window.begin()
+        prepared.backward(loss_of(prepared.model, step))
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+        with torch.inference_mode(inference):
+            prepared.model(tokens(0))
+    found = weights(prepared)
+    backend.close()
+    return found
+
+
+def test_a_model_that_was_evaluated_first_in_inference_mode_trains(run_ranks) -> None:
+    for found, expected in zip(
+        run_ranks(trained_after_an_evaluation, True),
+        run_ranks(trained_after_an_evaluation, False),
+        strict=True,
+    ):
+        for name, value in expected.items():
+            assert torch.equal(found[name], value)
+
+
+def assigned_in_a_second_run() -> str:
+    backend = fsdp()
+    for _ in range(2):
+        model = stack()
+        (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        loss = loss_of(prepared.model, 0)
+        try:
+            model.head.weight = nn.Parameter(torch.zeros(5, 6))
+            prepared.backward(loss)
+            said = "assigned"
+        except UnshardedParameterError as error:
+            said = str(error)
+        backend.close()
+    return said
+
+
+def test_a_parameter_is_guarded_after_the_backend_was_closed_and_used_again(run_ranks) -> None:
+    for said in run_ranks(assigned_in_a_second_run):
+        assert "head.weight is assigned after prepare()" in said
+
+
+def copy_a_sharded_model() -> tuple[list[str], bool]:
+    backend = fsdp("bf16")
+    model = stack()
+    (prepared,) = backend.prepare([model], [], [])
+    said: list[str] = []
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError) as caught:
+            duplicate(model)
+        said.append(str(caught.value))
+    second = stack(1)
+    with prepared.gathered():
+        second.load_state_dict(model.state_dict())
+    same = all(torch.equal(value, stack().state_dict()[name]) for name, value in second.state_dict().items())
+    backend.close()
+    return said, same
+
+
+def test_a_sharded_model_is_not_copied_but_loaded_into_another(run_ranks) -> None:
+    for said, same in run_ranks(copy_a_sharded_model):
+        assert all(one.startswith("Stack is sharded: FSDP casts and gathers") for one in said)
+        assert all("build a second model and, inside accelerator.gathered(model)" in one for one in said)
+        assert same

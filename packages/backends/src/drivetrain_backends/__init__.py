@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain_backends.accumulation import AccumulationWindow as AccumulationWindow
+    from drivetrain_backends.compiled import plain_name as plain_name
     from drivetrain_backends.compiled import uncompiled as uncompiled
     from drivetrain_backends.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
@@ -40,11 +41,14 @@ if TYPE_CHECKING:
     from drivetrain_backends.states import whole as whole
     from drivetrain_backends.states import whole_state as whole_state
     from drivetrain_backends.streaming import load_whole as load_whole
+    from drivetrain_backends.streaming import tied_weights as tied_weights
+    from drivetrain_backends.streaming import whole_model as whole_model
     from drivetrain_backends.streaming import whole_tensors as whole_tensors
     from drivetrain_backends.testing import BackendContract as BackendContract
 
 _ROOMS = {
     "whole_state": "states",
+    "plain_name": "compiled",
     "whole": "states",
     "Chosen": "protocol",
     "DeepSpeedSettings": "settings",
@@ -74,6 +78,8 @@ _ROOMS = {
     "UnreducedGradientError": "errors",
     "UnshardedParameterError": "errors",
     "load_whole": "streaming",
+    "tied_weights": "streaming",
+    "whole_model": "streaming",
     "whole_tensors": "streaming",
     "register_backend": "registry",
     "restore_forward": "forward",
@@ -108,10 +114,13 @@ __all__ = [
     "UnreducedGradientError",
     "UnshardedParameterError",
     "load_whole",
+    "plain_name",
     "register_backend",
     "restore_forward",
+    "tied_weights",
     "uncompiled",
     "whole",
+    "whole_model",
     "whole_state",
     "whole_tensors",
 ]

@@ -33,6 +33,8 @@ class AccumulationWindow:
         begun: How many micro-batches have begun in all; it tells one micro-batch from the next.
         number: How many windows have begun in all.
         micro_batch_size: Samples of a micro-batch on one rank, where a loader has told; nothing is computed with it.
+        num_failed: How many micro-batches have ended in an exception in all.
+        num_failed_before: How many of them were of earlier windows.
     """
 
     __slots__ = (
@@ -41,6 +43,8 @@ class AccumulationWindow:
         "length",
         "micro_batch_size",
         "nonfinite_gradients",
+        "num_failed",
+        "num_failed_before",
         "num_micro_batches",
         "number",
     )
@@ -64,6 +68,8 @@ class AccumulationWindow:
         self.begun = 0
         self.number = 0
         self.micro_batch_size: int | None = None
+        self.num_failed = 0
+        self.num_failed_before = 0
 
     def begin(self, *, is_last: bool = False) -> None:
         """Begin a micro-batch; `is_last` closes the window early, as the last batch of an epoch does."""
@@ -71,9 +77,23 @@ class AccumulationWindow:
         if self.closing:
             self.number += 1
             self.length = 1
+            self.num_failed_before = self.num_failed
         else:
             self.length += 1
         self.closing = is_last or self.length >= self.num_micro_batches
+
+    def fail(self) -> None:
+        """Note that the current micro-batch ended in an exception: what it left in gradients is not known.
+
+        Steps are refused until `zero_grad` has dropped it. The window goes on where it is, as other ranks may not
+        have failed; in a mean, a micro-batch that was dropped counts as one without gradient.
+        """
+        self.num_failed += 1
+
+    def reset(self) -> None:
+        """Leave an open window; the next micro-batch begins another. For when its gradients are let go."""
+        self.closing = True
+        self.length = 1
 
 
 class ReferenceCount:

@@ -21,6 +21,10 @@ class GradientCarrier(Protocol):
         """
         ...
 
+    def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
+        """What the graph of a loss of these models ends in: their parameters, or what stands for them."""
+        ...
+
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Unscale the reduced gradients of a closed window, and multiply them by `factor`. Called on all ranks.
 
@@ -44,6 +48,10 @@ class ParameterGradients:
         """Run torch's backward, of the scaled loss for fp16; see `GradientCarrier.run`."""
         del models
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
+        """The parameters; see `GradientCarrier.leaves`."""
+        return [parameter for model in models for parameter in model.parameters()]
 
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Unscale and correct in one pass; see `GradientCarrier.settle`."""

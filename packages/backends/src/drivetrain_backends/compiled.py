@@ -8,7 +8,7 @@ names alone.)
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _WRAPPED = "_orig_mod"
 
@@ -24,15 +24,45 @@ def plain_name(name: str) -> str:
     return name.replace(f"{_WRAPPED}.", "")
 
 
-def plain_state(model: nn.Module) -> dict[str, Any]:
-    """A model's `state_dict` under plain names."""
-    state = model.state_dict()
+def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """A model's `state_dict` under plain names; with `keep_vars` the parameters themselves."""
+    state = model.state_dict(keep_vars=keep_vars)
     if not any(_WRAPPED in name for name in state):
         return state
     return {plain_name(name): value for name, value in state.items()}
 
 
-def load_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a `state_dict`, of a compiled model or a plain one."""
+def load_plain_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load a `state_dict`, of a compiled model or a plain one; unless `strict`, a part of one."""
     own = {plain_name(name): name for name in model.state_dict()}
-    model.load_state_dict({own.get(plain_name(name), name): value for name, value in state.items()})
+    named = {own.get(plain_name(name), name): value for name, value in state.items()}
+    model.load_state_dict(named, strict=strict)
+
+
+def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Hold the names and shapes of a `state_dict`, of a compiled model or a plain one, against a model's.
+
+    torch would load the tensors that fit before it tells of those that do not.
+
+    Raises:
+        ValueError: They are others.
+    """
+    own, saved = plain_state(model), {plain_name(name): value for name, value in state.items()}
+    kind = type(uncompiled(model)).__name__
+    if own.keys() != saved.keys() and not any(map(_translates_names, model.modules())):
+        missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+        raise ValueError(
+            f"the checkpoint is not of this {kind}: missing {missing[:5]}, unexpected {unexpected[:5]}; build the "
+            "model it was saved from"
+        )
+    for name, value in own.items():
+        there = saved.get(name)
+        if isinstance(value, Tensor) and isinstance(there, Tensor) and value.shape != there.shape:
+            raise ValueError(
+                f"{kind}: {name} is of shape {tuple(value.shape)}, in the checkpoint {tuple(there.shape)}"
+            )
+
+
+def _translates_names(module: nn.Module) -> bool:
+    """Whether a module has a hook of its own, which may take up a state of other names."""
+    return bool(module._load_state_dict_pre_hooks)  # pyright: ignore[reportPrivateUsage] torch tells it nowhere else

@@ -7,6 +7,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -21,13 +22,17 @@ from drivetrain_backends.batch_norm import (
     restore_batch_norms,
     synchronise_batch_norms,
 )
+from drivetrain_backends.carrier import GradientCarrier, ParameterGradients
 from drivetrain_backends.compiled import uncompiled
-from drivetrain_backends.errors import UnreducedGradientError
+from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
+from drivetrain_backends.known_parameters import KnownParameters
+from drivetrain_backends.outputs import tensors_in
 from drivetrain_backends.prepared import TorchPrepared
 from drivetrain_backends.scheduler import Scheduler
 from drivetrain_backends.settings import DDPSettings
-from drivetrain_backends.torch_backend import TorchBackend
-from drivetrain_precision import Policy
+from drivetrain_backends.stand_in import StandIn
+from drivetrain_backends.torch_backend import TorchBackend, check_new
+from drivetrain_precision import LossScaler, Policy
 from drivetrain_state import Context
 
 # torch 2.15 renamed the argument, and warns of the old name.
@@ -46,29 +51,85 @@ _HOOKS = MappingProxyType(
 )
 
 
-class Replica(DistributedDataParallel):
-    """DDP, which lets a frozen model be passed through, and tells of parameters without a gradient by their names."""
+class Replica(StandIn, DistributedDataParallel):
+    """DDP, which lets a frozen model be passed through, and tells of parameters without a gradient by their names.
+
+    Attributes:
+        holds_back: Whether the last backward that reached it left gradients that ranks have not averaged.
+    """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         # What DDP counts through, whatever is frozen later.
         self._reduced = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self.holds_back = False
+        self._known = KnownParameters(module)
+        self.hand_on()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward; past DDP while all of it is frozen, for DDP would wait for its gradients."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
         try:
-            return super().forward(*inputs, **kwargs)
+            output = super().forward(*inputs, **kwargs)
         except RuntimeError as error:
             found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
             if found is None:
                 raise
+            self._known.look()  # a layer that was exchanged gets no gradient either
             unused = ", ".join(self._reduced[int(index)] for index in re.findall(r"\d+", found[1]))
             raise UnreducedGradientError(
                 f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is "
                 "not trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step"
             ) from error
+        if torch.is_grad_enabled() and (self.holds_back or not self.require_backward_grad_sync):
+            self._watch(output)
+        return output
+
+    def _watch(self, output: Any) -> None:
+        """Notice when a backward reaches the model through `output`: it averages gradients, or holds them back."""
+        holds_back = not self.require_backward_grad_sync  # decided at the forward, as DDP does
+
+        def reached(_: Tensor) -> None:
+            self.holds_back = holds_back
+
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in tensors:
+            tensor.register_hook(reached)
+        if not tensors:  # in an object of some other kind
+            self.holds_back = holds_back
+
+
+class ReplicatedGradients(ParameterGradients):
+    """What DDP leaves in `.grad`: the mean over all ranks, once a backward has not held it back.
+
+    Args:
+        scaler: The loss scale, for fp16.
+
+    Attributes:
+        replicas: DDP's wrappers by the users' modules.
+    """
+
+    def __init__(self, scaler: LossScaler | None) -> None:
+        super().__init__(scaler)
+        self.replicas: dict[nn.Module, Replica] = {}
+
+    def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
+        """Unscale and correct in one pass; see `GradientCarrier.settle`.
+
+        Raises:
+            AccumulationError: The window closed without a backward that averages what the others held back.
+        """
+        for model in models:
+            replica = self.replicas.get(model)
+            if replica is None or not replica.holds_back:
+                continue
+            if any(parameter.grad is not None for parameter in model.parameters()):
+                raise AccumulationError(
+                    f"the window closed without a backward of {type(model).__name__}: its gradients so far are held "
+                    "back on their ranks. Let the last micro-batch of a window run backward, or leave the step out"
+                )
+        return super().settle(models, factor)
 
 
 class DDPBackend(TorchBackend):
@@ -88,15 +149,21 @@ class DDPBackend(TorchBackend):
         super().__init__(context, policy, window=window, settings=settings)
         self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # those that are synchronised, as they were
 
+    def carrier(self) -> GradientCarrier:
+        """What knows which gradients ranks have not averaged."""
+        self._gradients = ReplicatedGradients(self.scaler)
+        return self._gradients
+
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
     ) -> tuple[TorchPrepared, ...]:
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
 
         Raises:
-            ValueError: Two models share a parameter that is trained; or `sync_batch_norm` is on, and a layer cannot
-                be synchronised.
+            ValueError: A model is prepared already; two share a parameter that is trained; or `sync_batch_norm` is
+                on, and a layer cannot be synchronised.
         """
+        check_new(models)
         _check_shared([*(p.unwrap() for p in self._prepared), *models])
         if not cast("DDPSettings", self.settings).sync_batch_norm:
             return super().prepare(models, optimizers, schedulers)
@@ -111,9 +178,18 @@ class DDPBackend(TorchBackend):
         self._batch_norms |= changed
         return prepared
 
+    def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
+        """Forget the replicas too; see `TorchBackend.take_back`."""
+        super().take_back(placed, error)
+        for model in [prepared.unwrap() for prepared in placed]:
+            self._gradients.replicas.pop(model, None)
+            for parameter in model.parameters():
+                self._ledger.unreduced.pop(parameter, None)
+
     def close(self) -> None:
         """Give every model and layer its own class back and forget them all."""
         super().close()
+        self._gradients.replicas.clear()
         restore_batch_norms(self._batch_norms)
         self._batch_norms = {}
 
@@ -139,6 +215,7 @@ class DDPBackend(TorchBackend):
             static_graph=settings.static_graph,
         )
         _register_hook(replica, settings)
+        self._gradients.replicas[model] = replica
         return replica
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 
 class PairingError(ValueError):
-    """An optimizer or scheduler belongs to no prepared model."""
+    """Of a model, its optimizer, scheduler and loss, one was prepared without the other that it needs."""
 
 
 class UnknownBackendError(ValueError):

@@ -6,7 +6,7 @@ call the original's weights.
 """
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,8 +21,16 @@ class PreparedForward:
     original_class: type[nn.Module]
 
 
-def prepare_forward(model: nn.Module, policy: Policy, device: torch.device) -> None:
+def prepare_forward(
+    model: nn.Module, policy: Policy, device: torch.device, *, uncopyable: str | None = None
+) -> None:
     """Make `model(...)` compute as `policy` says, in place.
+
+    Args:
+        model: The user's module.
+        policy: What it computes in.
+        device: Where.
+        uncopyable: What copy, deepcopy and pickle say, where there is no plain model to be had from this one.
 
     Raises:
         ValueError: The model is a TorchScript module, whose class cannot be exchanged.
@@ -52,7 +60,10 @@ def prepare_forward(model: nn.Module, policy: Policy, device: torch.device) -> N
             return original, arguments, *rest
         return _new, tuple(original if a is type(self) else a for a in arguments), *rest
 
-    members = {
+    def refuse(*_: object) -> NoReturn:
+        raise TypeError(uncopyable)
+
+    members: dict[str, Any] = {
         "__call__": call,
         "__reduce_ex__": reduce_as_original,
         "__module__": original.__module__,
@@ -60,6 +71,8 @@ def prepare_forward(model: nn.Module, policy: Policy, device: torch.device) -> N
         "__doc__": original.__doc__,
         "original_class": original,
     }
+    if uncopyable is not None:
+        members |= dict.fromkeys(("__copy__", "__deepcopy__", "__reduce_ex__"), refuse)
     model.__class__ = type(original.__name__, (PreparedForward, original), members)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow, ReferenceCount, total_count
-from drivetrain_backends.carrier import GradientCarrier, ParameterGradients, trainable_parameters
+from drivetrain_backends.carrier import GradientCarrier, ParameterGradients
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
+from drivetrain_backends.losses import FirstLosses, check_loss
 from drivetrain_backends.nonfinite import holds_nonfinite
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
@@ -36,7 +37,7 @@ class GradientGroup:
             and where the window says so.
         bad_loss: Whether a loss of the window was not finite, shape (); None where that is not kept.
         grad_norm: Their norm before clipping, where they were clipped by norm.
-        num_optimizers: How many optimizers train the models.
+        optimizers: The users' optimizers that train the models.
     """
 
     def __init__(self, models: Sequence[nn.Module], ledger: "GradientLedger") -> None:
@@ -46,21 +47,26 @@ class GradientGroup:
         self.overflowed = False
         self.bad_loss: Tensor | None = None
         self.grad_norm: Tensor | None = None
-        self.num_optimizers = 0
+        self.optimizers: list[Optimizer] = []
         self._cleared: set[int] = set()  # the optimizers that cleared theirs since the last loss
         self._judged_for: set[int] | None = (
             None  # who stepped since infinities were looked for; None: not yet
         )
-        self._all: list[nn.Parameter] | None = None
+        # Found once: walking through modules takes longer than a pass over small gradients.
+        self._held = tuple(dict.fromkeys(p for model in self.models for p in model.parameters()))
+        self._ids = frozenset(map(id, self._held))
         self._ledger = ledger
         self._is_counted = False
         self._count: Tensor | float = 0.0
+        self._adds_to_used = False  # gradients that a step used were left in place
+        self._num_failed = 0  # micro-batches that failed, but left nothing in these gradients
 
     def note(self, count: Tensor | float | None) -> None:
         """Note a loss of this group.
 
         Raises:
-            AccumulationError: The gradients are final already, or hold a loss of the other kind.
+            AccumulationError: The gradients are final already, or hold a loss of the other kind; or the loss would be
+                normalised together with gradients that a step used.
         """
         window = self._ledger.window
         if self.stage == "final" and self.opened_in == window.number and window.begun:
@@ -68,7 +74,11 @@ class GradientGroup:
                 "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
             )
         if self.stage in ("empty", "used"):
+            self._adds_to_used = self.stage == "used" and self._hold_gradients()
+            if self._adds_to_used and (count is not None or self._ledger.scaler is not None):
+                raise AccumulationError(self._used_already("counted or scaled"))
             self._is_counted, self._count, self.bad_loss = count is not None, 0.0, None
+            self._num_failed = max(self._num_failed, window.num_failed_before)
         elif self._is_counted != (count is not None):
             raise AccumulationError(
                 "backward(loss) and backward(loss_sum, count=...) came in one accumulation window: a mean and a sum "
@@ -85,11 +95,39 @@ class GradientGroup:
         """Make the closed window's gradients final: unscaled, and of the mean that was asked for.
 
         Called on all ranks; does nothing unless they are open.
+
+        Raises:
+            AccumulationError: A micro-batch failed, and its gradients were not dropped; or what must be corrected was
+                added to gradients that a step used.
         """
         if self.stage != "open":
             return
+        if self.is_broken:
+            raise AccumulationError(
+                "the step of a window in which a micro-batch ended in an exception: what it left in the gradients is "
+                "not known. Call optimizer.zero_grad() where the exception is caught, for every optimizer"
+            )
+        factor = self._correction()
+        if factor is not None and self._adds_to_used:
+            raise AccumulationError(self._used_already("of a window that closed early"))
+        self.overflowed = self._ledger.carrier.settle(self.models, factor)
         self.stage = "final"
-        self.overflowed = self._ledger.carrier.settle(self.models, self._correction())
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a micro-batch failed since these gradients began, or in their window."""
+        return self._num_failed != self._ledger.window.num_failed
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether `zero_grad` leaves them alone: an open window has gathered them so far.
+
+        Many loops zero before backward: what earlier micro-batches of the window gathered must stay then.
+        """
+        window = self._ledger.window
+        if self.is_broken or self.stage != "open" or self.opened_in != window.number:
+            return False
+        return not (window.closing and (window.length == 1 or self._ledger.last_backward == window.begun))
 
     def judge(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
         """Look for infinities and NaNs in gradients that are final, once. Called on all ranks, where it is asked for.
@@ -101,7 +139,7 @@ class GradientGroup:
         if self._ledger.scaler is not None:
             return  # fp16's scaler has looked as it unscaled them
         if self._judged_for is None or (optimizer is not None and id(optimizer) in self._judged_for):
-            gradients = [gradient for p in self._held() if (gradient := p.grad) is not None]
+            gradients = [gradient for p in self._held if (gradient := p.grad) is not None]
             self.overflowed = not are_finite and holds_nonfinite(self._ledger.context, gradients)
             self._judged_for = set()
         if optimizer is not None:
@@ -145,26 +183,35 @@ class GradientGroup:
         """Note that an optimizer's gradients were cleared; once all are, so are the losses behind them."""
         if self.stage != "used":
             self._judged_for = None
+        if self.stage != "empty":
+            self._cleared.add(id(optimizer))
+            if len(self._cleared) >= len(self.optimizers):
+                self.stage = "empty"
         if self.stage == "empty":
-            return
-        self._cleared.add(id(optimizer))
-        if self.stage == "used" or len(self._cleared) >= self.num_optimizers:
-            self.stage = "empty"
+            self._num_failed = self._ledger.window.num_failed
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once."""
-        return trainable_parameters(self.models)
+        return [parameter for parameter in self._held if parameter.requires_grad]
 
-    def _held(self) -> list[nn.Parameter]:
-        """All parameters, trained or not; found once, for that takes as long as a pass over small gradients."""
-        if self._all is None:
-            self._all = list(dict.fromkeys(p for model in self.models for p in model.parameters()))
-        return self._all
+    def holds_any(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether one of some parameters is these models'."""
+        return any(id(parameter) in self._ids for parameter in parameters)
 
     def fingerprint(self) -> list[tuple[int, int]]:
         """Changes whenever a gradient does."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         return [(id(gradient), gradient._version) for gradient in gradients]
+
+    def _hold_gradients(self) -> bool:
+        return any(_is_nonzero(p.grad) for p in self._held if p.grad is not None)
+
+    def _used_already(self, what: str) -> str:
+        names = " and ".join(type(model).__name__ for model in self.models)
+        return (
+            f"a loss {what} adds to gradients of {names} that a step has used and that were not cleared: these would "
+            "be normalised a second time. Call zero_grad() of every optimizer after each step"
+        )
 
     def _correction(self) -> Tensor | float | None:
         """What reduced gradients must be multiplied by; None where they are right already."""
@@ -190,6 +237,7 @@ class GradientLedger:
     Attributes:
         groups: Every group.
         reference: What counted losses are divided by before backward.
+        first_losses: Whether the first losses reach what is prepared.
         counted_in: The window of the last counted loss.
         num_backwards: How many have run.
         last_backward: The micro-batch of the last one.
@@ -212,6 +260,7 @@ class GradientLedger:
         self.carrier = carrier or ParameterGradients(scaler)
         self.groups: list[GradientGroup] = []
         self.reference = ReferenceCount(context, window)
+        self.first_losses = FirstLosses()
         self.counted_in = -1
         self.num_backwards = 0
         self.last_backward = -1
@@ -240,7 +289,14 @@ class GradientLedger:
         Raises:
             AccumulationError: See `GradientGroup.note`; or the loss reaches gradients that are final; or it is
                 counted while ranks may run out of batches.
+            PairingError: The loss trains a model that was not prepared, or whose optimizer was not.
+            TypeError, ValueError: It is no loss, or its count no count.
         """
+        check_loss(loss, count)
+        if not self.first_losses.are_over:
+            self.first_losses.follow(
+                loss, {group: self.carrier.leaves(group.models) for group in self.groups}
+            )
         if self.scaler is not None:
             self.move_scale()
         if count is not None and all(group.stage in ("empty", "used") for group in self.groups):
@@ -304,8 +360,7 @@ class GradientLedger:
         Returns:
             The groups they belong to.
         """
-        wanted = set(map(id, parameters))
-        found = [g for g in self.groups if any(id(p) in wanted for p in g.parameters())]
+        found = [group for group in self.groups if group.holds_any(parameters)]
         for group in found:
             group.finish()
         return found
@@ -324,38 +379,7 @@ class GradientLedger:
         return self.reference.value(count)
 
 
-def group_models(
-    models: Sequence[nn.Module], trained_together: Sequence[Sequence[int]], ledger: GradientLedger
-) -> list[GradientGroup]:
-    """Put models that share a parameter or an optimizer into one group each.
-
-    Args:
-        models: The users' modules.
-        trained_together: For each optimizer the indices of the models it trains.
-        ledger: Whose groups are made again; one whose models stay the same is kept as it is.
-
-    Returns:
-        A group for each model, in their order.
-
-    Raises:
-        AccumulationError: Models whose gradients are on their way would change their group.
-    """
-    label = list(range(len(models)))
-    holders: dict[Any, int] = {}
-    links = [list(indices) for indices in trained_together]
-    links += [[holders.setdefault(p, i), i] for i, model in enumerate(models) for p in model.parameters()]
-    for indices in links:
-        for other in indices[1:]:
-            old, new = label[other], label[indices[0]]
-            label = [new if value == old else value for value in label]
-    kept = {group.models: group for group in ledger.groups}
-    groups: dict[int, GradientGroup] = {}
-    for mark in dict.fromkeys(label):
-        members = tuple(model for model, value in zip(models, label, strict=True) if value == mark)
-        groups[mark] = kept.pop(members, None) or GradientGroup(members, ledger)
-    if any(group.stage in ("open", "final") for group in kept.values()):
-        raise AccumulationError(
-            "prepare() while gradients are on their way to a step; call it between two windows"
-        )
-    ledger.groups = list(groups.values())
-    return [groups[mark] for mark in label]
+def _is_nonzero(gradient: Tensor) -> bool:
+    """Whether this rank's part of a gradient has values that are not zero."""
+    part: Tensor = getattr(gradient, "_local_tensor", gradient)
+    return bool((part._values() if part.is_sparse else part).count_nonzero())

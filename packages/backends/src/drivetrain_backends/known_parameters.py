@@ -6,8 +6,9 @@ from operator import is_
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from drivetrain_backends.errors import ReplacedParameterError
+from drivetrain_backends.errors import PairingError, ReplacedParameterError
 
 # A look at a model of 200 parameters takes about 25 us: less than 2 us a step at one look in so many.
 STEPS_A_LOOK = 16
@@ -26,14 +27,34 @@ class KnownParameters:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._until_look = 1
+        self._frozen = {p: name for name, p in model.named_parameters() if not p.requires_grad}
         self._take_up()
 
-    def look_now_and_then(self) -> None:
-        """Do what `look` does at the first step, and then at one in `STEPS_A_LOOK`. For every step."""
+    def look_now_and_then(self) -> bool:
+        """Do what `look` does at the first step and then at one in `STEPS_A_LOOK`; whether it did. For every step."""
         self._until_look -= 1
-        if self._until_look == 0:
-            self._until_look = STEPS_A_LOOK
-            self.look()
+        if self._until_look:
+            return False
+        self._until_look = STEPS_A_LOOK
+        self.look()
+        return True
+
+    def look_at_unfrozen(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse a gradient of what was frozen when it was prepared, and that no optimizer holds.
+
+        Raises:
+            PairingError: There is one.
+        """
+        if unfrozen := [p for p in self._frozen if p.requires_grad and p.grad is not None]:
+            held = {
+                p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+            }
+            if lost := [self._frozen[p] for p in unfrozen if p not in held]:
+                raise PairingError(
+                    f"{_some(lost)}: frozen when {type(self._model).__name__} was prepared, trained now, and held by "
+                    "no prepared optimizer, so that nothing steps on the gradients. Freeze again what is not to be "
+                    "trained; else free_memory(), and prepare() with an optimizer over all that is"
+                )
 
     def look(self) -> None:
         """Refuse parameters that were not prepared, and the loss of some that were.

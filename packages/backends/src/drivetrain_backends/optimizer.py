@@ -134,13 +134,18 @@ def named_state(optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, Any
     return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
 
 
+def named_groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+    """The names of the parameters of each of an optimizer's groups."""
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
 def load_named_state(optimizer: Optimizer, names: dict[Tensor, str], state: dict[str, Any]) -> None:
     """Load what `named_state` gave.
 
     Raises:
         ValueError: The groups hold other parameters than the saved ones; the message names the first few.
     """
-    own = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    own = named_groups(optimizer, names)
     check_groups(own, state["param_groups"])
     order = [name for group in own for name in group]
     positions = {name: index for index, name in enumerate(order)}

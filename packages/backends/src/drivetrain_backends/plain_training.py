@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 NUM_FEATURES = 6
-RATE = 0.1
+RATE, MOMENTUM = 0.1, 0.9
 Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> (x, y)
 
 
@@ -62,11 +62,13 @@ class Step:
     Attributes:
         losses: The loss of each micro-batch of each rank, as [micro-batch][rank].
         norm: The gradients' norm before clipping; None where they are not clipped.
+        gradients: Those the optimizer used, by the parameters' names; clipped, where they are.
         weights: The model's state after it.
     """
 
     losses: list[list[Tensor]]
     norm: Tensor | None
+    gradients: dict[str, Tensor] = field(repr=False)
     weights: dict[str, Tensor] = field(repr=False)
 
 
@@ -79,7 +81,14 @@ def tiny_model(case: Case, dtype: torch.dtype, *, seed: int) -> TinyModel:
 
 def make_optimizer(model: nn.Module) -> Optimizer:
     """SGD with momentum over the trainable parameters."""
-    return SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=MOMENTUM)
+
+
+def make_adamw(model: nn.Module) -> Optimizer:
+    """AdamW in two groups, of which biases are not decayed and learn faster."""
+    weights = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    biases = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    return AdamW([{"params": weights}, {"params": biases, "lr": 2 * RATE, "weight_decay": 0.0}], lr=RATE)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -129,9 +138,36 @@ def train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Step]:
         loss.backward()
         norm = None if case.clip is None else nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
-        values = [[loss.detach() for loss, _ in by_rank] for by_rank in found]
-        steps.append(Step(losses=values, norm=norm, weights=weights_of(model)))
+        steps.append(
+            Step(
+                losses=[[loss.detach() for loss, _ in by_rank] for by_rank in found],
+                norm=norm,
+                gradients={n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+                weights=weights_of(model),
+            )
+        )
     return steps
+
+
+class UsedGradients:
+    """The gradients that the optimizer of `make_optimizer` used, told by how the weights moved.
+
+    So they are seen alike wherever a backend keeps them.
+
+    Args:
+        weights: The weights before the first step.
+    """
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+        self._velocity = {name: torch.zeros_like(value) for name, value in weights.items()}
+
+    def of_step(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients behind a step that led to these weights."""
+        velocity = {name: (self._weights[name] - value) / RATE for name, value in weights.items()}
+        gradients = {name: value - MOMENTUM * self._velocity[name] for name, value in velocity.items()}
+        self._weights, self._velocity = weights, velocity
+        return gradients
 
 
 class Generator(nn.Module):
@@ -165,17 +201,15 @@ def make_gan(dtype: torch.dtype) -> tuple[Generator, Discriminator]:
         return Generator(dtype), Discriminator(dtype)
 
 
-def gan_batches(
-    num_steps: int, num_ranks: int, dtype: torch.dtype
-) -> Sequence[Sequence[tuple[Tensor, Tensor]]]:
-    """Noise and real items as [step][rank]."""
+def gan_batches(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]:
+    """Noise and real items of all ranks, as [window][micro-batch][rank]."""
     generator = torch.Generator().manual_seed(11)
 
     def batch() -> tuple[Tensor, Tensor]:
         noise, real = torch.randn(2, 4, NUM_FEATURES, generator=generator, dtype=dtype)
         return noise, real
 
-    return [[batch() for _ in range(num_ranks)] for _ in range(num_steps)]
+    return [[[batch() for _ in range(num_ranks)] for _ in range(length)] for length in case.windows]
 
 
 def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
@@ -188,25 +222,35 @@ def generator_loss(fake: Tensor) -> Tensor:
     return (fake - 1).square().mean()
 
 
-def train_gan_plainly(num_steps: int, num_ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Train a generator and a discriminator in turns; the weights of both after each step."""
+def train_gan_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Train a generator and a discriminator in turns; the weights of both after each window."""
     generator, discriminator = make_gan(dtype)
-    optimizers = make_optimizer(generator), make_optimizer(discriminator)
+    optimizers = {model: make_optimizer(model) for model in (generator, discriminator)}
     weights: list[dict[str, Tensor]] = []
-    for by_rank in gan_batches(num_steps, num_ranks, dtype):
-        losses = [
-            discriminator_loss(discriminator(real), discriminator(generator(noise).detach()))
-            for noise, real in by_rank
-        ]
-        optimizers[1].zero_grad()
-        torch.stack(losses).mean().backward()
-        optimizers[1].step()
-        losses = [generator_loss(discriminator(generator(noise))) for noise, _ in by_rank]
-        optimizers[0].zero_grad()
-        torch.stack(losses).mean().backward()
-        optimizers[0].step()
+    for window in gan_batches(case, num_ranks, dtype):
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        for by_rank in window:
+            losses = [
+                discriminator_loss(discriminator(real), discriminator(generator(noise).detach()))
+                for noise, real in by_rank
+            ]
+            (torch.stack(losses).mean() / len(window)).backward()
+            if by_rank is window[-1]:
+                _clip_and_step(discriminator, optimizers[discriminator], case)
+            discriminator.requires_grad_(False)
+            losses = [generator_loss(discriminator(generator(noise))) for noise, _ in by_rank]
+            (torch.stack(losses).mean() / len(window)).backward()
+            discriminator.requires_grad_(True)
+        _clip_and_step(generator, optimizers[generator], case)
         weights.append(named(g=weights_of(generator), d=weights_of(discriminator)))
     return weights
+
+
+def _clip_and_step(model: nn.Module, optimizer: Optimizer, case: Case) -> None:
+    if case.clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+    optimizer.step()
 
 
 def named(**states: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,12 +9,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain_backends.compiled import load_plain_state, plain_state
+from drivetrain_backends.clipping import check_clip
+from drivetrain_backends.compiled import check_plain_state, load_plain_state, plain_state
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
 from drivetrain_backends.known_parameters import KnownParameters
 from drivetrain_backends.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
-from drivetrain_backends.optimizer import PreparedOptimizer, StepResult, load_named_state, named_state
+from drivetrain_backends.optimizer import (
+    PreparedOptimizer,
+    StepResult,
+    check_groups,
+    load_named_state,
+    named_groups,
+    named_state,
+)
 from drivetrain_backends.pairing import parameter_names
 from drivetrain_backends.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_state import Context
@@ -72,7 +80,8 @@ class TorchPrepared:
         group = self.group
         if self._ledger.unreduced:
             self._ledger.check_reduced(optimizer)
-        self._known.look_now_and_then()
+        if self._known.look_now_and_then():
+            self._known.look_at_unfrozen(group.optimizers)
         group.finish()
         if self._window.nonfinite_gradients != "ignore":
             group.judge(optimizer)
@@ -88,11 +97,8 @@ class TorchPrepared:
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clear one optimizer's gradients, but not those that an open window has gathered so far."""
-        window, group = self._window, self.group
-        gathered = group.stage == "open" and group.opened_in == window.number
-        # Many loops zero before backward: what earlier micro-batches of the window gathered must stay then.
-        closes = window.closing and (window.length == 1 or self._ledger.last_backward == window.begun)
-        if gathered and not closes:
+        group = self.group
+        if group.keeps_gathered:
             return
         optimizer.zero_grad(set_to_none)
         group.cleared_by(optimizer)
@@ -105,13 +111,21 @@ class TorchPrepared:
         norm_type: float = 2.0,
         value: float | None = None,
     ) -> Tensor | None:
-        """Clip by norm or by value once the window is closed; see `Prepared.clip`."""
-        if (norm is None) == (value is None):
-            raise ValueError(f"clip(norm={norm!r}, value={value!r}): give one of the two")
+        """Clip by norm or by value once the window is closed; see `Prepared.clip`.
+
+        Raises:
+            TypeError, ValueError: They cannot be clipped to that, or are the parameters of no prepared model.
+        """
+        check_clip(norm, norm_type, value)
         if not self._window.closing:
             return None
         chosen = self._chosen(parameters)
         groups = self._ledger.finish_all_of(chosen)
+        if not groups:
+            raise ValueError(
+                f"clip over {len(chosen)} parameters, of which no prepared model trains one: pass model.parameters() "
+                "of what prepare() returned, each time anew"
+            )
         if value is not None:
             self._judge_together(groups)
             if not any(group.overflowed for group in groups):
@@ -160,12 +174,15 @@ class TorchPrepared:
         """Take up a saved state; see `Prepared.load_state_dict`.
 
         Raises:
-            ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters.
+            ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters; nothing
+                was loaded.
             ReplacedParameterError: The model has parameters that were not prepared.
         """
         self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         names = self._names()
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            check_groups(named_groups(optimizer.optimizer, names), saved["param_groups"])
         self._load_model(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer.optimizer, names, saved)
@@ -182,7 +199,8 @@ class TorchPrepared:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
 
     def _clamp(self, parameters: Sequence[Tensor], value: float) -> None:
-        nn.utils.clip_grad_value_(parameters, value)
+        if any(parameter.grad is not None for parameter in parameters):  # torch wants one
+            nn.utils.clip_grad_value_(parameters, value)
 
     def _judge_together(
         self, groups: Sequence[GradientGroup], clipped: Sequence[Tensor] = (), norm: Tensor | None = None
@@ -224,6 +242,7 @@ class TorchPrepared:
         )
 
     def _load_model(self, state: Mapping[str, Any]) -> None:
+        check_plain_state(self.unwrap(), state)
         load_plain_state(self.unwrap(), state)
 
     def _names(self) -> dict[Tensor, str]:

@@ -56,6 +56,9 @@ class Prepared(Protocol):
         Without `count` the loss is a mean, and the window's gradient is the mean of its means. With `count` the
         loss is a sum over `count` items (tokens, say) of this rank, and the window's gradient is that of the mean
         over all items of all ranks and micro-batches.
+
+        Raises:
+            PairingError: The loss trains what was not prepared, or has no prepared optimizer, as far as that is seen.
         """
         ...
 

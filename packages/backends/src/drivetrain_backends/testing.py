@@ -5,29 +5,28 @@ a single process, if it can run so). Each check trains the same small model on t
 backend and by a plain loop over all ranks' micro-batches, and compares every step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain_backends.accumulation import AccumulationWindow
+from drivetrain_backends.contract_run import Run, clip_and_step, held, whole_weights
 from drivetrain_backends.errors import PairingError
-from drivetrain_backends.optimizer import PreparedOptimizer
 from drivetrain_backends.plain_training import (
     NUM_FEATURES,
     RATE,
     Case,
-    TinyModel,
-    Window,
+    UsedGradients,
     discriminator_loss,
     gan_batches,
     generator_loss,
     loss_and_count,
+    make_adamw,
     make_gan,
     make_optimizer,
     make_windows,
@@ -36,7 +35,7 @@ from drivetrain_backends.plain_training import (
     train_gan_plainly,
     train_plainly,
 )
-from drivetrain_backends.protocol import Backend, Prepared
+from drivetrain_backends.protocol import Backend
 from drivetrain_backends.states import whole_state
 from drivetrain_precision import PrecisionSettings, choose_policy, supported_modes
 from drivetrain_state import Context
@@ -51,7 +50,8 @@ class BackendContract:
         backend: The class under test.
         settings: What it is constructed with.
         dtype: The dtype of the model; float64 unless the backend has none.
-        tolerance: Largest difference of losses, norms and weights from the plain loop's; relative above 1.
+        tolerance: Largest difference of losses, norms and weights from the plain loop's; relative above 1. Gradients
+            are told by how weights moved, and may differ by it over the learning rate.
         modes: The precisions it computes in.
         trains_models_together: Whether one optimizer may train two models; else it is refused.
         mixed_tolerance: The same where the backend computes in fp16 or bf16, and the plain loop in float32.
@@ -72,8 +72,8 @@ class BackendContract:
         "mean, accumulated, clipped, a short last window": Case(windows=[4, 4, 3], accumulation=4, clip=0.05),
         "mean, zero_grad first": Case(windows=[4, 4, 2], accumulation=4, zero_first=True),
         "count": Case(windows=[1] * 4, counted=True),
-        "tied weights": Case(windows=[2] * 3, accumulation=2, tied=True),
-        "frozen layer": Case(windows=[2] * 3, accumulation=2, frozen=True),
+        "tied weights": Case(windows=[2] * 20, accumulation=2, tied=True),
+        "frozen layer": Case(windows=[2] * 20, accumulation=2, frozen=True),
         "fp16": Case(windows=[1] * 4, mode="fp16"),
         "fp16, count, accumulated, clipped": Case(
             windows=[2, 2, 1], accumulation=2, counted=True, clip=0.5, mode="fp16"
@@ -107,6 +107,7 @@ class BackendContract:
             self.check_two_models,
             self.check_gan,
             self.check_cleared_gradients,
+            self.check_failed_micro_batch,
             self.check_gathered,
             self.check_untrained_model,
             self.check_unwrap,
@@ -116,18 +117,19 @@ class BackendContract:
         return [*cases, *(check.__name__ for check in others)]
 
     def check_case(self, context: Context, name: str, case: Case) -> None:
-        """Losses, norms and weights are the plain loop's at every step; in half precision near them, not the same."""
+        """Losses, norms, gradients and weights are the plain loop's at every step; in half precision near them."""
         expected = train_plainly(case, context.topology.world_size, self._dtype_of(case))
         tolerance = self.tolerance if case.mode == "no" else self.mixed_tolerance
         run = self._start(context, case)
+        used = UsedGradients(run.weights())
         for step, _ in enumerate(run.steps()):
-            plain, what = expected[step], f"{name}: step {step + 1}"
+            plain, what, weights = expected[step], f"{name}: step {step + 1}", run.weights()
             own = {f"loss {i}": by_rank[context.topology.rank] for i, by_rank in enumerate(plain.losses)}
             found = {f"loss {i}": loss for i, loss in enumerate(run.losses)}
             norms = {} if plain.norm is None else {"norm": plain.norm}
-            self._assert_close(
-                own | norms | plain.weights, found | run.norms | run.weights(), what, tolerance
-            )
+            self._assert_close(own | norms | plain.weights, found | run.norms | weights, what, tolerance)
+            gradients = used.of_step(weights)
+            self._assert_close(plain.gradients, gradients, f"{what}: gradient", tolerance / RATE)
         if case.mode != "no":
             last = expected[-1].weights
             same = all(torch.equal(value, last[key]) for key, value in run.weights().items())
@@ -144,18 +146,21 @@ class BackendContract:
 
     def check_resume(self, context: Context) -> None:
         """A run taken up from `state_dict` goes on as if it had not stopped."""
-        case = Case(windows=[2] * 6, accumulation=2, counted=True)
-        run = self._start(context, case, scheduled=True)
+        self._check_resume(context, Case(windows=[2] * 6, accumulation=2, counted=True), make_optimizer)
+        self._check_resume(context, Case(windows=[2] * 6, accumulation=2, clip=0.05), make_adamw)
+
+    def _check_resume(self, context: Context, case: Case, make: Callable[[nn.Module], Optimizer]) -> None:
+        run = self._start(context, case, scheduled=True, make=make)
         steps = [run.weights() for _ in run.steps()]
         run.backend.close()
-        stopped = self._start(context, case, scheduled=True)
+        stopped = self._start(context, case, scheduled=True, make=make)
         for _ in zip(range(3), stopped.steps(), strict=False):
             pass
         state, backend_state = deepcopy(
             whole_state((stopped.prepared.state_dict(), stopped.backend.state_dict()))
         )
         stopped.backend.close()
-        resumed = self._start(context, case, scheduled=True, seed=1)
+        resumed = self._start(context, case, scheduled=True, make=make, seed=1)
         resumed.prepared.load_state_dict(state)
         resumed.backend.load_state_dict(backend_state)
         for step, _ in enumerate(resumed.steps(skip=3), start=3):
@@ -192,36 +197,41 @@ class BackendContract:
             for i, by_rank in enumerate(window):
                 backend.window.begin(is_last=i + 1 == len(window))
                 x, y = (t.to(context.device) for t in by_rank[context.topology.rank])
-                with _held(backend, first), _held(backend, last):
+                with held(backend, first), held(backend, last):
                     loss, count = loss_and_count(case, last.model(torch.tanh(first.model(x))), y)
                     backend.backward(loss, count=count)
                 pair.optimizers[0].step()
                 pair.optimizers[0].zero_grad()
-            found = named(first=_whole_weights(first), last=_whole_weights(last))
+            found = named(first=whole_weights(first), last=whole_weights(last))
             self._assert_close(expected[step].weights, found, f"two models: step {step + 1}")
         backend.close()
 
     def check_gan(self, context: Context) -> None:
         """A generator and a discriminator train in turns, each with its optimizer; the latter is frozen meanwhile."""
-        expected = train_gan_plainly(4, context.topology.world_size, self.dtype)
-        backend = self._backend(context, Case(windows=[1]))
+        for case in (Case(windows=[1] * 4), Case(windows=[2, 2, 1], accumulation=2, clip=0.2)):
+            self._check_gan(context, case)
+
+    def _check_gan(self, context: Context, case: Case) -> None:
+        expected = train_gan_plainly(case, context.topology.world_size, self.dtype)
+        backend = self._backend(context, case)
         generator, discriminator = make_gan(self.dtype)
         g, d = backend.prepare(
             [generator, discriminator], [make_optimizer(generator), make_optimizer(discriminator)], []
         )
-        for step, by_rank in enumerate(gan_batches(4, context.topology.world_size, self.dtype)):
-            noise, real = (t.to(context.device) for t in by_rank[context.topology.rank])
-            backend.window.begin()
-            d.backward(discriminator_loss(d.model(real), d.model(g.model(noise).detach())))
-            d.optimizers[0].step()
-            d.optimizers[0].zero_grad()
-            discriminator.requires_grad_(False)
-            g.backward(generator_loss(d.model(g.model(noise))))
-            g.optimizers[0].step()
-            g.optimizers[0].zero_grad()
-            discriminator.requires_grad_(True)
-            found = named(g=_whole_weights(g), d=_whole_weights(d))
-            self._assert_close(expected[step], found, f"gan: step {step + 1}")
+        for step, window in enumerate(gan_batches(case, context.topology.world_size, self.dtype)):
+            for i, by_rank in enumerate(window):
+                noise, real = (t.to(context.device) for t in by_rank[context.topology.rank])
+                backend.window.begin(is_last=i + 1 == len(window))
+                with held(backend, g), held(backend, d):
+                    d.backward(discriminator_loss(d.model(real), d.model(g.model(noise).detach())))
+                clip_and_step(d, case)
+                discriminator.requires_grad_(False)
+                with held(backend, g), held(backend, d):
+                    g.backward(generator_loss(d.model(g.model(noise))))
+                clip_and_step(g, case)
+                discriminator.requires_grad_(True)
+            found = named(g=whole_weights(g), d=whole_weights(d))
+            self._assert_close(expected[step], found, f"gan of {case}: step {step + 1}")
         backend.close()
 
     def check_cleared_gradients(self, context: Context) -> None:
@@ -236,6 +246,25 @@ class BackendContract:
             run.prepared.backward(run.prepared.model(x).sum())
             run.optimizer.zero_grad()
         run.backend.close()
+
+    def check_failed_micro_batch(self, context: Context) -> None:
+        """What a window gathered before an exception is in no step once it is cleared; `close` leaves the window."""
+        case = Case(windows=[2] * 3, accumulation=2)
+        expected = train_plainly(case, context.topology.world_size, self.dtype)
+        run = self._start(context, case)
+        x = torch.ones(2, NUM_FEATURES, dtype=self.dtype, device=context.device)
+        for step, _ in enumerate(run.steps()):
+            self._assert_close(expected[step].weights, run.weights(), f"failed micro-batch: step {step + 1}")
+            run.backend.window.begin()
+            with run.prepared.no_sync():
+                run.prepared.backward(run.prepared.model(x).sum())
+            run.backend.window.begin()
+            run.backend.window.fail()
+            run.optimizer.zero_grad()
+        run.backend.window.begin()
+        run.backend.close()
+        run.backend.window.begin()
+        assert run.backend.window.length == 1, "close: the open window goes on, and with it what was released"
 
     def check_gathered(self, context: Context) -> None:
         """Inside `gathered` parameters are whole, and what rank 0 writes into them reaches all ranks."""
@@ -279,14 +308,22 @@ class BackendContract:
             context, choose_policy(case.mode, context.device, _SCALING), window=window, settings=self.settings
         )
 
-    def _start(self, context: Context, case: Case, *, scheduled: bool = False, seed: int = 0) -> "_Run":
+    def _start(
+        self,
+        context: Context,
+        case: Case,
+        *,
+        scheduled: bool = False,
+        seed: int = 0,
+        make: Callable[[nn.Module], Optimizer] = make_optimizer,
+    ) -> Run:
         backend = self._backend(context, case)
         model = tiny_model(case, self._dtype_of(case), seed=seed)
-        optimizer = make_optimizer(model)
+        optimizer = make(model)
         schedulers = [LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))] if scheduled else []
         (prepared,) = backend.prepare([model], [optimizer], schedulers)
         windows = make_windows(case, context.topology.world_size, self._dtype_of(case))
-        return _Run(
+        return Run(
             context=context, case=case, backend=backend, prepared=prepared, model=model, windows=windows
         )
 
@@ -300,58 +337,3 @@ class BackendContract:
         for name, value in expected.items():
             difference = ((value - found[name]).abs() / value.abs().clamp(min=1.0)).max().item()
             assert difference <= allowed, f"{what}: {name} differs by {difference}, allowed {allowed}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """A prepared model on its way through the windows of a case."""
-
-    context: Context
-    case: Case
-    backend: Backend
-    prepared: Prepared
-    model: TinyModel
-    windows: list[Window]
-    losses: list[Tensor] = field(default_factory=list[Tensor])  # of the present window
-    norms: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-    @property
-    def optimizer(self) -> PreparedOptimizer:
-        return self.prepared.optimizers[0]
-
-    def steps(self, *, skip: int = 0) -> Iterator[None]:
-        """Train as a user's loop does, yielding after every window."""
-        for window in self.windows[skip:]:
-            for i, by_rank in enumerate(window):
-                self.backend.window.begin(is_last=i + 1 == len(window))
-                self._micro_batch(*by_rank[self.context.topology.rank])
-            yield
-            self.losses.clear()
-
-    def weights(self) -> dict[str, Tensor]:
-        return _whole_weights(self.prepared)
-
-    def _micro_batch(self, x: Tensor, y: Tensor) -> None:
-        x, y = x.to(self.context.device), y.to(self.context.device)
-        if self.case.zero_first:
-            self.optimizer.zero_grad()
-        with _held(self.backend, self.prepared):
-            loss, count = loss_and_count(self.case, self.prepared.model(x), y)
-            self.prepared.backward(loss, count=count)
-        self.losses.append(loss.detach().cpu())
-        if self.case.clip is not None and (norm := self.prepared.clip(norm=self.case.clip)) is not None:
-            self.norms["norm"] = norm.cpu()
-        self.optimizer.step()
-        for scheduler in self.prepared.schedulers:
-            scheduler.step()
-        if not self.case.zero_first:
-            self.optimizer.zero_grad()
-
-
-def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
-    state = whole_state(prepared.state_dict()["model"])
-    return {name: value.detach().cpu().clone() for name, value in state.items()}
-
-
-def _held(backend: Backend, prepared: Prepared) -> AbstractContextManager[None]:
-    return nullcontext() if backend.window.closing else prepared.no_sync()

@@ -12,11 +12,14 @@ from drivetrain_backends.carrier import GradientCarrier, ParameterGradients
 from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.forward import PreparedForward, prepare_forward, restore_forward
-from drivetrain_backends.gradients import GradientGroup, GradientLedger, group_models
+from drivetrain_backends.gradients import GradientGroup, GradientLedger
+from drivetrain_backends.grouping import group_models
 from drivetrain_backends.optimizer import PreparedOptimizer
 from drivetrain_backends.pairing import owners
 from drivetrain_backends.prepared import TorchPrepared
 from drivetrain_backends.scheduler import PreparedScheduler, Scheduler
+from drivetrain_backends.stand_in import StandIn
+from drivetrain_backends.values import check_values
 from drivetrain_precision import LossScaler, Policy
 from drivetrain_state import Context
 
@@ -58,6 +61,25 @@ class TorchBackend:
         """Turn a model that is on its device and under autocast into what the user calls."""
         return model
 
+    def check_placeable(self, model: nn.Module) -> None:
+        """Refuse a model that could not be placed, while none is changed.
+
+        Raises:
+            ValueError: It could not.
+        """
+        check_values(model)
+
+    def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
+        """Give models their own classes back, after a `prepare` that failed.
+
+        Args:
+            placed: Those that it had placed.
+            error: What it failed with; what cannot be undone is said there.
+        """
+        del error
+        for prepared in placed:
+            prepared.release()
+
     def carrier(self) -> GradientCarrier:
         """What runs backwards and holds their gradients."""
         return ParameterGradients(self.scaler)
@@ -74,7 +96,11 @@ class TorchBackend:
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
     ) -> tuple[TorchPrepared, ...]:
-        """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks."""
+        """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
+
+        Raises:
+            ValueError: A model is prepared already, or cannot be placed. Models are as they were, on the device.
+        """
         plain = [*(p.unwrap() for p in self._prepared), *models]
         pairs = [(optimizer, owners(optimizer, plain)) for optimizer in optimizers]
         known = [
@@ -82,15 +108,26 @@ class TorchBackend:
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
         ]
         check_new(models)
+        for model in models:
+            self.check_placeable(model)
         check_schedulers(schedulers, known)
-        self._prepared.extend(self._place(model) for model in models)
-        touched: list[TorchPrepared] = self._prepared[len(self._prepared) - len(models) :]
-        for optimizer, indices in pairs:
-            first = self._prepared[indices[0]]
-            self.bring_along(optimizer)
-            first.optimizers.append(PreparedOptimizer(optimizer, first))
-            touched.append(first)
-        self._regroup()
+        before = [(prepared, len(prepared.optimizers)) for prepared in self._prepared]
+        try:
+            for model in models:
+                self._prepared.append(self._place(model))
+            touched: list[TorchPrepared] = self._prepared[len(before) :]
+            for optimizer, indices in pairs:
+                first = self._prepared[indices[0]]
+                self.bring_along(optimizer)
+                first.optimizers.append(PreparedOptimizer(optimizer, first))
+                touched.append(first)
+            self._regroup()
+        except BaseException as error:
+            placed, self._prepared = self._prepared[len(before) :], [prepared for prepared, _ in before]
+            for prepared, number in before:
+                del prepared.optimizers[number:]
+            self.take_back(placed, error)
+            raise
         for scheduler in schedulers:
             prepared, optimizer = self._trained_by(scheduler.optimizer)
             prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
@@ -150,6 +187,7 @@ class TorchBackend:
         for prepared in self._prepared:
             prepared.release()
         self._prepared, self._trained, self._ledger.groups = [], [], []
+        self.window.reset()
         self._ledger.unreduced.clear()
 
     def _place(self, model: nn.Module) -> TorchPrepared:
@@ -170,8 +208,9 @@ class TorchBackend:
         for prepared, group in zip(self._prepared, groups, strict=True):
             prepared.group = group
         for group in self._ledger.groups:
-            group.num_optimizers = sum(len(p.optimizers) for p in self._prepared if p.group is group)
-        self._trained = [group for group in self._ledger.groups if group.num_optimizers]
+            group.optimizers = [o.optimizer for p in self._prepared if p.group is group for o in p.optimizers]
+        self._trained = [group for group in self._ledger.groups if group.optimizers]
+        self._ledger.first_losses.renew()
 
     def _trained_by(self, optimizer: Optimizer) -> tuple[TorchPrepared, PreparedOptimizer]:
         return next(
@@ -187,9 +226,11 @@ def check_new(models: Sequence[nn.Module]) -> None:
     """
     for model in models:
         inner = uncompiled(model)
-        if isinstance(model, PreparedForward) or isinstance(inner, PreparedForward):
+        wrapped = inner.module if isinstance(inner, StandIn) else inner
+        if inner is not wrapped or isinstance(model, PreparedForward) or isinstance(inner, PreparedForward):
             raise ValueError(
-                f"{type(inner).__name__} is prepared already; prepare() a model once, or free_memory() first"
+                f"{type(wrapped).__name__} is prepared already; prepare() a model once, or free_memory() and "
+                "prepare() the module that you built"
             )
 
 

@@ -1,7 +1,8 @@
 """All ranks or none: an action that fails on one rank fails on every rank."""
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from functools import partial
+from typing import TypeAlias, TypeVar, cast
 
 from drivetrain_checkpoint.errors import RankFailedError
 from drivetrain_state import Context, gather_object
@@ -9,13 +10,24 @@ from drivetrain_state import Context, gather_object
 Value = TypeVar("Value")
 
 
-def on_all_ranks(context: Context, action: Callable[[], Value], *, doing: str) -> list[Value]:
+# What became of an action on a rank: its result, or the error in words.
+Outcome: TypeAlias = tuple[object, str | None]
+
+
+def on_all_ranks(
+    context: Context,
+    action: Callable[[], Value],
+    *,
+    doing: str,
+    gather: Callable[[Outcome], list[Outcome]] | None = None,
+) -> list[Value]:
     """Do something on every rank and wait until all have done it. Called on all ranks.
 
     Args:
         context: This process among the others.
-        action: What this rank does; its result is pickled to the other ranks.
+        action: What this rank does; its result travels to the other ranks.
         doing: What it is, for the message.
+        gather: How outcomes travel; None: by the process group, which the main thread alone may use.
 
     Returns:
         The results of all ranks, in rank order.
@@ -31,7 +43,7 @@ def on_all_ranks(context: Context, action: Callable[[], Value], *, doing: str) -
     except Exception as error:  # noqa: BLE001 - raised below, as soon as every rank knows of it
         failure = error
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = gather_object(context, (result, told))
+    outcomes = (gather or partial(gather_object, context))((result, told))
     if failure is not None:
         raise failure
     failures = [

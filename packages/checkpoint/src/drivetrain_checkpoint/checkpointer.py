@@ -3,38 +3,51 @@
 What reads and writes is imported at its first use: a run that saves nothing starts without it.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from drivetrain_checkpoint import storage
+from drivetrain_checkpoint.background import Background
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_state import Context
+from drivetrain_checkpoint.storage import Place
+from drivetrain_state import Context, side_store
 
 if TYPE_CHECKING:
-    from drivetrain_checkpoint.load import Loaded
+    from drivetrain_checkpoint.load import Like, Loaded
+    from drivetrain_checkpoint.retention import Keep
+    from drivetrain_checkpoint.save import Save, Saver
+    from drivetrain_checkpoint.staging import HostBuffer
     from drivetrain_checkpoint.tree import State
 
 
+def _whole(name: str) -> None:
+    """No tensor is divided."""
+    del name
+
+
 class Checkpointer:
-    """The checkpoints of one directory.
+    """The checkpoints of one directory. One object saves them all: what a save has found out serves the next.
 
     Args:
         context: This process among the others.
-        directory: Their folder, seen by every host; None takes `settings.directory`.
+        directory: Their folder, seen by every host, or a URL as fsspec knows them, such as `s3://bucket/run`; None
+            takes `settings.directory`.
         settings: The `checkpoint` section.
 
     Raises:
         ValueError: Neither names a directory.
+        ImportError: What the URL needs is not installed; the message names it.
 
     Attributes:
-        directory: The folder of the checkpoints.
+        directory: The folder of the checkpoints: a `Path`, or for a URL a `upath.UPath`.
         settings: The `checkpoint` section.
+        after_commit: Called with a checkpoint's folder once it is committed, on all ranks, by the thread that wrote.
     """
 
     def __init__(
         self,
         context: Context,
-        directory: Path | str | None = None,
+        directory: Place | str | None = None,
         *,
         settings: CheckpointSettings | None = None,
     ) -> None:
@@ -42,8 +55,12 @@ class Checkpointer:
         chosen = directory if directory is not None else self.settings.directory
         if chosen is None:
             raise ValueError("directory=None: name the folder of the checkpoints, here or in the settings")
-        self.directory = Path(chosen).absolute()
+        self.directory: Place = storage.locate(chosen, self.settings.storage_options)
         self._context = context
+        self._saver: Saver | None = None
+        self._buffer: HostBuffer | None = None
+        self._background = Background()
+        self.after_commit: list[Callable[[Place], object]] = []
 
     def save(
         self,
@@ -53,12 +70,19 @@ class Checkpointer:
         replicated: Mapping[str, "State"],
         per_rank: Mapping[str, "State"],
         plan: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Save a checkpoint. When this returns it is committed and on the disk. Called on all ranks.
+        metrics: Mapping[str, float] | None = None,
+        background: bool | None = None,
+    ) -> Place:
+        """Save a checkpoint. Called on all ranks, by the main thread.
 
-        A state may hold tensors, NumPy arrays and plain values in any nesting of dicts, lists, tuples and sets.
-        Whatever happens before the commit, earlier checkpoints are untouched, a committed one of the same step
-        among them. Old ones are deleted after it, as `settings.keep_last` says.
+        When this returns it is committed and on the disk. In the background, it returns when what this rank is to
+        write has been copied to the host's memory: as many bytes again, kept for the next save. A thread then writes
+        and commits. The next call of any method waits for it and raises what went wrong, as do `wait` and `close`.
+        The interpreter does not end before it.
+
+        A state may hold tensors, NumPy arrays and plain values in any nesting of dicts, lists, tuples and sets; also
+        DTensors and what is a `FlatShard` or a `Replica`, of which each rank writes parts. Whatever happens before
+        the commit, earlier checkpoints are untouched, one of the same step too. Old ones are deleted after it.
 
         Args:
             step: The optimizer step, the same on all ranks; it names the folder.
@@ -66,46 +90,150 @@ class Checkpointer:
             replicated: States that are the same on all ranks, by name; rank 0's are written.
             per_rank: States that each rank has of its own, by name.
             plan: The effective plan of the run, without secrets: plain values, kept in the manifest.
+            metrics: Numbers that tell how good it is, for `settings.keep_best`; the same on all ranks.
+            background: Whether training goes on while it is written; None takes `settings.background`.
 
         Returns:
             The checkpoint's folder, `DIRECTORY/step-STEP`.
 
         Raises:
             StateError: A state holds something that cannot be stored: its path, type and a way out.
+            ValueError: `metrics` lacks the one that tells the best, or the ranks mean different steps.
             RankFailedError: Another rank failed; the message holds its error, and nothing was saved.
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
+            FolderInUseError: Another run writes into the directory.
             OSError: The disk is full, or the folder cannot be written; nothing was saved.
         """
-        from drivetrain_checkpoint.save import Content, save
+        from drivetrain_checkpoint.content import Content
+        from drivetrain_checkpoint.save import Saver, run_save
 
-        content = Content(models=models, replicated=replicated, per_rank=per_rank, plan=plan)
-        return save(self._context, self.directory, step, content, keep_last=self.settings.keep_last)
+        self.wait()
+        self._saver = self._saver or Saver(self._context, self.directory)
+        self._check_metrics(metrics)
+        content = Content(
+            models=models,
+            replicated=replicated,
+            per_rank=per_rank,
+            plan=plan,
+            metrics=metrics or {},
+            allow_pickle=self.settings.allow_pickle,
+        )
+        save = self._saver.prepare(step, content)
+        if self.settings.background if background is None else background:
+            return self._start(save)
+        return self._tell(run_save(self._context, save, keep=self._keep(), on_block=self._mark))
 
-    def load(self, path: Path | str | None = None) -> "Loaded":
-        """Read a checkpoint, every byte checked, and apply nothing. Called on all ranks.
+    def _tell(self, path: Place) -> Place:
+        """Say that a checkpoint is committed."""
+        for call in self.after_commit:
+            call(path)
+        return path
+
+    def _mark(self) -> None:
+        self._context.watch.mark("write a checkpoint")
+
+    def _check_metrics(self, metrics: Mapping[str, float] | None) -> None:
+        best = self.settings.best_metric
+        if metrics is not None and best is not None and best not in metrics:
+            raise ValueError(
+                f"metrics={dict(metrics)!r} lacks best_metric={best!r}, which is to tell the best"
+            )
+
+    def _keep(self) -> "Keep":
+        from drivetrain_checkpoint.retention import Keep
+
+        return Keep.of(self.settings)
+
+    def _start(self, save: "Save") -> Place:
+        """Copy what this rank writes, then write it in a thread."""
+        from drivetrain_checkpoint.save import run_save
+        from drivetrain_checkpoint.staging import HostBuffer
+        from drivetrain_checkpoint.talk import StoreTalk
+
+        if self._buffer is None:
+            self._buffer = HostBuffer()
+            self._context.before_close(self.close)
+        staged = save.staged(self._buffer)
+        context, keep = self._context, self._keep()
+        store = side_store(context, "drivetrain_checkpoint")
+
+        def run() -> Place:
+            if store is None:
+                alone = run_save(context, staged, keep=keep, on_block=lambda: None, gather=lambda own: [own])
+                return self._tell(alone)
+            topology = context.topology
+            talk = StoreTalk(
+                store,
+                staged.manifest.save_id,
+                rank=topology.rank,
+                world_size=topology.world_size,
+                stall_seconds=self.settings.stall_seconds,
+            )
+            try:
+                path = run_save(context, staged, keep=keep, on_block=talk.progress, gather=talk.gather)
+            finally:
+                talk.close()
+            return self._tell(path)
+
+        self._background.start(run, name=f"the save of step {save.step}")
+        return save.folder
+
+    def wait(self) -> Place | None:
+        """Wait for the save in the background, if there is one; its folder. Called on all ranks.
+
+        Raises:
+            Exception: What went wrong with it, as `save` would have raised it; once.
+        """
+        return self._background.wait()
+
+    def close(self) -> None:
+        """Wait for the save in the background, give its memory back, and let others write. Called on all ranks.
+
+        Raises:
+            Exception: What went wrong with it.
+        """
+        try:
+            self.wait()
+        finally:
+            self._buffer = None
+            if self._saver is not None:
+                self._saver.close()
+
+    def load(self, path: Place | str | None = None, *, like: "Like | None" = None) -> "Loaded":
+        """Read a checkpoint, everything that is read checked, and apply nothing. Called on all ranks.
+
+        A rank reads the parts of files that it needs. They are whole tensors unless `like` says otherwise; how they
+        were divided when they were saved does not matter.
 
         Args:
-            path: A checkpoint's folder, or a folder of checkpoints; None takes this one's. Of a folder of them, the
-                one that was saved last and is good is taken; one that is damaged is passed over on all ranks
-                together, with a warning.
+            path: The folder or URL of a checkpoint, or of a folder of checkpoints; None takes this one's. Of a folder
+                of them, the one that was saved last and is good is taken; one that is damaged is passed over on all
+                ranks together, with a warning.
+            like: Gives, for a name such as `"models/model/fc.weight"` or `"replicated/optimizer/state/0/exp_avg"`, a
+                DTensor or `FlatShard` as which this rank's part is to be divided; None for the whole tensor. One of
+                another shape counts as None.
 
         Raises:
             NoCheckpointError: There is none.
             CorruptCheckpointError: The one that was named is damaged; the message names the file.
             FolderNotSharedError: The ranks see different checkpoints under the same path.
+            PickleNotAllowedError: It holds a pickle, and `settings.allow_pickle` is not set.
         """
-        from drivetrain_checkpoint.load import holds_checkpoints, load_from, load_newest
+        from drivetrain_checkpoint.load import Reading, holds_checkpoints, load_from, load_newest
 
-        folder = self.directory if path is None else Path(path).absolute()
+        self.wait()
+        how = Reading(like or _whole, self.settings.allow_pickle)
+        folder = self.directory if path is None else storage.locate(path, self.settings.storage_options)
         if path is None or holds_checkpoints(self._context, folder):
-            return load_newest(self._context, folder)
-        return load_from(self._context, folder)
+            return load_newest(self._context, folder, how)
+        return load_from(self._context, folder, how)
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Place | None:
         """The folder of the newest checkpoint, by manifest and file sizes; None if there is none.
 
         Called on all ranks; it is what rank 0 sees.
         """
         from drivetrain_checkpoint.load import newest
 
+        self.wait()
         return newest(self._context, self.directory)

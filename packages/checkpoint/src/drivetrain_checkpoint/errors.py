@@ -19,3 +19,15 @@ class RankFailedError(RuntimeError):
 
 class FolderNotSharedError(RuntimeError):
     """The ranks do not see the same folder: it lies on a disk of one host."""
+
+
+class FolderInUseError(RuntimeError):
+    """Another run writes into the same folder; the message says which process on which host."""
+
+
+class ForeignStateError(ValueError):
+    """What another library saved is in a form that is not taken over; the message names the file and a way out."""
+
+
+class PickleNotAllowedError(RuntimeError):
+    """A checkpoint holds a pickle, whose loading runs code, and nobody has allowed that."""

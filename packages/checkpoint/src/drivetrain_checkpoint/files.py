@@ -1,19 +1,19 @@
-"""Files that are hashed as they pass: written and read once, block by block, in bounded memory."""
+"""Files that are hashed as they pass: written and read block by block."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader, FileIO
-from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import xxhash
 
+from drivetrain_checkpoint import storage
 from drivetrain_checkpoint.errors import CorruptCheckpointError
+from drivetrain_checkpoint.storage import Place
+from drivetrain_checkpoint.threads import in_threads
 
 BLOCK_BYTES = 16 * 2**20
-_BUFFER_BYTES = 2**20  # gathers small tensors into one system call; larger pieces pass it by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,16 @@ class FileRecord:
     size_bytes: int
     checksums: tuple[str, ...]
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """The record of which JSON has kept the fields."""
+        return cls(
+            name=content["name"], size_bytes=content["size_bytes"], checksums=tuple(content["checksums"])
+        )
+
 
 class _BlockHash:
-    """The checksum of each block of a stream that comes in pieces of any size."""
+    """The checksum of each block of a stream that comes in pieces."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -65,18 +72,18 @@ class _BlockHash:
 
 
 class HashedWriter:
-    """A new file, hashed as it is written and on the disk when it is closed.
+    """A new file, hashed as it is written, whole and durable once it has been recorded.
 
     Args:
         path: Where; it must not exist.
         on_block: Called after each block, as a sign of progress.
     """
 
-    def __init__(self, path: Path, *, on_block: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: Place, *, on_block: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._on_block = on_block
         self._hash = _BlockHash()
-        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+        self._file = storage.create(path)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`, a buffer of single bytes."""
@@ -88,9 +95,8 @@ class HashedWriter:
                 self._on_block()
 
     def record(self) -> FileRecord:
-        """Force the file to the disk and say what it holds."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Make the file whole and durable, and say what it holds."""
+        self._file.finish()
         self._hash.finish()
         return FileRecord(
             name=self._path.name,
@@ -108,7 +114,7 @@ class HashedWriter:
 
 
 class HashedReader:
-    """A file of a checkpoint, checked against its record as it is read.
+    """Ranges of a file of a checkpoint, every block that they touch checked against its record.
 
     Args:
         path: Where it is.
@@ -120,49 +126,67 @@ class HashedReader:
     """
 
     def __init__(
-        self, path: Path, record: FileRecord, *, on_block: Callable[[], None] = lambda: None
+        self, path: Place, record: FileRecord, *, on_block: Callable[[], None] = lambda: None
     ) -> None:
         self._path = path
         self._record = record
         self._on_block = on_block
-        self._hash = _BlockHash()
-        check_size(path, record)
-        self._file = BufferedReader(FileIO(path), _BUFFER_BYTES)
+        self._scratch: list[memoryview] = []  # for blocks that are wanted in pieces; one a thread
+        with self._checked_presence():
+            self._file = storage.open_to_read(path)
+        if (size_bytes := self._file.size_bytes) is not None and size_bytes != record.size_bytes:
+            self._file.close()
+            check_size(path, size_bytes, record)
 
-    def read_into(self, view: memoryview) -> None:
-        """Fill `view`, a writable buffer of single bytes. What it holds is good once `finish` has returned."""
-        while len(view):
-            piece, view = view[: self._hash.room()], view[self._hash.room() :]
-            if self._file.readinto(piece) != len(piece):
-                raise CorruptCheckpointError(f"{self._path} ended early while it was read")
-            if self._hash.update(piece):
-                self._check_last_block()
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each view with the file's bytes from a place on, in one pass over the blocks that hold them.
 
-    def read(self, size_bytes: int) -> bytes:
-        """The next `size_bytes`."""
-        data = bytearray(size_bytes)
-        self.read_into(memoryview(data))
-        return bytes(data)
+        Args:
+            ranges: The first byte in the file, and a writable buffer of single bytes; ordered by the first byte. What
+                the buffers hold is good when this has returned.
+        """
+        for _ in in_threads(self._fill_from_block, _by_block(ranges), most=self._file.num_readers):
+            self._on_block()
 
-    def finish(self) -> None:
-        """Check that the whole file was read, and its last block."""
-        if self._hash.size_bytes != self._record.size_bytes:
+    def read_all(self) -> bytes:
+        """The whole file."""
+        content = bytearray(self._record.size_bytes)
+        self.read_ranges([(0, memoryview(content))])
+        return bytes(content)
+
+    def _fill_from_block(self, block: "tuple[int, list[tuple[int, memoryview]]]") -> None:
+        index, wanted = block
+        start = index * BLOCK_BYTES
+        end = min(start + BLOCK_BYTES, self._record.size_bytes)
+        if len(wanted) == 1 and wanted[0][0] <= start and end <= wanted[0][0] + len(wanted[0][1]):
+            at, view = wanted[0]
+            self._read_block(index, start, view[start - at : end - at])
+            return
+        scratch = self._scratch.pop() if self._scratch else memoryview(bytearray(BLOCK_BYTES))
+        whole = scratch[: end - start]
+        self._read_block(index, start, whole)
+        for at, view in wanted:
+            first, last = max(at, start), min(at + len(view), end)
+            view[first - at : last - at] = whole[first - start : last - start]
+        self._scratch.append(scratch)
+
+    def _read_block(self, index: int, start: int, view: memoryview) -> None:
+        with self._checked_presence():
+            size_bytes = self._file.read_at(start, view)
+        if size_bytes != len(view):
+            raise CorruptCheckpointError(f"{self._path} ended early while it was read")
+        if xxhash.xxh3_64_hexdigest(view) != self._record.checksums[index]:
             raise CorruptCheckpointError(
-                f"{self._path} holds {self._record.size_bytes} bytes, of which its header names "
-                f"{self._hash.size_bytes}: it is not what was written"
+                f"{self._path} is damaged between byte {start} and {start + len(view)}: its checksum differs from "
+                "the manifest's; load another checkpoint, or restore the file"
             )
-        if self._hash.finish():
-            self._check_last_block()
 
-    def _check_last_block(self) -> None:
-        self._on_block()
-        index = len(self._hash.checksums) - 1
-        if self._hash.checksums[index] != self._record.checksums[index]:
-            start, end = index * BLOCK_BYTES, self._hash.size_bytes
-            raise CorruptCheckpointError(
-                f"{self._path} is damaged between byte {start} and {end}: its checksum differs from the manifest's"
-                "; load another checkpoint, or restore the file"
-            )
+    @contextmanager
+    def _checked_presence(self) -> Generator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{self._path} is missing, though the manifest lists it") from error
 
     def __enter__(self) -> Self:
         return self
@@ -173,27 +197,30 @@ class HashedReader:
         self._file.close()
 
 
-def check_size(path: Path, record: FileRecord) -> None:
+def _by_block(ranges: Sequence[tuple[int, memoryview]]) -> list[tuple[int, list[tuple[int, memoryview]]]]:
+    """The ranges that touch each block, the blocks in order."""
+    blocks: dict[int, list[tuple[int, memoryview]]] = {}
+    for at, view in ranges:
+        if len(view):
+            for index in range(at // BLOCK_BYTES, (at + len(view) - 1) // BLOCK_BYTES + 1):
+                blocks.setdefault(index, []).append((at, view))
+    return sorted(blocks.items())
+
+
+def check_size(path: Place, size_bytes: int | None, record: FileRecord) -> None:
     """Refuse a file that is missing or has another size than its record.
+
+    Args:
+        path: The file.
+        size_bytes: Its size; None if it is not there.
+        record: What the manifest says of it.
 
     Raises:
         CorruptCheckpointError: If so.
     """
-    if not path.is_file():
+    if size_bytes is None:
         raise CorruptCheckpointError(f"{path} is missing, though the manifest lists it")
-    size_bytes = path.stat().st_size
     if size_bytes != record.size_bytes:
         raise CorruptCheckpointError(
             f"{path} has {size_bytes} bytes, and the manifest says {record.size_bytes}: it is torn or was changed"
         )
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk."""
-    if os.name == "nt":  # Windows opens no folders; its file systems journal their entries
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,108 +3,110 @@
 ```text
 checkpoints/
   step-1200/
-    weights-model.safetensors   one model's tensors
-    weights-model.json          its names, ties and whatever is no tensor
-    state.safetensors           what is the same on all ranks: optimizers, schedulers, loaders, custom objects
-    state.json
-    rank-0.safetensors          what each rank has of its own: random number generators
-    rank-0.json
-    manifest.json               written last: without it there is no checkpoint
+    weights-model.json             one model's names, ties and whatever is no tensor
+    weights-model.r0.safetensors   the part of its tensors that rank 0 wrote; another rank's is .r1, and so on
+    state.json                     what is the same on all ranks: optimizers, schedulers, loaders, custom objects
+    state.r0.safetensors
+    rank-0.json                    what a rank has of its own: random number generators
+    rank-0.r0.safetensors
+    manifest.json                  written last: without it there is no checkpoint
 ```
 
 A step that is saved again goes beside the committed files (`state.1.json`, ...), and the new manifest replaces the
-old one in one rename; then the old files go.
+old one in one piece; then the old files go.
 """
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
+from drivetrain_checkpoint import storage
 from drivetrain_checkpoint.errors import StateError
+from drivetrain_checkpoint.storage import Place
 
 MANIFEST = "manifest.json"
 UNCOMMITTED_MANIFEST = "manifest.json.tmp"
 
 _STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_PART_FILE = re.compile(r"(weights-[A-Za-z0-9_-]+|state|rank-\d+)(?:\.(?P<attempt>\d+))?\.(json|safetensors)")
+_PART_FILE = re.compile(
+    r"(weights-[A-Za-z0-9_-]+|state|rank-\d+)(\.r\d+)?(?:\.(?P<attempt>\d+))?\.(json|safetensors)"
+)
+STATE_PART = "state"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The stems of a checkpoint's files: each part is `STEM.json`, with `STEM.safetensors` if it has tensors.
-
-    Attributes:
-        models: By the model's name.
-        replicated: Of what is the same on all ranks.
-        per_rank: By rank.
-    """
-
-    models: dict[str, str]
-    replicated: str
-    per_rank: tuple[str, ...]
-
-
-def step_folder(directory: Path, step: int) -> Path:
+def step_folder(directory: Place, step: int) -> Place:
     """The folder of the checkpoint of `step`."""
     return directory / f"step-{step}"
 
 
-def step_of(folder: Path) -> int | None:
+def step_of(folder: Place) -> int | None:
     """The step that a folder's name says; None if it is not the name of a checkpoint."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
-def step_folders(directory: Path) -> list[Path]:
+def step_folders(directory: Place) -> list[Place]:
     """The folders of `directory` that are named as checkpoints, by step."""
-    if not directory.is_dir():
-        return []
-    folders = [path for path in directory.iterdir() if step_of(path) is not None and path.is_dir()]
-    return sorted(folders, key=lambda folder: step_of(folder) or 0)
+    steps = (step_of(directory / name) for name in storage.folders_in(directory))
+    return [step_folder(directory, step) for step in sorted(step for step in steps if step is not None)]
 
 
-def plan_parts(model_names: Iterable[str], *, world_size: int, attempt: int) -> Parts:
-    """The stems of a checkpoint's parts.
+def model_part(name: str) -> str:
+    """The part of the checkpoint that holds a model."""
+    return f"weights-{name}"
 
-    Args:
-        model_names: Of the models.
-        world_size: The number of ranks.
-        attempt: 0 in a fresh folder; above it where committed files must stay until the new ones are.
+
+def rank_part(rank: int) -> str:
+    """The part of the checkpoint that holds what a rank has of its own."""
+    return f"rank-{rank}"
+
+
+def check_model_names(names: Iterable[str]) -> None:
+    """Check that models' names can be files'.
 
     Raises:
-        StateError: A model's name cannot be a file's, or two of them differ in case alone.
+        StateError: One cannot, or two of them differ in case alone.
     """
-    suffix = f".{attempt}" if attempt else ""
-    models: dict[str, str] = {}
-    for name in model_names:
+    met: set[str] = set()
+    for name in names:
         if not _MODEL_NAME.fullmatch(name):
             raise StateError(f"models[{name!r}]: a model's name may hold letters, digits, _ and -; rename it")
-        if name.lower() in (other.lower() for other in models):
+        if name.lower() in met:
             raise StateError(
                 f"models[{name!r}]: another name differs from it in case alone; rename one of them"
             )
-        models[name] = f"weights-{name}{suffix}"
-    return Parts(
-        models=models,
-        replicated=f"state{suffix}",
-        per_rank=tuple(f"rank-{rank}{suffix}" for rank in range(world_size)),
-    )
+        met.add(name.lower())
 
 
-def own_files(folder: Path) -> list[Path]:
+def tree_file(part: str, attempt: int) -> str:
+    """The file of a part's names and plain values.
+
+    Args:
+        part: The part.
+        attempt: 0 in a fresh folder; above it where committed files must stay until the new ones are.
+    """
+    return f"{part}{_suffix(attempt)}.json"
+
+
+def tensor_file(part: str, rank: int, attempt: int) -> str:
+    """The file of those tensors of a part that a rank wrote."""
+    return f"{part}.r{rank}{_suffix(attempt)}.safetensors"
+
+
+def _suffix(attempt: int) -> str:
+    return f".{attempt}" if attempt else ""
+
+
+def own_files(folder: Place) -> list[Place]:
     """The files of `folder` that a save wrote, the manifest not among them."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if _PART_FILE.fullmatch(path.name) or path.name == UNCOMMITTED_MANIFEST
-    )
+    return [
+        folder / name
+        for name in sorted(storage.sizes_in(folder))
+        if _PART_FILE.fullmatch(name) or name == UNCOMMITTED_MANIFEST
+    ]
 
 
-def next_attempt(folder: Path) -> int:
+def next_attempt(folder: Place) -> int:
     """The first attempt number above that of every file in `folder`; 0 if it holds none."""
     matches = (_PART_FILE.fullmatch(path.name) for path in own_files(folder))
     return max((int(match["attempt"] or 0) + 1 for match in matches if match), default=0)

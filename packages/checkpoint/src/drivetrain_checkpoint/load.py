@@ -1,26 +1,46 @@
 """A load: the newest valid checkpoint, or the one that is named, on all ranks the same, every byte checked."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from drivetrain_checkpoint import storage
 from drivetrain_checkpoint.agreement import on_all_ranks
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
-from drivetrain_checkpoint.layout import MANIFEST, step_folders
+from drivetrain_checkpoint.layout import MANIFEST, STATE_PART, model_part, rank_part, step_folders
 from drivetrain_checkpoint.manifest import Manifest, check_files, read_manifest
-from drivetrain_checkpoint.parts import read_part
+from drivetrain_checkpoint.read import read_parts
+from drivetrain_checkpoint.shards import Leaf
+from drivetrain_checkpoint.storage import Place
 from drivetrain_checkpoint.survey import find_checkpoints
 from drivetrain_checkpoint.tree import State
-from drivetrain_state import Context, broadcast_object, gather_object
+from drivetrain_state import Context
 
 logger = logging.getLogger(__name__)
+
+# Of a tensor's name in the checkpoint: what it is to be divided like here; None for the whole tensor.
+Like: TypeAlias = Callable[[str], Leaf | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a checkpoint is read.
+
+    Attributes:
+        like: How tensors are divided here.
+        allow_pickle: Whether pickles in it are loaded, which runs code.
+    """
+
+    like: Like
+    allow_pickle: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """What a checkpoint held, on the CPU; nothing was applied to anything yet.
+
+    Tensors are whole, or divided as the load was told: DTensors as DTensors, others as `FlatPart`.
 
     Attributes:
         path: The checkpoint's folder.
@@ -33,7 +53,7 @@ class Loaded:
         plan: The effective plan of the run that saved, if it gave one.
     """
 
-    path: Path
+    path: Place
     step: int
     models: Mapping[str, Mapping[str, State]]
     replicated: Mapping[str, State]
@@ -43,7 +63,7 @@ class Loaded:
     plan: Mapping[str, Any] | None
 
 
-def load_newest(context: Context, directory: Path) -> Loaded:
+def load_newest(context: Context, directory: Place, how: Reading) -> Loaded:
     """The newest checkpoint that is good on every rank; damaged ones are passed over, with a warning on rank 0.
 
     Called on all ranks.
@@ -53,7 +73,7 @@ def load_newest(context: Context, directory: Path) -> Loaded:
     """
     problems: list[str] = []
     for folder in _candidates(context, directory, problems):
-        answer = _try(context, folder)
+        answer = _try(context, folder, how)
         if isinstance(answer, Loaded):
             return answer
         problems.append(str(answer))
@@ -63,49 +83,60 @@ def load_newest(context: Context, directory: Path) -> Loaded:
     raise NoCheckpointError(f"no checkpoint to load in {directory}: {why}")
 
 
-def load_from(context: Context, folder: Path) -> Loaded:
+def load_from(context: Context, folder: Place, how: Reading) -> Loaded:
     """The checkpoint of a folder. Called on all ranks.
 
     Raises:
         NoCheckpointError: There is no such folder.
         CorruptCheckpointError: It is damaged, for this rank or another; the message names the file.
     """
-    if not all(gather_object(context, folder.is_dir())):
+    doing = f"the load of {folder}"
+    if not all(on_all_ranks(context, lambda: storage.is_folder(folder), doing=doing)):
         raise NoCheckpointError(
             f"{folder} is no folder on every rank: name a checkpoint's, such as .../step-100"
         )
-    answer = _try(context, folder)
+    answer = _try(context, folder, how)
     if isinstance(answer, CorruptCheckpointError):
         raise answer
     return answer
 
 
-def holds_checkpoints(context: Context, folder: Path) -> bool:
+def holds_checkpoints(context: Context, folder: Place) -> bool:
     """Whether a folder is no checkpoint itself but holds some, as rank 0 sees it. Called on all ranks."""
-    found = context.topology.is_main and not (folder / MANIFEST).exists() and bool(step_folders(folder))
-    return broadcast_object(context, found)
+
+    def look() -> bool:
+        is_none = context.topology.is_main and not storage.is_file(folder / MANIFEST)
+        return is_none and bool(step_folders(folder))
+
+    return on_all_ranks(context, look, doing=f"the load of {folder}")[0]
 
 
-def newest(context: Context, directory: Path) -> Path | None:
+def newest(context: Context, directory: Place) -> Place | None:
     """The folder of the newest checkpoint by manifest and file sizes; None if there is none. Called on all ranks."""
     return next(iter(_candidates(context, directory, [])), None)
 
 
-def _candidates(context: Context, directory: Path, problems: list[str]) -> list[Path]:
+def _candidates(context: Context, directory: Place, problems: list[str]) -> list[Place]:
     """What rank 0 sees: the folders that may be loaded, newest first; what is wrong with the others is noted."""
-    found = find_checkpoints(directory) if context.topology.is_main else ()
-    for one in found:
-        if one.problem is not None and one.committed:
-            logger.warning("%s is passed over: %s", one.folder, one.problem)
-    folders, told = broadcast_object(
-        context,
-        ([one.folder for one in found if one.is_valid], [one.problem for one in found if one.problem]),
-    )
+
+    def look() -> tuple[
+        list[str], list[str]
+    ]:  # names: a place on another host may come with credentials of its own
+        found = find_checkpoints(directory) if context.topology.is_main else ()
+        for one in found:
+            if one.problem is not None and one.committed:
+                logger.warning("%s is passed over: %s", one.folder, one.problem)
+        return (
+            [one.folder.name for one in found if one.is_valid],
+            [one.problem for one in found if one.problem],
+        )
+
+    names, told = on_all_ranks(context, look, doing=f"the search of {directory}")[0]
     problems.extend(told)
-    return folders
+    return [directory / name for name in names]
 
 
-def _try(context: Context, folder: Path) -> Loaded | CorruptCheckpointError:
+def _try(context: Context, folder: Place, how: Reading) -> Loaded | CorruptCheckpointError:
     """What this rank reads, if every rank could read its own; else the first rank's error."""
     loaded: Loaded | None = None
     damage: CorruptCheckpointError | None = None
@@ -115,7 +146,7 @@ def _try(context: Context, folder: Path) -> Loaded | CorruptCheckpointError:
         try:
             manifest = read_manifest(folder)
             check_files(folder, manifest)
-            loaded = _read(context, folder, manifest)
+            loaded = _read(context, folder, manifest, how)
         except CorruptCheckpointError as error:
             damage = error
             return None, str(error)
@@ -133,22 +164,27 @@ def _try(context: Context, folder: Path) -> Loaded | CorruptCheckpointError:
     return loaded
 
 
-def _read(context: Context, folder: Path, manifest: Manifest) -> Loaded:
-    topology, parts = context.topology, manifest.parts
-
-    def on_block() -> None:
-        context.watch.mark(f"read {folder.name}")
-
-    def read(stem: str) -> State:
-        return read_part(folder, stem, manifest.files, on_block=on_block)
-
+def _read(context: Context, folder: Place, manifest: Manifest, how: Reading) -> Loaded:
+    topology = context.topology
+    parts = [*map(model_part, manifest.models), STATE_PART]
+    prefixes = {STATE_PART: "replicated", **{model_part(name): f"models/{name}" for name in manifest.models}}
     same_ranks = manifest.world_size == topology.world_size
+    if same_ranks:
+        parts.append(rank_part(topology.rank))
+    states = read_parts(
+        folder,
+        manifest,
+        parts,
+        like=lambda part, name: how.like(f"{prefixes[part]}/{name}") if part in prefixes else None,
+        allow_pickle=how.allow_pickle,
+        on_block=lambda: context.watch.mark(f"read {folder.name}"),
+    )
     return Loaded(
         path=folder,
         step=manifest.step,
-        models={name: read(stem) for name, stem in parts.models.items()},
-        replicated=read(parts.replicated),
-        per_rank=read(parts.per_rank[topology.rank]) if same_ranks else None,
+        models={name: states[model_part(name)] for name in manifest.models},
+        replicated=states[STATE_PART],
+        per_rank=states[rank_part(topology.rank)] if same_ranks else None,
         per_rank_missing=None if same_ranks else _why_missing(manifest.world_size, topology.world_size),
         saved_world_size=manifest.world_size,
         plan=manifest.plan,

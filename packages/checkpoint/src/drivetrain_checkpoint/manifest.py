@@ -1,20 +1,58 @@
 """The manifest: what a checkpoint consists of. It appears last and in one piece, and makes it a checkpoint."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
 from typing import Any, cast
 
 import xxhash
 
+from drivetrain_checkpoint import storage
+from drivetrain_checkpoint.boxes import Box
 from drivetrain_checkpoint.errors import CorruptCheckpointError, StateError
-from drivetrain_checkpoint.files import BLOCK_BYTES, FileRecord, check_size, sync_folder
-from drivetrain_checkpoint.layout import MANIFEST, UNCOMMITTED_MANIFEST, Parts
+from drivetrain_checkpoint.files import BLOCK_BYTES, FileRecord, check_size
+from drivetrain_checkpoint.layout import MANIFEST
+from drivetrain_checkpoint.storage import Place
+from drivetrain_checkpoint.tensor_file import item_bytes_of
 from drivetrain_checkpoint.tree import Json, decode, encode
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a box of a tensor lies.
+
+    Attributes:
+        file: The file's name.
+        start: Its first byte in there; from it on it is contiguous, in row-major order.
+        box: Which box.
+    """
+
+    file: str
+    start: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: As safetensors calls it.
+        shape: That of the whole.
+        pieces: What it consists of: each of its elements once.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its elements."""
+        return prod(self.shape) * item_bytes_of(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +65,14 @@ class Manifest:
         save_id: Random; by it the ranks know that they see the same checkpoint.
         saved_at: When rank 0 committed it: UTC, ISO 8601.
         world_size: The number of ranks that saved.
-        parts: The stems of its files.
+        mesh: The parallel dimensions that they had, by name, if any.
+        attempt: The number in its files' names; 0 unless the step was saved before.
+        models: The names of the models.
         files: Sizes and checksums by file name.
+        tensors: Every tensor by its name, by its part of the checkpoint.
         libraries: Versions of what wrote it.
         plan: The effective plan of the run, if one was given.
+        metrics: Numbers that tell how good it is, by name.
     """
 
     step: int
@@ -38,31 +80,32 @@ class Manifest:
     save_id: str
     saved_at: str
     world_size: int
-    parts: Parts
+    mesh: Mapping[str, int]
+    attempt: int
+    models: tuple[str, ...]
     files: Mapping[str, FileRecord]
+    tensors: Mapping[str, Mapping[str, StoredTensor]]
     libraries: Mapping[str, str]
     plan: Mapping[str, Any] | None
+    metrics: Mapping[str, float]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files but the manifest."""
+        return sum(record.size_bytes for record in self.files.values())
 
 
-def commit_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make the files of `folder` a checkpoint: from this rename on it is one, and before it it is none.
+def commit_manifest(folder: Place, manifest: Manifest) -> None:
+    """Make the files of `folder` a checkpoint: when the manifest has appeared it is one, and before that it is none.
 
-    The files must be on the disk already, and are their folder's entries before the manifest is.
+    The files must be on the disk already.
     """
     content = _to_json(manifest)
-    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False, indent=1)
-    sync_folder(folder)
-    sync_folder(folder.parent)
-    temporary = folder / UNCOMMITTED_MANIFEST
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / MANIFEST)
-    sync_folder(folder)
+    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
+    storage.put(folder / MANIFEST, text.encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """The manifest of a checkpoint's folder.
 
     Raises:
@@ -70,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = storage.read_whole(path)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{path} is missing: this save was never completed; load another checkpoint"
@@ -85,19 +128,21 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
     if version != FORMAT_VERSION:
         raise CorruptCheckpointError(
-            f"{path} is of format {version}, and this drivetrain-checkpoint reads {FORMAT_VERSION}: upgrade it"
+            f"{path} is of format {version}, and this drivetrain-checkpoint reads {FORMAT_VERSION}: use the version "
+            f"that wrote it, {content.get('libraries', {}).get('drivetrain-checkpoint')}"
         )
     return _from_json(content)
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def check_files(folder: Place, manifest: Manifest) -> None:
     """Check that every file is there in its full size; what is in it is checked when it is read.
 
     Raises:
         CorruptCheckpointError: One is not; the message names it.
     """
+    sizes = storage.sizes_in(folder)
     for record in manifest.files.values():
-        check_size(folder / record.name, record)
+        check_size(folder / record.name, sizes.get(record.name), record)
 
 
 def encode_plan(plan: Mapping[str, Any] | None) -> Json:
@@ -121,39 +166,62 @@ def _to_json(manifest: Manifest) -> dict[str, Json]:
         "save_id": manifest.save_id,
         "saved_at": manifest.saved_at,
         "world_size": manifest.world_size,
-        "parts": {
-            "models": dict(manifest.parts.models),
-            "replicated": manifest.parts.replicated,
-            "per_rank": list(manifest.parts.per_rank),
-        },
+        "mesh": dict(manifest.mesh),
+        "attempt": manifest.attempt,
+        "models": list(manifest.models),
         "checksum_kind": "xxh3_64",
         "checksum_block_bytes": BLOCK_BYTES,
         "files": {
             record.name: {"size_bytes": record.size_bytes, "checksums": list(record.checksums)}
             for record in manifest.files.values()
         },
+        "tensors": {
+            part: {name: _tensor_to_json(tensor) for name, tensor in tensors.items()}
+            for part, tensors in manifest.tensors.items()
+        },
         "libraries": dict(manifest.libraries),
         "plan": encode_plan(manifest.plan),
+        "metrics": encode_plan(manifest.metrics),
     }
 
 
-def _from_json(content: dict[str, Any]) -> Manifest:
-    parts = content["parts"]
-    return Manifest(
-        step=content["step"],
-        sequence=content["sequence"],
-        save_id=content["save_id"],
-        saved_at=content["saved_at"],
-        world_size=content["world_size"],
-        parts=Parts(
-            models=parts["models"], replicated=parts["replicated"], per_rank=tuple(parts["per_rank"])
+def _tensor_to_json(tensor: StoredTensor) -> Json:
+    return {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "pieces": [
+            [piece.file, piece.start, list(piece.box.offsets), list(piece.box.sizes)]
+            for piece in tensor.pieces
+        ],
+    }
+
+
+def _tensor_from_json(content: dict[str, Any]) -> StoredTensor:
+    return StoredTensor(
+        dtype=content["dtype"],
+        shape=tuple(content["shape"]),
+        pieces=tuple(
+            Piece(file, start, Box(offsets=tuple(offsets), sizes=tuple(sizes)))
+            for file, start, offsets, sizes in content["pieces"]
         ),
+    )
+
+
+def _from_json(content: dict[str, Any]) -> Manifest:
+    same = ("step", "sequence", "save_id", "saved_at", "world_size", "mesh", "attempt", "libraries")
+    return Manifest(
+        **{name: content[name] for name in same},
+        models=tuple(content["models"]),
         files={
             name: FileRecord(name=name, size_bytes=record["size_bytes"], checksums=tuple(record["checksums"]))
             for name, record in cast("dict[str, Any]", content["files"]).items()
         },
-        libraries=content["libraries"],
+        tensors={
+            part: {name: _tensor_from_json(tensor) for name, tensor in tensors.items()}
+            for part, tensors in cast("dict[str, Any]", content["tensors"]).items()
+        },
         plan=decode(content["plan"], {}),
+        metrics=decode(content["metrics"], {}),
     )
 
 

@@ -1,22 +1,82 @@
 """What can be set about checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
     """The `checkpoint` section: where checkpoints go, and how many stay."""
 
-    directory: Path | None = field(
+    directory: str | Path | None = field(
         default=None,
         metadata={
-            "help": "Folder of the checkpoints, seen by every host; by default below the project's folder."
+            "help": "Folder of the checkpoints, seen by every host, or a URL such as s3://bucket/run; by default "
+            "below the project's folder."
+        },
+    )
+    storage_options: Mapping[str, Any] | None = field(
+        default=None,
+        repr=False,  # may hold credentials
+        metadata={
+            "help": "Options of the URL's file system, such as endpoint_url; by default what it finds by itself.",
+            "secret": True,
         },
     )
     keep_last: int | None = field(
         default=None,
         metadata={"help": "Number of checkpoints to keep, the newest ones; by default all."},
+    )
+    keep_every: int | None = field(
+        default=None,
+        metadata={"help": "Keep those of every so many steps too, such as 10000."},
+    )
+    keep_best: int = field(
+        default=0,
+        metadata={"help": "Number of checkpoints to keep besides, the best ones by best_metric."},
+    )
+    best_metric: str | None = field(
+        default=None,
+        metadata={"help": "Which of the metrics given with a save tells the best."},
+    )
+    best_mode: Literal["min", "max"] = field(
+        default="min",
+        metadata={"help": "Whether the smallest or the largest value of best_metric is the best."},
+    )
+    save_every_steps: int | None = field(
+        default=None,
+        metadata={"help": "save_if_due() saves after every so many optimizer steps."},
+    )
+    save_every_minutes: float | None = field(
+        default=None,
+        metadata={"help": "save_if_due() saves when the last save was so many minutes ago."},
+    )
+    save_on_signals: tuple[str, ...] = field(
+        default=("SIGTERM", "SIGUSR1"),
+        metadata={
+            "help": "On these signals save_if_due() saves and ends the program with exit code 75: start it again."
+        },
+    )
+    background: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether training goes on while a checkpoint is written, from a copy in the host's memory."
+        },
+    )
+    allow_pickle: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether objects of any kind may be saved, as pickles, and loaded, which runs code of whoever "
+            "saved them."
+        },
+    )
+    stall_seconds: float = field(
+        default=600.0,
+        metadata={
+            "help": "Seconds without a byte written by any rank after which a save in the background is given up."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -29,3 +89,27 @@ class CheckpointSettings:
             raise ValueError(
                 f"keep_last={self.keep_last!r}: must be at least 1 checkpoint; leave it unset to keep all"
             )
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every={self.keep_every!r}: must be at least 1 step")
+        if self.keep_best < 0:
+            raise ValueError(f"keep_best={self.keep_best!r}: must be 0 or more checkpoints")
+        if self.keep_best and self.best_metric is None:
+            raise ValueError(
+                f"keep_best={self.keep_best!r} without best_metric: name the metric that tells the best"
+            )
+        if self.keep_last is None and (self.keep_best or self.keep_every):
+            rule = "keep_best" if self.keep_best else "keep_every"
+            raise ValueError(
+                f"{rule}={getattr(self, rule)!r} without keep_last: all stay; set keep_last=1 or more too"
+            )
+        if self.save_every_steps is not None and self.save_every_steps < 1:
+            raise ValueError(f"save_every_steps={self.save_every_steps!r}: must be at least 1 step")
+        if self.save_every_minutes is not None and not self.save_every_minutes > 0:
+            raise ValueError(f"save_every_minutes={self.save_every_minutes!r}: must be above 0 minutes")
+        for name in self.save_on_signals:
+            if not name.startswith("SIG") or name in ("SIGKILL", "SIGSTOP"):
+                raise ValueError(
+                    f"save_on_signals={name!r}: must be the name of a signal that can be handled, such as SIGTERM"
+                )
+        if not self.stall_seconds > 0:
+            raise ValueError(f"stall_seconds={self.stall_seconds!r}: must be above 0 seconds")

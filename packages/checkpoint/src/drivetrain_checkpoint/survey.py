@@ -1,11 +1,15 @@
 """What a directory of checkpoints holds: each folder's manifest, or why it is no checkpoint."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from drivetrain_checkpoint import storage
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.layout import MANIFEST, step_folders
 from drivetrain_checkpoint.manifest import Manifest, check_files, read_manifest
+from drivetrain_checkpoint.storage import Place
+from drivetrain_checkpoint.threads import in_threads
+
+_MOST_AT_ONCE = 8  # an object store answers in tens of milliseconds, a run keeps hundreds of checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +23,7 @@ class Found:
         problem: Why it is not valid; None if manifest and file sizes are right.
     """
 
-    folder: Path
+    folder: Place
     committed: bool
     manifest: Manifest | None
     problem: str | None
@@ -35,13 +39,13 @@ class Found:
         return 0 if self.manifest is None else self.manifest.sequence
 
 
-def find_checkpoints(directory: Path) -> tuple[Found, ...]:
+def find_checkpoints(directory: Place) -> tuple[Found, ...]:
     """Every checkpoint of a directory, the last saved first, whatever its step; those without a manifest last."""
-    found = [inspect(folder) for folder in step_folders(directory)]
+    found = in_threads(inspect, step_folders(directory), most=_MOST_AT_ONCE)
     return tuple(sorted(found, key=lambda one: one.sequence, reverse=True))
 
 
-def inspect(folder: Path) -> Found:
+def inspect(folder: Place) -> Found:
     """Look at one folder: manifest and file sizes."""
     manifest = None
     problem = None
@@ -50,4 +54,5 @@ def inspect(folder: Path) -> Found:
         check_files(folder, manifest)
     except CorruptCheckpointError as error:
         problem = str(error)
-    return Found(folder=folder, committed=(folder / MANIFEST).is_file(), manifest=manifest, problem=problem)
+    committed = manifest is not None or storage.is_file(folder / MANIFEST)
+    return Found(folder=folder, committed=committed, manifest=manifest, problem=problem)

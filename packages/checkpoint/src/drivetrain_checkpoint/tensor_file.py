@@ -1,21 +1,18 @@
-"""Tensors to and from safetensors files, streamed.
+"""The safetensors format: which tensors a file holds and where, and their bytes.
 
 The files are plain safetensors: any reader of that format takes them. They are written here rather than by the
-library's `save_file` so that each byte is touched once: copied off the device tensor by tensor, hashed and written
-in the same pass, in memory bounded by the largest tensor. The library's parser checks the header of what is read.
+library's `save_file` so that each byte is touched once: copied off the device, hashed and written in the same pass;
+and so that it is known beforehand where in a file each tensor will lie.
 """
 
 import ctypes
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-
-from drivetrain_checkpoint.errors import CorruptCheckpointError
-from drivetrain_checkpoint.files import HashedReader, HashedWriter
 
 # What the format calls each dtype; torch versions lack some of the newest.
 _DTYPES: dict[str, torch.dtype] = {
@@ -52,64 +49,73 @@ def is_storable(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def write_tensors(writer: HashedWriter, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file.
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """What the format calls a dtype."""
+    return _NAMES[dtype]
 
-    Args:
-        writer: Where to.
-        tensors: Dense tensors of any device and strides, by name; `"__metadata__"` is none the format allows.
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype that the format calls so; None if this torch does not have it."""
+    return _DTYPES.get(name)
+
+
+def item_bytes_of(name: str) -> int:
+    """The bytes of an element of the dtype that the format calls so; 1 where this torch does not have it."""
+    return _DTYPES[name].itemsize if name in _DTYPES else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file: its key, its dtype as the format calls it, and its shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """A file before it is written.
+
+    Attributes:
+        header: Its first bytes.
+        order: In which order the tensors follow, as indices into the entries it was planned for.
+        starts: The first byte of each, by the same indices.
     """
+
+    header: bytes
+    order: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+def plan_file(entries: Sequence[Entry]) -> FileLayout:
+    """The layout of a file of these tensors, whose keys differ. Pure."""
     # Widest first, as the library does it: every tensor starts at a multiple of its item size.
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, object] = {}
+    order = sorted(range(len(entries)), key=lambda index: -_DTYPES[entries[index].dtype].itemsize)
+    described: dict[str, object] = {}
+    starts = [0] * len(entries)
     offset = 0
-    for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+    for index in order:
+        entry = entries[index]
+        starts[index], end = offset, offset + entry.size_bytes
+        described[entry.key] = {
+            "dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]
+        }  # fmt: skip
         offset = end
-    text = json.dumps(header).encode()
+    text = json.dumps(described).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    writer.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        staged = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
-        writer.write(_bytes_of(staged))
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(header, tuple(order), tuple(start + len(header) for start in starts))
 
 
-def read_tensors(reader: HashedReader, path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU, each in memory of its own.
-
-    The last block is not checked before `reader.finish()`.
-
-    Raises:
-        CorruptCheckpointError: The file is no safetensors file.
-    """
-    tensors: dict[str, Tensor] = {}
-    try:
-        with safe_open(path, framework="pt") as header:
-            for name in header.offset_keys():
-                described = header.get_slice(name)
-                if (dtype := _DTYPES.get(described.get_dtype())) is None:
-                    raise CorruptCheckpointError(
-                        f"{path}: {name!r} has the dtype {described.get_dtype()}, which this torch does not have"
-                    )
-                tensors[name] = torch.empty(described.get_shape(), dtype=dtype)
-    except SafetensorError as error:
-        raise CorruptCheckpointError(f"{path} is no safetensors file: {error}") from error
-    header_bytes = int.from_bytes(reader.read(8), "little")
-    reader.read(header_bytes)
-    for tensor in tensors.values():
-        reader.read_into(_bytes_of(tensor))
-    return tensors
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, which must outlive the view; without NumPy, which knows no bfloat16."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr()))
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")

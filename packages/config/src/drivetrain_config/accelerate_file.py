@@ -3,11 +3,15 @@
 What has no counterpart here is refused by name, unless the file switches it off anyway.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from drivetrain_config.accelerate_deepspeed import DEEPSPEED
+from drivetrain_config.accelerate_fsdp import FSDP
+from drivetrain_config.accelerate_words import Family, read_words
 from drivetrain_config.errors import ConfigError
 
 _MARKS = ("compute_environment", "distributed_type")
@@ -27,7 +31,7 @@ _SAME_MEANING = {
     "debug": ("state", "debug"),
 }
 
-# NO leaves the choice to the number of processes; the others replicate the model.
+# NO leaves the choice to the number of processes; those called MULTI replicate the model.
 _BACKENDS = {
     "NO": None,
     "MULTI_CPU": "ddp",
@@ -36,6 +40,14 @@ _BACKENDS = {
     "MULTI_MLU": "ddp",
     "MULTI_NPU": "ddp",
     "MULTI_XPU": "ddp",
+    "FSDP": "fsdp",
+    "DEEPSPEED": "deepspeed",
+}
+
+# Keys whose value holds the words for one backend, with the type that they go with.
+_FAMILIES: Mapping[str, tuple[Family, str]] = {
+    "fsdp_config": (FSDP, "FSDP"),
+    "deepspeed_config": (DEEPSPEED, "DEEPSPEED"),
 }
 
 # They describe a network that the rendezvous does not ask about, or a function that a script calls by itself.
@@ -46,13 +58,11 @@ _OFF_ONLY = (
     "compute_environment",
     "commands",
     "command_file",
-    "deepspeed_config",
     "downcast_bf16",
     "dynamo_backend",
     "dynamo_config",
     "enable_cpu_affinity",
     "fp8_config",
-    "fsdp_config",
     "ipex_config",
     "megatron_lm_config",
     "mpirun_config",
@@ -68,8 +78,24 @@ _OFF_ONLY = (
 )
 _OFF = (None, False, "", "no", "NO", "LOCAL_MACHINE", [])
 
-Sections = dict[str, dict[str, Any]]
-Lines = dict[tuple[str, ...], int]
+Lines = Mapping[tuple[str, ...], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """An Accelerate file in our terms.
+
+    Attributes:
+        sections: The fields by section.
+        lines: The lines that the fields came from.
+        told: What is met in another way than the file says, a line each.
+        refused: What has no counterpart, each with its place.
+    """
+
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    lines: dict[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
+    told: list[str] = field(default_factory=list[str])
+    refused: list[str] = field(default_factory=list[str])
 
 
 def is_accelerate(data: Mapping[str, Any]) -> bool:
@@ -77,33 +103,84 @@ def is_accelerate(data: Mapping[str, Any]) -> bool:
     return any(isinstance(data.get(mark), str) or data.get(mark) is False for mark in _MARKS)
 
 
-def translate(data: Mapping[str, Any], path: Path, lines: Mapping[str, int]) -> tuple[Sections, Lines]:
+def translate(data: Mapping[str, Any], path: Path, lines: Lines) -> Translation:
     """Read an Accelerate file as our sections.
 
     Args:
         data: What the file holds.
         path: The file, for messages.
-        lines: The lines of its keys.
-
-    Returns:
-        The sections with their fields, and the lines the fields came from.
+        lines: The lines of its keys, by their path.
 
     Raises:
         ConfigError: It asks for what has no counterpart here; the message lists all of it.
     """
-    sections: Sections = {}
-    placed: Lines = {}
+    found = Translation()
     for key, value in data.items():
-        for section, field, meant in _meaning(key, value, data):
-            sections.setdefault(section, {})[field] = meant
-            if key in lines:
-                placed[section, field] = lines[key]
-    if refused := [_refusal(key, data[key], path, lines) for key in data if not _is_honoured(key, data[key])]:
+        if key in _FAMILIES and value and (_goes_with_type(key, data) or not _is_off(value)):
+            _read_family(found, key, data, path, lines)
+            continue
+        for section, name, meant in _meaning(key, value, data):
+            _set(found, (section, name), meant, _Place(path, (key,), lines))
+        if not _is_honoured(key, value):
+            found.refused.append(_refusal(key, value, _Place(path, (key,), lines)))
+    if found.refused:
         raise ConfigError(
-            f"{path} is an Accelerate file, and asks for what has no counterpart here: {'; '.join(refused)}. "
-            "Take these lines out, or switch them off"
+            f"{path} is an Accelerate file, and asks for what has no counterpart here: "
+            f"{'; '.join(found.refused)}. Take these lines out, or switch them off"
         )
-    return sections, placed
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a key stands."""
+
+    path: Path
+    keys: tuple[str, ...]
+    lines: Lines
+
+    @property
+    def line(self) -> int | None:
+        return self.lines.get(self.keys)
+
+    def __str__(self) -> str:
+        name = ".".join(self.keys)
+        return name if self.line is None else f"{self.path.name}:{self.line} {name}"
+
+
+def _set(found: Translation, setting: tuple[str, str], meant: Any, place: _Place) -> None:
+    section, name = setting
+    fields = found.sections.setdefault(section, {})
+    if fields.setdefault(name, meant) != meant:
+        found.refused.append(f"{place}: {meant} (another key has {section}.{name}={fields[name]})")
+    elif place.line is not None:
+        found.lines[setting] = place.line
+
+
+def _goes_with_type(key: str, data: Mapping[str, Any]) -> bool:
+    return data.get("distributed_type") == _FAMILIES[key][1]
+
+
+def _read_family(found: Translation, key: str, data: Mapping[str, Any], path: Path, lines: Lines) -> None:
+    """Read the words for FSDP or DeepSpeed; under another type they would ask for nothing, there or here."""
+    family, kind = _FAMILIES[key]
+    given = data[key]
+    if not _goes_with_type(key, data) or not isinstance(given, Mapping):
+        found.refused.append(
+            f"{_Place(path, (key,), lines)}: {given} (a mapping beside distributed_type: {kind})"
+        )
+        return
+    words: dict[str, Any] = {str(word): value for word, value in given.items()}
+    places = {word: _Place(path, (key, word), lines) for word in words}
+    reading = read_words(family, {word: value for word, value in words.items() if word in family.words})
+    for setting, (word, value) in reading.settings.items():
+        _set(found, setting, value, places[word])
+    found.told.extend(f"{places[word]}: {words[word]}: {text}" for word, text in reading.told.items())
+    for word, place in places.items():
+        if word not in family.words:
+            found.refused.append(f"{place}: {words[word]} ({_unknown(word, family.words)})")
+        elif word in reading.refused:
+            found.refused.append(f"{place}: {words[word]} ({reading.refused[word]})")
 
 
 def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
@@ -124,7 +201,9 @@ def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> list[tuple[str, s
 def _is_honoured(key: str, value: Any) -> bool:
     if key == "distributed_type":
         return _type_name(value) in _BACKENDS
-    return key in _SAME_MEANING or key in _WITHOUT_EFFECT or (key in _OFF_ONLY and _is_off(value))
+    if key in _SAME_MEANING or key in _WITHOUT_EFFECT:
+        return True
+    return (key in _OFF_ONLY or key in _FAMILIES) and _is_off(value)
 
 
 def _is_off(value: Any) -> bool:
@@ -137,14 +216,17 @@ def _is_off(value: Any) -> bool:
     )
 
 
-def _refusal(key: str, value: Any, path: Path, lines: Mapping[str, int]) -> str:
-    where = f"{path.name}:{lines[key]} " if key in lines else ""
+def _refusal(key: str, value: Any, place: _Place) -> str:
     if key == "distributed_type":
-        return f"{where}{key}: {value} (here: {', '.join(_BACKENDS)})"
+        return f"{place}: {value} (here: {', '.join(_BACKENDS)})"
     if key in _OFF_ONLY:
-        return f"{where}{key}: {value}"
-    near = get_close_matches(key, [*_SAME_MEANING, *_WITHOUT_EFFECT, *_OFF_ONLY], n=1)
-    return f"{where}{key}: {value} (an unknown key{f', did you mean {near[0]!r}?' if near else ''})"
+        return f"{place}: {value}"
+    return f"{place}: {value} ({_unknown(key, [*_SAME_MEANING, *_WITHOUT_EFFECT, *_OFF_ONLY, *_FAMILIES])})"
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    near = get_close_matches(key, known, n=1)
+    return f"an unknown key{f', did you mean {near[0]!r}?' if near else ''}"
 
 
 def _type_name(value: Any) -> str:

@@ -21,11 +21,13 @@ class Contents:
         path: The file.
         data: Its sections by name, not yet checked.
         lines: Where sections and fields stand; empty where the parser does not tell.
+        told: What of one of Accelerate's files is met in another way than it says, a line each.
     """
 
     path: Path
     data: Mapping[str, Any]
     lines: Lines
+    told: tuple[str, ...] = ()
 
     def where(self, section: str, field: str | None = None) -> str:
         """The file, with the line where it is known."""
@@ -52,10 +54,8 @@ def read_file(path: Path) -> Contents:
     contents = Contents(path=path, data={str(key): value for key, value in data.items()}, lines=lines)
     if not is_accelerate(contents.data):
         return contents
-    data, lines = translate(
-        contents.data, path, {key[0]: line for key, line in lines.items() if len(key) == 1}
-    )
-    return Contents(path=path, data=data, lines=lines)
+    meant = translate(contents.data, path, lines)
+    return Contents(path=path, data=meant.sections, lines=meant.lines, told=tuple(meant.told))
 
 
 def _parse(path: Path) -> tuple[Any, Lines]:

@@ -5,6 +5,7 @@ resolved; the layers between them are read and checked here, once, in the launch
 """
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from drivetrain_config.kinds import field_types, plain
 from drivetrain_config.schema import flag_name
 from drivetrain_config.source import Entry, Kind, Source
 from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_secret
+
+logger = logging.getLogger(__name__)
 
 _ORDER: tuple[Kind, ...] = ("command line", "environment", "file")
 _Found = tuple[str, str, Entry]  # section, field, what was given
@@ -159,6 +162,9 @@ def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
     if path is None:
         return []
     contents = read_file(path)
+    if environ.read("RANK") in (None, "0"):  # the launcher's process, a script's own, or the first of many
+        for line in contents.told:
+            logger.warning("%s", line)
     found: list[_Found] = []
     for section, values in contents.data.items():
         _check_mapping(contents, section, values, vocabulary)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator as Accelerator
+    from drivetrain.hooks import CheckpointHook as CheckpointHook
     from drivetrain.plan import EffectivePlan as EffectivePlan
     from drivetrain.plan import PlanMismatchError as PlanMismatchError
     from drivetrain.plan import PlanRow as PlanRow
@@ -58,6 +59,7 @@ _HOMES = {
     "AccumulationError": "drivetrain_backends",
     "BackendRegistry": "drivetrain_backends",
     "BatchMismatchError": "drivetrain_backends",
+    "CheckpointHook": "drivetrain.hooks",
     "CheckpointSettings": "drivetrain_checkpoint",
     "Checkpointer": "drivetrain_checkpoint",
     "ConfigError": "drivetrain_config",
@@ -104,6 +106,7 @@ __all__ = [
     "AccumulationError",
     "BackendRegistry",
     "BatchMismatchError",
+    "CheckpointHook",
     "CheckpointSettings",
     "Checkpointer",
     "ConfigError",

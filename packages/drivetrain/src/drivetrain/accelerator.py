@@ -11,21 +11,19 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
-from drivetrain import metrics, resume
+from drivetrain import metrics
 from drivetrain.accumulate import MicroBatch
 from drivetrain.compose import compose, read_layers, sections_in_code
 from drivetrain.effective import plan_of, show_plan, store_plan
+from drivetrain.exports import Exports
 from drivetrain.loaders import shard
 from drivetrain.plan import EffectivePlan
 from drivetrain.prepare import PreparedModels, prepare_objects
 from drivetrain.ranks import Ranks
 from drivetrain.results import Results
+from drivetrain.saving import Saving
 from drivetrain.settings import RunSettings
-from drivetrain_backends import (
-    AccumulationError,
-    Backend,
-    BackendRegistry,
-)
+from drivetrain_backends import AccumulationError, Backend, BackendRegistry, whole_model
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_memory import free_memory
@@ -33,7 +31,7 @@ from drivetrain_precision import autocast
 from drivetrain_state import ParallelDims, set_seed
 
 
-class Accelerator(Ranks, Results):
+class Accelerator(Ranks, Saving, Exports, Results):
     """Prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
     Every argument may be left out; what is not said here is taken from the command line, the environment, a file, and
@@ -96,7 +94,10 @@ class Accelerator(Ranks, Results):
         super().__init__(self._parts.context, self._parts.loaders, self._parts.readers)
         self._prepared = PreparedModels(self._parts.loaders.mark_stepped)
         self._loaders: list[ShardedLoader[Any]] = []
-        self._custom: dict[str, resume.Stateful] = {}
+        self._custom = {}
+        self._put_off = []
+        self._schedule = None
+        self._hooks = []
         self._micro_batch = MicroBatch(self._parts.backend.window, self._parts.loaders, self._prepared)
         self._plan_shown = False
         if self.settings.seed is not None:
@@ -142,7 +143,7 @@ class Accelerator(Ranks, Results):
             PlanMismatchError: Something could not be applied as asked.
         """
         results, prepared, loaders = prepare_objects(objects, self._parts.backend, self._shard)
-        self._prepared.add(prepared)
+        self._prepared.add(prepared, results)
         self._loaders.extend(loaders)
         plan = self.plan
         if self.is_main_process:
@@ -173,6 +174,15 @@ class Accelerator(Ranks, Results):
         """
         return self._prepared.of(model).gathered(write=write)
 
+    def get_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """A model's weights and buffers, whole and on the CPU, as one process would have them. Called on all ranks.
+
+        Args:
+            model: A prepared model.
+            everywhere: Whether all ranks get them; else the others than the main process get an empty one.
+        """
+        return whole_model(self._prepared.of(model), self.context, everywhere=everywhere)
+
     def building(self) -> AbstractContextManager[None]:
         """Inside, a model is constructed as the backend wants it, straight on its device."""
         return self._parts.backend.building()
@@ -196,6 +206,8 @@ class Accelerator(Ranks, Results):
         micro_batch = self._micro_batch
         if micro_batch.is_open:
             raise AccumulationError("accumulate() inside accumulate(): one micro-batch is open already")
+        if self._put_off:
+            self._save_what_was_put_off()
         micro_batch.models, micro_batch.last = models, last
         return micro_batch
 
@@ -238,6 +250,8 @@ class Accelerator(Ranks, Results):
         Raises:
             AccumulationError: Outside accumulate() while gradients are accumulated; a mean and a sum in one window;
                 or the loss's model is not known.
+            PairingError: The loss trains a model that was not prepared, or whose optimizer was not.
+            TypeError, ValueError: The loss is no scalar with a graph, or the count no number of items.
         """
         parts = self._parts
         if not self._micro_batch.is_open and parts.backend.window.num_micro_batches > 1:
@@ -252,7 +266,7 @@ class Accelerator(Ranks, Results):
         if model is None:
             parts.backend.backward(loss, count=count)
         else:
-            owners = [model] if isinstance(model, nn.Module) else model
+            owners = model if isinstance(model, Sequence) else [model]
             parts.backend.backward_of([self._prepared.of(one) for one in owners], loss, count=count)
 
     @property
@@ -288,51 +302,6 @@ class Accelerator(Ranks, Results):
         """
         return self._parts.backend.join(models)
 
-    # Saving and resuming
-
-    def register_for_checkpointing(self, *objects: resume.Stateful, **named: resume.Stateful) -> None:
-        """Have objects with `state_dict` and `load_state_dict` saved and loaded with the rest.
-
-        Args:
-            *objects: Objects saved under their place in the order of registration.
-            **named: Objects saved under a name, which survives reordering.
-        """
-        resume.register(self._custom, objects, named)
-
-    def save_state(self, output_dir: Path | str | None = None) -> Path:
-        """Save models, optimizers, schedulers, loader positions, generators and registered objects.
-
-        Called on all ranks, between accumulation windows.
-
-        Args:
-            output_dir: Folder of the checkpoints; `project_dir`/checkpoints by default.
-
-        Returns:
-            The folder of this checkpoint.
-
-        Raises:
-            RuntimeError: An accumulation window is open, whose gradients would be lost.
-            CheckpointError: The save failed on a rank; nothing was committed.
-        """
-        return resume.save(self._run_state(), self._parts.checkpointer(output_dir), plan=self.plan.as_dict())
-
-    def load_state(self, input_dir: Path | str | None = None) -> int:
-        """Take up a saved run, at this or another number of ranks. Called on all ranks, after `prepare`.
-
-        Args:
-            input_dir: A checkpoint's folder, or a folder of checkpoints, of which the newest valid one is taken;
-                `project_dir`/checkpoints by default.
-
-        Returns:
-            The optimizer step it was saved at.
-        """
-        step, self._parts.facts["random generators"] = resume.load(
-            self._run_state(), self._parts.checkpointer(input_dir), input_dir
-        )
-        if self.is_main_process:
-            store_plan(self.plan, self.settings)
-        return step
-
     def skip_first_batches(self, dataloader: ShardedLoader[Any], num_batches: int = 0) -> Any:
         """The rest of a loader's epoch, without reading what is skipped."""
         return skip_first_batches(dataloader, num_batches)
@@ -340,10 +309,19 @@ class Accelerator(Ranks, Results):
     # The end
 
     def end_training(self) -> None:
-        """Finish the trackers, release the models, leave the process group. Called on all ranks."""
-        self._parts.trackers.finish()
-        self._parts.backend.close()
-        self._parts.context.close()
+        """Finish saves and trackers, release the models, leave the process group. Called on all ranks.
+
+        Raises:
+            RankFailedError, OSError: A save in the background failed.
+        """
+        self._save_what_was_put_off()
+        self._forget_what_was_put_off()
+        with ExitStack() as stack:  # what fails does not keep the rest from ending; the last is done first
+            stack.callback(self._parts.context.close)
+            stack.callback(self._parts.backend.close)
+            stack.callback(self._parts.trackers.finish)
+            for checkpointer in self._parts.checkpointers.values():
+                stack.callback(checkpointer.close)
 
     def __enter__(self) -> Self:
         return self
@@ -351,12 +329,14 @@ class Accelerator(Ranks, Results):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:  # the other ranks may not be here
+            self._forget_what_was_put_off()
         self.end_training()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all that was prepared, hand cached memory back, and give a None for each of the caller's names."""
         self._parts.backend.close()
-        self._prepared.all.clear()
+        self._prepared.clear()
         self._loaders = []
         free_memory()
         return [None] * len(objects)
@@ -368,13 +348,3 @@ class Accelerator(Ranks, Results):
 
     def _mark_batch(self) -> None:
         self.context.watch.mark("batch")
-
-    def _run_state(self) -> resume.RunState:
-        return resume.RunState(
-            context=self.context,
-            prepared=self._prepared.all,
-            backend=self._parts.backend,
-            loaders=self._loaders,
-            custom=self._custom,
-            seed=self.settings.seed or 0,
-        )

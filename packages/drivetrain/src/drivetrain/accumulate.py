@@ -55,6 +55,8 @@ class MicroBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_open = False
+        if error is not None:
+            self._window.fail()
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -11,6 +11,7 @@ from typing import Any
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
+from drivetrain_checkpoint.storage import Place, locate
 from drivetrain_config import ConfigError, Layers, Resolved, resolve, section_names
 from drivetrain_config import sections as installed_sections
 from drivetrain_data import ActiveLoaders, DataSettings, Shard
@@ -45,6 +46,7 @@ class Parts:
         loaders: Which loaders are being read.
         trackers: Where values are logged.
         facts: What else the plan tells, as it comes to be known.
+        checkpointers: What has saved or loaded, by its folder.
     """
 
     resolved: Mapping[str, Resolved[Any]]
@@ -56,6 +58,7 @@ class Parts:
     loaders: ActiveLoaders
     trackers: TrackerGroup
     facts: dict[str, str] = field(default_factory=dict[str, str])
+    checkpointers: dict[Place, Checkpointer] = field(default_factory=dict[Place, Checkpointer])
 
     @property
     def settings(self) -> RunSettings:
@@ -73,16 +76,19 @@ class Parts:
             raise ValueError(f"{what} needs a folder: pass one, or set project_dir= of the Accelerator")
         return directory
 
-    def checkpointer(self, directory: Path | str | None) -> Checkpointer:
+    def checkpointer(self, directory: Place | str | None) -> Checkpointer:
         """What saves into and loads from a folder of checkpoints.
 
         Args:
-            directory: The folder; by default the checkpoint section's, and without one the project's.
+            directory: The folder or URL; by default the checkpoint section's, and without one the project's.
         """
         settings: CheckpointSettings = self.resolved["checkpoint"].value
         if directory is None:
             directory = settings.directory or self.project_dir("saving and loading") / "checkpoints"
-        return Checkpointer(self.context, Path(directory), settings=settings)
+        place = locate(directory, settings.storage_options)
+        if place not in self.checkpointers:
+            self.checkpointers[place] = Checkpointer(self.context, place, settings=settings)
+        return self.checkpointers[place]
 
 
 def sections_in_code(
@@ -91,8 +97,14 @@ def sections_in_code(
     """The sections that code has given, by name.
 
     Raises:
+        TypeError: The sections are no mapping.
         ValueError: The data section is given twice.
     """
+    if not isinstance(sections, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+        raise TypeError(
+            f"sections={sections!r}: they are a mapping of sections by name, such as "
+            '{"ddp": {"static_graph": True}}'
+        )
     if data is None:
         return sections or {}
     if sections and "data" in sections:

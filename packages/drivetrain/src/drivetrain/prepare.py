@@ -96,25 +96,52 @@ class PreparedModels:
 
     Attributes:
         all: Every one, in the order they were prepared.
+        optimizers: Their optimizers, in the order they were given to `prepare`.
+        schedulers: Their schedulers, likewise.
     """
 
     def __init__(self, on_step: Callable[[], None]) -> None:
         self.all: list[Prepared] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self._holders: dict[Tensor, Prepared] = {}
         self._on_step = on_step
 
-    def add(self, prepared: Sequence[Prepared]) -> None:
-        """Add those that are new; others may have gained an optimizer."""
-        self.all.extend(one for one in prepared if one not in self.all)
+    def add(self, prepared: Sequence[Prepared], results: Sequence[object]) -> None:
+        """Add those that are new; others may have gained an optimizer.
+
+        Args:
+            prepared: The models that are new or have gained something.
+            results: All that `prepare` gives back, in its order.
+        """
+        self.optimizers += [one for one in results if isinstance(one, PreparedOptimizer)]
+        self.schedulers += [one for one in results if isinstance(one, PreparedScheduler)]
         for one in prepared:
+            if one not in self.all:
+                self.all.append(one)
+                for parameter in one.unwrap().parameters():
+                    self._holders.setdefault(parameter, one)
             for optimizer in one.optimizers:
                 optimizer.on_step = self._on_step
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self.all.clear()
+        self.optimizers.clear()
+        self.schedulers.clear()
+        self._holders.clear()
 
     def of(self, model: nn.Module) -> Prepared:
         """Find a model by what `prepare` returned, or by the user's own module.
 
         Raises:
+            TypeError: It is no model.
             ValueError: It was not prepared here.
         """
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+            raise TypeError(
+                f"{model!r} is no model: give what prepare() returned for one, or several in a tuple"
+            )
         for one in self.all:
             if any(given in (one.model, one.unwrap()) for given in (model, uncompiled(model))):
                 return one
@@ -137,7 +164,9 @@ class PreparedModels:
         """
         if len(self.all) == 1:
             return self.all[0]
-        for one in self.all:
+        if parameters and parameters[0] in self._holders:
+            return self._holders[parameters[0]]
+        for one in self.all:  # listed while a sharded model was gathered
             if parameters and any(parameters[0] is parameter for parameter in one.unwrap().parameters()):
                 return one
         raise ValueError(

@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from drivetrain_backends import AccumulationError, Backend, Prepared, whole_state
+from drivetrain.divided import as_in, mark_replicas
+from drivetrain_backends import Backend, Prepared, PreparedOptimizer, PreparedScheduler
 from drivetrain_checkpoint import Checkpointer
+from drivetrain_checkpoint.storage import Place
 from drivetrain_data import ShardedLoader
 from drivetrain_state import Context, load_rng_state, reseed, rng_state
 
@@ -37,6 +38,8 @@ class RunState:
     Attributes:
         context: Ranks and device.
         prepared: The models with what trains them, in the order they were prepared.
+        optimizers: All optimizers, in the order they were prepared.
+        schedulers: All schedulers, likewise.
         backend: What trains them.
         loaders: The prepared loaders, in order.
         custom: Registered objects by name.
@@ -45,6 +48,8 @@ class RunState:
 
     context: Context
     prepared: Sequence[Prepared]
+    optimizers: Sequence[PreparedOptimizer]
+    schedulers: Sequence[PreparedScheduler]
     backend: Backend
     loaders: Sequence[ShardedLoader[Any]]
     custom: Mapping[str, Stateful]
@@ -75,25 +80,19 @@ def register(custom: dict[str, Stateful], objects: Sequence[object], named: Mapp
         custom[name] = obj
 
 
-def save(run: RunState, checkpointer: Checkpointer, *, plan: Mapping[str, Any]) -> Path:
-    """Save a run. Called on all ranks.
-
-    Raises:
-        AccumulationError: An accumulation window is open, whose gradients would be lost.
-    """
-    window = run.backend.window
-    if not window.closing:
-        raise AccumulationError(
-            f"save_state() in an open accumulation window (micro-batch {window.length} of "
-            f"{window.num_micro_batches}): its gradients are in no weights yet and would be lost; "
-            "save where accelerator.sync_gradients is true, after optimizer.step()"
-        )
+def save(
+    run: RunState,
+    checkpointer: Checkpointer,
+    *,
+    plan: Mapping[str, Any],
+    metrics: Mapping[str, float] | None = None,
+    background: bool | None = None,
+) -> Place:
+    """Save a run, between accumulation windows. Called on all ranks."""
     models: dict[str, Any] = {}
     training: dict[str, Any] = {}
     for name, one in _named(run.prepared).items():
-        state = whole_state(
-            dict(one.state_dict()), keep=run.context.topology.is_main
-        )  # only rank 0's is written
+        state = mark_replicas(one.state_dict(), one)
         models[name] = state.pop("model")
         training[name] = state
     trains = any(one.optimizers for one in run.prepared)  # else nothing steps, and what was received is done
@@ -105,13 +104,19 @@ def save(run: RunState, checkpointer: Checkpointer, *, plan: Mapping[str, Any]) 
     }
     run.context.watch.mark("save")
     path = checkpointer.save(
-        run.step, models=models, replicated=replicated, per_rank={"rng": rng_state()}, plan=plan
+        run.step,
+        models=models,
+        replicated=replicated,
+        per_rank={"rng": rng_state()},
+        plan=plan,
+        metrics=metrics,
+        background=background,
     )
     run.context.watch.mark("saved")
     return path
 
 
-def load(run: RunState, checkpointer: Checkpointer, path: Path | str | None) -> tuple[int, str]:
+def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) -> tuple[int, str]:
     """Take up a saved run. Called on all ranks.
 
     Returns:
@@ -120,9 +125,9 @@ def load(run: RunState, checkpointer: Checkpointer, path: Path | str | None) -> 
     Raises:
         ValueError: The checkpoint holds another number of models, loaders or registered objects than are prepared.
     """
-    loaded = checkpointer.load(None if path is None else Path(path))
-    saved = loaded.replicated
     named = _named(run.prepared)
+    loaded = checkpointer.load(path, like=as_in(named))
+    saved = loaded.replicated
     _check_same("models", named, loaded.models)
     _check_same("loaders", dict(enumerate(run.loaders)), dict(enumerate(saved["loaders"])))
     _check_same("registered objects", run.custom, saved["custom"])

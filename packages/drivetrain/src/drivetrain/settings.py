@@ -1,8 +1,11 @@
 """The `run` section: what a training run is, whatever it runs on."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+_LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/")  # what a Path makes of a URL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,4 +69,9 @@ class RunSettings:
         if self.log_with and self.project_dir is None:
             raise ValueError(
                 f"log_with={self.log_with!r}: a tracker writes into project_dir, which is not set; give both"
+            )
+        if self.project_dir is not None and _LOST_SLASH.match(self.project_dir.as_posix()):
+            raise ValueError(
+                f"project_dir={str(self.project_dir)!r}: logs and the plan go into a folder, not to a URL; name a "
+                "folder here, and the URL as directory of the checkpoint section"
             )

@@ -1,7 +1,8 @@
 """The `drivetrain` command: finds the subcommand, builds its parser, and says what is wrong with a command line.
 
 Subcommands are found through the entry point group `drivetrain.commands`; only the module of the chosen one is
-imported, so that `drivetrain --help` answers at once.
+imported, so that `drivetrain --help` answers at once. One that is announced as `checkpoint.list` is called by two
+words, `drivetrain checkpoint list`.
 """
 
 import sys
@@ -29,16 +30,16 @@ def main(tokens: Sequence[str] | None = None) -> int:
         The exit code: 2 for a command line or a setting that is wrong.
     """
     try:
-        return _run(sys.argv[1:] if tokens is None else list(tokens))
+        return _run(sys.argv[1:] if tokens is None else list(tokens), commands())
     except (LaunchError, ConfigError) as error:
         say(f"error: {error}")
         return _USAGE
 
 
-def _run(tokens: Sequence[str]) -> int:
-    found = commands()
+def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = "") -> int:
+    """Run the command that the first word names, or look among those of the group that it names."""
     if not tokens or tokens[0] in ("-h", "--help"):
-        sys.stdout.write(_overview(found))
+        sys.stdout.write(_overview(found, group))
         return 0 if tokens else _USAGE
     if tokens[0] in ("-V", "--version"):
         from importlib.metadata import version
@@ -46,15 +47,29 @@ def _run(tokens: Sequence[str]) -> int:
         sys.stdout.write(f"drivetrain {version('drivetrain-launcher')}\n")
         return 0
     name, *rest = tokens
-    if name not in found:
-        near = get_close_matches(name, found, n=1)
-        hint = f"; did you mean {near[0]}" if near else ""
-        raise UsageError(
-            f"{name}: no such command{hint}; the packages installed here bring {', '.join(found)}"
-        )
-    # A package that does not depend on config gives an object of the same shape.
-    command = cast("Command", found[name].load())
-    return command.run(_parse(name, command, rest))
+    if name in found:
+        # A package that does not depend on config gives an object of the same shape.
+        command = cast("Command", found[name].load())
+        return command.run(_parse(f"{group}{name}", command, rest))
+    if members := _group(found, name):
+        return _run(rest, members, f"{group}{name} ")
+    names = _names(found)
+    near = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {group}{near[0]}" if near else ""
+    raise UsageError(
+        f"{group}{name}: no such command{hint}; the packages installed here bring {', '.join(names)}"
+    )
+
+
+def _names(found: Mapping[str, EntryPoint]) -> list[str]:
+    """The words that may stand first: commands, and groups of them."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in found))
+
+
+def _group(found: Mapping[str, EntryPoint], name: str) -> dict[str, EntryPoint]:
+    """The commands of a group, without its name."""
+    prefix = f"{name}."
+    return {full.removeprefix(prefix): point for full, point in found.items() if full.startswith(prefix)}
 
 
 def _parse(name: str, command: Command, tokens: Sequence[str]) -> object:
@@ -63,29 +78,48 @@ def _parse(name: str, command: Command, tokens: Sequence[str]) -> object:
     return build_parser(name, command.arguments, command.help).parse(tokens)
 
 
-def _overview(found: Mapping[str, EntryPoint]) -> str:
-    width = max(map(len, found), default=0)
-    lines = [f"  {name:<{width}}  {_summary(point)}" for name, point in found.items()]
+def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
+    names = _names(found)
+    width = max(map(len, names), default=0)
+    lines = [f"  {name:<{width}}  {_about(name, found)}" for name in names]
+    about = (
+        _about_group(found)
+        if group
+        else "Write a PyTorch training loop once; run it anywhere by changing the launch."
+    )
     return "\n".join(
         [
-            "usage: drivetrain COMMAND [flags] ...",
+            f"usage: drivetrain {group}COMMAND [flags] ...",
             "",
-            "Write a PyTorch training loop once; run it anywhere by changing the launch.",
+            about,
             "",
             *lines,
             "",
-            "drivetrain COMMAND --help says more of each; drivetrain --version says which this is.",
+            f"drivetrain {group}COMMAND --help says more of each; drivetrain --version says which this is.",
             "",
         ]
     )
 
 
-def _summary(point: EntryPoint) -> str:
-    """The first line of a command's module, read without running it: a module may import what takes seconds."""
+def _about(name: str, found: Mapping[str, EntryPoint]) -> str:
+    """What a command or a group is for, in a line."""
+    if name in found:
+        return _summary(found[name].value.partition(":")[0])
+    return _about_group(_group(found, name))
+
+
+def _about_group(members: Mapping[str, EntryPoint]) -> str:
+    """What the package says of itself in which the modules of the group's commands stand."""
+    first = next(iter(members.values()))
+    return _summary(first.value.partition(":")[0].rpartition(".")[0])
+
+
+def _summary(module: str) -> str:
+    """The first line of a module, read without running it: it may import what takes seconds."""
     from ast import get_docstring, parse
     from importlib.util import find_spec
 
-    spec = find_spec(point.value.partition(":")[0])
+    spec = find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return ""
     with open(spec.origin, encoding="utf-8") as source:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
@@ -19,15 +19,25 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.failures import RankFailure, describe_others, describe_root, find_root, read_failure
+from drivetrain_launcher.failures import (
+    RESUME_EXIT_CODE,
+    RankFailure,
+    describe_others,
+    describe_root,
+    find_root,
+    read_failure,
+)
 from drivetrain_launcher.plan import LaunchPlan
 from drivetrain_launcher.rendezvous import rendezvous_of
 from drivetrain_launcher.saying import say, torch_silenced
 from drivetrain_launcher.stop_signals import StopSignals
+
+_SAVED = f"all ranks have saved; run the same command again to go on (exit code {RESUME_EXIT_CODE})"
 
 
 def run_elastic(plan: LaunchPlan) -> int:
@@ -70,6 +80,11 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
     agent = Agent(spec, logs, plan)
     try:
         result = cast("RunResult | None", agent.run())
+    except SignalException:
+        if not agent.has_saved:
+            raise
+        say(_SAVED)
+        return RESUME_EXIT_CODE
     finally:
         spec.rdzv_handler.shutdown()
     if agent.exit_code == 0 and result is not None and result.state is not WorkerState.SUCCEEDED:
@@ -98,11 +113,16 @@ class Agent(LocalElasticAgent):
     """torch's agent, which also says what happens.
 
     A rank's exception is shown as soon as its file is there: stopping the others, who may be saving, can take long.
+
+    Attributes:
+        exit_code: For the shell.
+        has_saved: Whether a rank, when it was stopped, said that all have saved and want to be started again.
     """
 
     def __init__(self, spec: WorkerSpec, logs: WorkerLogs, plan: LaunchPlan) -> None:
         super().__init__(spec, logs_specs=logs, log_line_prefix_template="[rank ${rank}] ")
         self.exit_code = 0
+        self.has_saved = False
         self._logs = logs
         self._plan = plan
         self._root: RankFailure | None = None
@@ -142,6 +162,9 @@ class Agent(LocalElasticAgent):
         except SignalException:
             say("killing the ranks: what they were saving is left uncommitted")
             self._stop(signal.SIGKILL, seconds)
+        handlers: Mapping[int, SubprocessHandler] = getattr(self._pcontext, "subprocess_handlers", {})
+        codes = [handler.proc.returncode for handler in handlers.values()]
+        self.has_saved = RESUME_EXIT_CODE in codes
         if self._worker_group.state is not WorkerState.SUCCEEDED:
             _kill_leftovers(self._worker_group)
 
@@ -188,6 +211,11 @@ class Agent(LocalElasticAgent):
             )
             for rank, failure in result.failures.items()
         ]
+        # One is enough: it ends so when all have saved. Others may have been stopped on their way out.
+        if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
+            say(_SAVED)
+            self.exit_code, self._remaining_restarts = RESUME_EXIT_CODE, 0
+            return
         # torch 2.9 leaves out the ranks that failed while they were being stopped.
         failures += [each for each in self._recorded(worker_group) if each.rank not in result.failures]
         root = find_root(

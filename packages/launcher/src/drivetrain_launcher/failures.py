@@ -32,8 +32,13 @@ _SIGNALS = {
 }
 
 
+# What a rank ends with that has saved on a signal and wants to be started again: EX_TEMPFAIL of sysexits.h.
+RESUME_EXIT_CODE = 75
 # What an exit code of ours says.
-_EXIT_CODES = {124: "its watchdog ended it; the table above names the rank that all waited for"}
+_EXIT_CODES = {
+    124: "its watchdog ended it; the table above names the rank that all waited for",
+    RESUME_EXIT_CODE: "it has saved, and wants to be started again",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 from drivetrain_config import Flag, Layers, flags, sections
 from drivetrain_config.conversion import convert
 from drivetrain_launcher.errors import UsageError
+from drivetrain_launcher.sharding_flags import Said, add_meanings, word_of
 from drivetrain_launcher.spellings import ours, refusal
 
 # Where the flags of the command itself stand, beside the names of sections.
@@ -27,9 +28,6 @@ _OWN = ""
 _FIRST = ("launch", "run")
 
 _SEE_HELP = "--help lists what there is"
-
-# What flags say, by section and field.
-Said = dict[str, dict[str, str | bool]]
 
 _CONFIG = Flag(
     name="--config",
@@ -108,6 +106,7 @@ class CommandParser:
         """Split a command line into what flags say, by section and field, positional arguments and the rest."""
         said: Said = {}
         plain: list[str] = []
+        words: dict[str, tuple[str, str]] = {}
         waiting = list(tokens)
         while waiting and not (self.rest is not None and len(plain) == len(self.positionals)):
             token = waiting.pop(0)
@@ -118,8 +117,20 @@ class CommandParser:
             if token in ("-h", "--help"):
                 sys.stdout.write(self.help_text())
                 raise SystemExit(0)
-            self._take(token, waiting, said)
+            written, equals, text = token.partition("=")
+            if (word := self._word_of(written)) is not None:
+                words[word] = (written, text if equals else _next(written, waiting))
+            else:
+                self._take(token, waiting, said)
+        add_meanings(words, said)
         return said, plain, waiting
+
+    def _word_of(self, written: str) -> str | None:
+        """The word for FSDP or DeepSpeed that a flag stands for; None if it is the command's own, or none."""
+        own = self.flags.get(written.replace("_", "-"))
+        if self.layers is None or (own is not None and own.section == _OWN):
+            return None
+        return word_of(written)
 
     def _take(self, token: str, waiting: list[str], said: Said) -> None:
         """Read one flag, and its value from what waits behind it."""
@@ -134,12 +145,16 @@ class CommandParser:
         value: str | bool
         if flag.is_switch:
             value = _truth(written, text or "true") is (name == flag.name)
-        elif implied or equals:
-            value = implied[0] if implied else text
-        elif waiting and not waiting[0].startswith("--"):
-            value = waiting.pop(0)
+        elif implied:
+            value = implied[0]
+            if equals:
+                raise UsageError(f"{token}: takes no value; {written} alone means {name} {value}")
+            if (other := said.get(flag.section, {}).get(flag.field, value)) != value:
+                raise UsageError(
+                    f"{written}: means {name} {value}, and {name} {other} is said before; keep one"
+                )
         else:
-            raise UsageError(f"{written}: needs a value; {flag.help.replace('%%', '%')}")
+            value = text if equals else _next(written, waiting, flag)
         if flag.choices is not None and value not in flag.choices:
             raise UsageError(f"{written} {value}: say one of {', '.join(flag.choices)}")
         said.setdefault(flag.section, {})[flag.field] = "" if (name, value) == ("--devices", "all") else value
@@ -149,7 +164,7 @@ class CommandParser:
         if reason is not None:
             return f"{written}: {reason}"
         near = get_close_matches(written.replace("_", "-"), self.flags, n=1)
-        sections = ", ".join(dict.fromkeys(flag.section for flag in self.flags.values()))
+        sections = ", ".join(dict.fromkeys(flag.section for flag in self.flags.values() if flag.section))
         meant = (
             f"did you mean {near[0]}" if near else f"the packages installed here bring those of {sections}"
         )
@@ -183,6 +198,14 @@ class CommandParser:
                     choices = None if flag.choices is None else "{" + ",".join(flag.choices) + "}"
                     group.add_argument(flag.name, help=flag.help, metavar=choices or _metavar(flag.field))
         return parser.format_help()
+
+
+def _next(written: str, waiting: list[str], flag: Flag | None = None) -> str:
+    """The value of a flag, taken from what waits behind it."""
+    if not waiting or waiting[0].startswith("--"):
+        hint = "" if flag is None else f"; {flag.help.replace('%%', '%')}"
+        raise UsageError(f"{written}: needs a value{hint}")
+    return waiting.pop(0)
 
 
 def _metavar(name: str) -> str:

@@ -1,6 +1,7 @@
 """Flags as users of Accelerate and torchrun spell them: translated to ours, or refused with the way out.
 
-A move should cost nothing, and nothing that was asked for may be dropped silently.
+A move should cost nothing, and nothing that was asked for may be dropped silently. Those whose values are spelled
+otherwise too, for FSDP and DeepSpeed, are in `sharding_flags.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,29 +28,21 @@ RENAMED: Mapping[str, str] = {
 # Their switch -> what it means here.
 MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--multi-gpu": ("--state-device", "cuda"),
+    "--use-fsdp": ("--backend", "fsdp"),
+    "--use-deepspeed": ("--backend", "deepspeed"),
     "--use-xpu": ("--state-device", "xpu"),
     "--mps": ("--state-device", "mps"),
     "--standalone": ("--num-nodes", "1"),
     "--same-network": (),  # asks for static rendezvous, which is what nodes do here
 }
 
-_REPLICATE = "--backend ddp replicates the model on each rank"
-_FSDP = f"there is no FSDP backend here yet; {_REPLICATE}"
-_DEEPSPEED = f"there is no DeepSpeed backend here yet; {_REPLICATE}"
-_MEGATRON = f"there is no Megatron backend here yet; {_REPLICATE}"
+_MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend deepspeed shard the model"
 _DIMENSIONS = "the split into dimensions is said in code, Accelerator(parallelism=ParallelDims(...))"
 _LOGS = "--log-dir FOLDER writes the output of each rank to a file, besides the screen"
 _AFFINITY = "start the launcher under numactl or taskset; the ranks inherit what it sets"
 
 # The beginning of their flag -> what is not there, and the way out.
 _REFUSED: Mapping[str, str] = {
-    "--use-fsdp": _FSDP,
-    "--fsdp": _FSDP,
-    "--use-deepspeed": _DEEPSPEED,
-    "--deepspeed": _DEEPSPEED,
-    "--zero": _DEEPSPEED,
-    "--zero3": _DEEPSPEED,
-    "--offload": _DEEPSPEED,
     "--use-megatron-lm": _MEGATRON,
     "--megatron-lm": _MEGATRON,
     "--use-parallelism-config": _DIMENSIONS,

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from drivetrain_state.mesh import MeshPlan as MeshPlan
     from drivetrain_state.mesh import ParallelDims as ParallelDims
     from drivetrain_state.mesh import build_mesh as build_mesh
+    from drivetrain_state.rendezvous import side_store as side_store
     from drivetrain_state.scattering import scatter as scatter
     from drivetrain_state.seed import derive_seed as derive_seed
     from drivetrain_state.seed import deterministic_algorithms as deterministic_algorithms
@@ -106,6 +107,7 @@ _ROOMS = {
     "rng_state": "seed",
     "scatter": "scattering",
     "set_seed": "seed",
+    "side_store": "rendezvous",
     "split_between_processes": "control",
     "start_watchdog": "watchdog",
     "synchronize_rng_states": "seed",
@@ -160,6 +162,7 @@ __all__ = [
     "rng_state",
     "scatter",
     "set_seed",
+    "side_store",
     "split_between_processes",
     "start_watchdog",
     "synchronize_rng_states",

@@ -1,5 +1,6 @@
 """What a process knows about itself and its peers: a frozen value, passed explicitly."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -63,8 +64,15 @@ class Context:
         """What is in force of the settings, read back from torch, for an effective plan."""
         return {"device": self.device.type, "deterministic": torch.are_deterministic_algorithms_enabled()}
 
+    def before_close(self, callback: Callable[[], object]) -> None:
+        """Have something done when this is closed, before the process group ends; what came last is done first."""
+        self._on_close.callback(callback)
+
     def close(self) -> None:
-        """Stop the watchdog, and end the process group if this context made it. A second call does nothing."""
+        """Do what was to be done before, stop the watchdog, end the process group if this context made it.
+
+        A second call does nothing.
+        """
         self._on_close.close()
 
     def __enter__(self) -> Self:

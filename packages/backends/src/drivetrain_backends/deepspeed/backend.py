@@ -4,7 +4,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,12 +12,19 @@ from drivetrain_backends.activation import checkpoint_activations, restore_activ
 from drivetrain_backends.blocks import plan_blocks
 from drivetrain_backends.carrier import trainable_parameters
 from drivetrain_backends.deepspeed.applied import read_back
+from drivetrain_backends.deepspeed.carrier import EngineCarrier
+from drivetrain_backends.deepspeed.checks import (
+    check_device,
+    check_optimizer,
+    check_parameters,
+    check_wrapper,
+)
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
-from drivetrain_backends.deepspeed.gradients import EngineCarrier
-from drivetrain_backends.deepspeed.library import accelerator, entering, load_deepspeed, local_rank_known
+from drivetrain_backends.deepspeed.library import entering, load_deepspeed, local_rank_known
 from drivetrain_backends.deepspeed.model import EngineModel
+from drivetrain_backends.deepspeed.optimizer import PartitionedOptimizer, remember_groups, share_groups
 from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared
-from drivetrain_backends.errors import AccumulationError, EngineConfigError, PairingError
+from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.forward import prepare_forward, restore_forward
 from drivetrain_backends.gradients import GradientLedger
 from drivetrain_backends.optimizer import PreparedOptimizer
@@ -28,7 +34,8 @@ from drivetrain_backends.protocol import Chosen, Prepared
 from drivetrain_backends.scheduler import PreparedScheduler, Scheduler
 from drivetrain_backends.settings import DeepSpeedSettings
 from drivetrain_backends.torch_backend import check_new, check_schedulers
-from drivetrain_precision import LossScaler, Policy, PrecisionError
+from drivetrain_backends.values import check_values
+from drivetrain_precision import LossScaler, Policy
 from drivetrain_state import Context
 
 
@@ -61,7 +68,7 @@ class DeepSpeedBackend:
         self.config = engine_config(self.settings, self._run())
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
         self._deepspeed = load_deepspeed(context)
-        _check_device(policy)
+        check_device(policy)
         with entering(context):
             pass
         self._carrier = EngineCarrier(window, self.scaler)
@@ -83,7 +90,13 @@ class DeepSpeedBackend:
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
     ) -> tuple[Prepared, ...]:
-        """Start an engine for each model that comes with an optimizer; see `Backend.prepare`. Called on all ranks."""
+        """Start an engine for each model that comes with an optimizer; see `Backend.prepare`. Called on all ranks.
+
+        Raises:
+            ValueError: A model is prepared already, wrapped by torch.compile in stage 3, or on meta below it; or an
+                engine cannot train a parameter of it. Nothing was changed.
+            PairingError: See `Backend.prepare`; or two models have one optimizer, or one has two.
+        """
         known = [
             *optimizers,
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
@@ -91,21 +104,38 @@ class DeepSpeedBackend:
         check_new(models)
         check_schedulers(schedulers, known)
         trained_by = self._pair(models, optimizers)
+        self._check(models, trained_by)
         if not (self._prepared or self._untrained):
             self._lifetime.enter_context(local_rank_known(self.context))
-        new: list[Prepared] = [
-            self._start(model, trained_by[model]) if model in trained_by else self._place(model)
-            for model in models
-        ]
+        new: list[Prepared] = []
+        with ExitStack() as undo:
+            for model in models:
+                if model in trained_by:
+                    undo.callback(remember_groups(trained_by[model]))
+                started = self._start(model, trained_by.get(model))
+                undo.callback(self._take_back, started)
+                new.append(started)
+            undo.pop_all()
         for scheduler in schedulers:
             prepared, optimizer = self._trained_by(scheduler.optimizer)
             prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
             new.append(prepared)
+        self._ledger.first_losses.renew()
         return tuple(dict.fromkeys(new))
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
-        """Add the gradients of a loss of the one trained model; see `Backend.backward`."""
-        if len(self._prepared) != 1:
+        """Add the gradients of a loss of the one trained model; see `Backend.backward`.
+
+        Raises:
+            AccumulationError: There are several.
+            PairingError: There is none.
+        """
+        if not self._prepared:
+            raise PairingError(
+                "backward() before a model was prepared with its optimizer: a DeepSpeed engine is made of both; pass "
+                "them to one prepare() call"
+            )
+        if len(self._prepared) > 1:
             raise AccumulationError(
                 f"backward(loss) with {len(self._prepared)} models that have optimizers: a DeepSpeed engine runs the "
                 "backward of its own model; say whose loss it is, backward(loss, model=...)"
@@ -165,7 +195,28 @@ class DeepSpeedBackend:
         for prepared in [*self._prepared, *self._untrained]:
             prepared.release()
         self._prepared, self._untrained, self._ledger.groups = [], [], []
+        self.window.reset()
         self._lifetime.close()
+
+    def _check(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
+        """Refuse what an engine cannot train."""
+        stage = self.config["zero_optimization"]["stage"]
+        for model in models:
+            optimizer = trained_by.get(model)
+            check_wrapper(model, stage)
+            if stage < 3:
+                check_values(model)
+            if optimizer is not None:
+                check_optimizer(optimizer, stage)
+            if optimizer is not None or stage == 3:  # others get no engine
+                check_parameters(model, optimizer, stage)
+
+    def _take_back(self, prepared: TorchPrepared | DeepSpeedPrepared) -> None:
+        """Undo a start, where a later one of the same call fails."""
+        prepared.release()
+        self._prepared = [one for one in self._prepared if one is not prepared]
+        self._untrained = [one for one in self._untrained if one is not prepared]
+        self._ledger.groups[:] = [group for group in self._ledger.groups if group is not prepared.group]
 
     def _guard(self) -> object:
         """What becomes of gradients that are not finite."""
@@ -209,11 +260,15 @@ class DeepSpeedBackend:
                 raise PairingError(
                     f"{type(model).__name__} has two optimizers: a DeepSpeed engine has one; use parameter groups"
                 )
-            _check_optimizer(optimizer, self.config["zero_optimization"]["stage"])
             found[model] = optimizer
         return found
 
-    def _start(self, model: nn.Module, optimizer: Optimizer) -> DeepSpeedPrepared:
+    def _start(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared | DeepSpeedPrepared:
+        """Prepare one model."""
+        return self._place(model) if optimizer is None else self._train(model, optimizer)
+
+    def _train(self, model: nn.Module, optimizer: Optimizer) -> DeepSpeedPrepared:
+        """Start the engine of a model that is trained."""
         config = engine_config(self.settings, self._run(model, optimizer))
         names = parameter_names({"": model})
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups if group["params"]]
@@ -230,24 +285,22 @@ class DeepSpeedBackend:
             )
             undo.pop_all()
         if by_engine:  # the user's object goes on to be what schedulers and the loop hold
-            optimizer.param_groups, optimizer.state = (
-                engine.basic_optimizer.param_groups,
-                engine.basic_optimizer.state,
-            )
+            share_groups(engine.basic_optimizer, optimizer)
         prepared = DeepSpeedPrepared(
             EngineModel(engine, self._carrier.notice),
             context=self.context,
             ledger=self._ledger,
-            gradients=self._carrier.add(engine),
+            gradients=self._carrier.add(engine, names),
             carrier=self._carrier,
             names=names,
             groups=groups,
             scaler=self.scaler,
             checkpointed=blocks,
         )
-        prepared.optimizers.append(PreparedOptimizer(optimizer, prepared))
+        kind = PartitionedOptimizer if engine.zero_optimization() else PreparedOptimizer
+        prepared.optimizers.append(kind(optimizer, prepared))
         self._ledger.groups.append(prepared.group)
-        prepared.group.num_optimizers = 1
+        prepared.group.optimizers = [optimizer]
         self._prepared.append(prepared)
         return prepared
 
@@ -261,18 +314,21 @@ class DeepSpeedBackend:
         checkpoint_activations(blocks, kind)
         return blocks
 
-    def _place(self, model: nn.Module) -> Prepared:
+    def _place(self, model: nn.Module) -> TorchPrepared | DeepSpeedPrepared:
         """Prepare a model that is not trained: partitioned in stage 3, a whole copy on every rank else."""
         prepare_forward(model, self.policy, self.context.device)
         if self.config["zero_optimization"]["stage"] < 3:
             model.to(self.context.device)
             whole = TorchPrepared(model, context=self.context, ledger=self._ledger)
             self._untrained.append(whole)
+            self._ledger.groups.append(whole.group)
             return whole
-        with entering(self.context):
+        with entering(self.context), ExitStack() as undo:
+            undo.callback(restore_forward, model)
             engine, *_ = self._deepspeed.initialize(
                 model=model, config=engine_config(self.settings, self._run(model))
             )
+            undo.pop_all()
         partitioned = DeepSpeedPrepared(
             EngineModel(engine, self._carrier.notice),
             context=self.context,
@@ -284,6 +340,7 @@ class DeepSpeedBackend:
             scaler=None,
         )
         self._untrained.append(partitioned)
+        self._ledger.groups.append(partitioned.group)
         return partitioned
 
     def _trained_by(self, optimizer: Optimizer) -> tuple[DeepSpeedPrepared, PreparedOptimizer]:
@@ -297,37 +354,6 @@ def _restore(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     restore_forward(model)
     for block in blocks:
         restore_activations(block)
-
-
-def _check_device(policy: Policy) -> None:
-    """Refuse a precision that DeepSpeed does not compute in on this device, though torch does.
-
-    Raises:
-        PrecisionError: It does not.
-    """
-    device = accelerator()
-    able = {"fp16": device.is_fp16_supported(), "bf16": device.is_bf16_supported()}
-    if not able.get(policy.mode, True):
-        others = ", ".join(repr(mode) for mode, has in {"no": True, **able}.items() if has)
-        raise PrecisionError(
-            f"mixed_precision={policy.mode!r}: DeepSpeed does not compute in it on {device.device_name()}; "
-            f"it can do {others}"
-        )
-
-
-def _check_optimizer(optimizer: Optimizer, stage: int) -> None:
-    """Refuse optimizers that partitioning would silently take something from."""
-    name = type(optimizer).__name__
-    if stage and isinstance(optimizer, torch.optim.Adagrad):
-        raise EngineConfigError(
-            f"{name} with deepspeed.stage={stage}: DeepSpeed replaces it by one of its own making, which keeps "
-            "neither its groups nor its schedulers; choose another optimizer, or stage 0"
-        )
-    if stage and optimizer.state:
-        raise EngineConfigError(
-            f"{name} holds state already, which DeepSpeed drops when it partitions parameters; prepare() it fresh, "
-            "and load its state with load_state()"
-        )
 
 
 def _shared_options(optimizer: Optimizer) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_backends.deepspeed.keys import check_keys
+from drivetrain_backends.deepspeed.possible import check_possible
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.settings import DeepSpeedSettings
 from drivetrain_precision.settings import PrecisionSettings
@@ -20,6 +21,15 @@ _DEFAULT_STAGE = 2
 _BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own; a model of fewer needs no larger buffer
 _PREFETCH_ELEMENTS = 50_000_000
 _PERSISTENT_ELEMENTS = 100_000
+_OF_SOME_STAGES = frozenset(  # "auto" may stand for them at every stage, as in a file that serves several
+    f"zero_optimization.{name}"
+    for name in (
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +91,9 @@ def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]
     if run.optimizer is not None:
         keys |= _optimizer_keys(run)
     merged = _merge(keys, flat, where)
-    _check_possible(merged, run)
+    if run.micro_batch_size is None:
+        merged |= _batch_sizes(flat, merged, run)
+    check_possible(merged, run.mode, run.world_size)
     if run.scaling is not None:
         # Compared above; the engine is handed the scale of each step, and must not move one of its own.
         merged = {name: value for name, value in merged.items() if name not in _scaling_keys(run.scaling)}
@@ -217,8 +229,14 @@ def _scaling_keys(scaling: PrecisionSettings) -> dict[str, Key]:
 
 
 def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[str, Key]:
+    offload = {
+        name: key
+        for place, least in (("offload_optimizer", 1), ("offload_param", 3))
+        for name, key in _offload_keys(settings, place).items()
+        if stage >= least or key.said is not None
+    }
     if stage == 0:
-        return {}
+        return {f"zero_optimization.{name}": key for name, key in offload.items()}
     fitting = min(_BUCKET_ELEMENTS, run.num_elements or _BUCKET_ELEMENTS)
     zero = {
         "reduce_bucket_size": _asked(settings, "reduce_bucket_size", fitting),
@@ -229,17 +247,15 @@ def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[
         "zero_quantized_weights": Key(value=False),
         "zero_quantized_nontrainable_weights": Key(value=False),
         "zero_quantized_gradients": Key(value=False),
-        **_offload_keys(settings, "offload_optimizer"),
     }
     if stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": Key(value=min(_PREFETCH_ELEMENTS, fitting)),
             "stage3_param_persistence_threshold": Key(value=_PERSISTENT_ELEMENTS),
-            **_offload_keys(settings, "offload_param"),
         }
     else:
         zero["allgather_bucket_size"] = _asked(settings, "allgather_bucket_size", fitting + fitting % 2)
-    return {f"zero_optimization.{name}": key for name, key in zero.items()}
+    return {f"zero_optimization.{name}": key for name, key in (zero | offload).items()}
 
 
 def _offload_keys(settings: DeepSpeedSettings, name: str) -> dict[str, Key]:
@@ -272,7 +288,7 @@ def _merge(keys: Mapping[str, Key], given: Mapping[str, Any], where: str) -> dic
     for name, value in given.items():
         key = keys.get(name)
         if value == "auto":
-            if key is None:
+            if key is None and name not in _OF_SOME_STAGES:
                 raise EngineConfigError(
                     f'{where}: {name} is "auto", and nothing in the run says what it should be; write the value'
                 )
@@ -291,18 +307,11 @@ def _equal(name: str, one: Any, other: Any) -> bool:
     return one == other
 
 
-def _check_possible(flat: Mapping[str, Any], run: EngineRun) -> None:
-    """Refuse what DeepSpeed would do, but not right."""
-    stage = flat["zero_optimization.stage"]
-    if stage not in (0, 1, 2, 3):
-        raise EngineConfigError(f"zero_optimization.stage={stage!r}: must be 0, 1, 2 or 3")
-    if stage == 0 and run.mode != "no":
-        raise EngineConfigError(
-            f"deepspeed.stage=0 with mixed_precision={run.mode!r}: DeepSpeed adds gradients up in {run.mode} there; "
-            "say stage 1, which adds them up in fp32, or backend='ddp'"
-        )
-    if any(name.startswith("scheduler.") for name in flat):
-        raise EngineConfigError(
-            "the DeepSpeed configuration has a scheduler: build it from torch.optim.lr_scheduler and pass it to "
-            "prepare(), which steps it with the optimizer"
-        )
+def _batch_sizes(given: Mapping[str, Any], merged: Mapping[str, Any], run: EngineRun) -> dict[str, int]:
+    """The one of two batch sizes that follows from the other, where no loader tells either."""
+    micro, whole = "train_micro_batch_size_per_gpu", "train_batch_size"
+    micro_batches = merged["gradient_accumulation_steps"] * run.world_size
+    said = [name for name in (micro, whole) if given.get(name, "auto") != "auto"]
+    if said == [micro]:
+        return {whole: merged[micro] * micro_batches}
+    return {micro: merged[whole] // micro_batches} if said == [whole] else {}

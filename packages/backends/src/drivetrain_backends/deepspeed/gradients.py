@@ -1,16 +1,11 @@
 """Where each of DeepSpeed's optimizers keeps reduced gradients, and how they are corrected and clipped there."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-from drivetrain_backends.accumulation import AccumulationWindow
-from drivetrain_backends.deepspeed.model import EngineModel
-from drivetrain_backends.errors import AccumulationError
-from drivetrain_precision import LossScaler
 
 _CLIP_EPSILON = 1e-6  # torch's and DeepSpeed's own, beside the norm
 
@@ -37,7 +32,10 @@ class ReducedGradients(Protocol):
         ...
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip their global norm at the step, or now; the norm before, shape (). Called on all ranks."""
+        """Clip their global norm at the step, or now; the norm before, shape (). Called on all ranks.
+
+        A second clip of a window finds the norm that the first has left.
+        """
         ...
 
     def used(self) -> None:
@@ -47,6 +45,33 @@ class ReducedGradients(Protocol):
     def discard(self) -> None:
         """Drop them without a step."""
         ...
+
+
+class Clipping:
+    """What the gradients of a window were clipped to: an engine clips once, as it steps, and to one norm.
+
+    Attributes:
+        bound: The smallest norm asked for.
+    """
+
+    def __init__(self) -> None:
+        self.bound = math.inf
+        self._left: Tensor | None = None  # the norm after the clips so far
+
+    def add(self, max_norm: float, measure: Callable[[], Tensor]) -> Tensor:
+        """Note a clip.
+
+        Args:
+            max_norm: What it clips to.
+            measure: Gives the norm of gradients that were not clipped yet; called at the first clip alone.
+
+        Returns:
+            The norm before it, of shape ().
+        """
+        before = measure() if self._left is None else self._left
+        self._left = before * (max_norm / (before + _CLIP_EPSILON)).clamp(max=1.0)
+        self.bound = min(self.bound, max_norm)
+        return before
 
 
 class WholeGradients:
@@ -99,6 +124,7 @@ class MasterGradients:
     def __init__(self, engine: Any) -> None:
         self._optimizer = engine.optimizer
         self._configured_norm: float = engine.gradient_clipping()
+        self._clipping = Clipping()
 
     def scale_losses(self, scale: float) -> None:
         """Nothing to do: bf16 has no loss scale; see `ReducedGradients.scale_losses`."""
@@ -118,11 +144,13 @@ class MasterGradients:
 
     def clip(self, max_norm: float) -> Tensor:
         """Measure them now and let the step clip; see `ReducedGradients.clip`."""
-        self._optimizer.clip_grad = max_norm
-        return self.norm()
+        norm = self._clipping.add(max_norm, self.norm)
+        self._optimizer.clip_grad = self._clipping.bound
+        return norm
 
     def used(self) -> None:
         """Clip as configured again; see `ReducedGradients.used`."""
+        self._clipping = Clipping()
         self._optimizer.clip_grad = self._configured_norm
 
     def discard(self) -> None:
@@ -152,6 +180,7 @@ class PartitionedGradients:
             bool(getattr(self._optimizer, "compute_grad_norm", False)) and not self.in_backward
         )
         self._scale = 1.0
+        self._clipping = Clipping()
         # The optimizer's own scaler moves its scale between measuring and dividing (0.19), so that gradients are
         # halved in the step in which it grows; a scale from outside stays where it is put.
         self._optimizer.custom_loss_scaler = True
@@ -178,18 +207,19 @@ class PartitionedGradients:
 
     def clip(self, max_norm: float) -> Tensor:
         """Measure them now and let the step clip; see `ReducedGradients.clip`."""
-        norm = self.norm()
+        norm = self._clipping.add(max_norm, self.norm)
         if self._measures_again and norm.isfinite().item():
             # Cut by the division too, so that the step need not measure what is known.
             cut = max(1.0, (norm.item() + _CLIP_EPSILON) / max_norm)
             self._optimizer.external_loss_scale *= cut
             self._optimizer.clip_grad, self._optimizer.compute_grad_norm = 0.0, False
         else:
-            self._optimizer.clip_grad = max_norm
+            self._optimizer.clip_grad = self._clipping.bound
         return norm
 
     def used(self) -> None:
         """Clip and scale as before; see `ReducedGradients.used`."""
+        self._clipping = Clipping()
         self._optimizer.clip_grad = self._configured_norm
         self._optimizer.external_loss_scale = self._scale
         if self._measures_again:
@@ -197,11 +227,19 @@ class PartitionedGradients:
 
     def discard(self) -> None:
         """Drop them; see `ReducedGradients.discard`."""
+        for parameter in self._engine.module.parameters():
+            if parameter.grad is not None and parameter.grad.device.type == "cpu":
+                parameter.grad = None  # stage 3's zero_grad asks for its stream, which it has none of (0.19)
         self._optimizer.zero_grad()
+        for bucket in self._optimizer.ipg_buckets.values():  # what a backward that failed half-way has left
+            getattr(bucket, "clear_params", bucket.clear)()  # stage 3 keeps its buffers
         if hasattr(self._optimizer, "scaled_global_norm"):  # stages 1 and 2, as they do after an overflow
             self._optimizer.micro_step_id = -1  # what a window starts with
             for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
                 kept.update(dict.fromkeys(kept))
+            reduced = self._optimizer.params_already_reduced
+            reduced[:] = [False] * len(reduced)
+            self._optimizer._release_ipg_buffers()
         self.used()
 
 
@@ -217,98 +255,3 @@ def gradients_of(engine: Any) -> ReducedGradients:
     if hasattr(engine.optimizer, "fp32_groups_gradients_flat"):
         return MasterGradients(engine)
     return PartitionedGradients(engine)
-
-
-class EngineCarrier:
-    """Runs backwards through the engines of the models, one at a time; see `GradientCarrier`.
-
-    Args:
-        window: The accumulation window.
-        scaler: The loss scale, for fp16.
-    """
-
-    def __init__(self, window: AccumulationWindow, scaler: LossScaler | None) -> None:
-        self._window = window
-        self._scaler = scaler
-        self._engines: dict[nn.Module, tuple[Any, ReducedGradients]] = {}
-        self._ready: set[nn.Module] = set()  # whose gradients the last backward made ready for the step
-        self._running: nn.Module | None = None
-
-    def add(self, engine: Any) -> ReducedGradients:
-        """Take in an engine, by the model it trains."""
-        self._engines[engine.module] = engine, (gradients := gradients_of(engine))
-        return gradients
-
-    def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
-        """Run the engine's backward; see `GradientCarrier.run`.
-
-        Raises:
-            AccumulationError: The loss is said to train several models, or none that has an engine.
-        """
-        if len(models) != 1 or models[0] not in self._engines:
-            raise AccumulationError(
-                f"backward() of a loss of {' and '.join(type(m).__name__ for m in models)}: a DeepSpeed engine "
-                "trains one model with one optimizer; put models that one loss trains into one nn.Module, and say "
-                "backward(..., model=) where several are prepared"
-            )
-        engine, gradients = self._engines[models[0]]
-        if models[0] in self._ready and self._window.closing:
-            raise AccumulationError(
-                f"a second backward() of {type(models[0]).__name__} in the micro-batch that closes its window: with "
-                "offload_optimizer the first has moved the gradients already; add the losses up and call it once"
-            )
-        closes = self._window.closing and gradients.in_backward
-        if self._scaler is not None:
-            gradients.scale_losses(self._scaler.value)
-        self._running = models[0]
-        try:
-            engine.set_gradient_accumulation_boundary(closes)
-            engine.backward(loss, scale_wrt_gas=False)
-        finally:
-            self._running = None
-        if closes:
-            self._ready.add(models[0])
-
-    def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Reduce and correct the gradients; overflows are looked for at the step; see `GradientCarrier.settle`."""
-        engine, gradients = self._engines[models[0]]
-        if models[0] in self._ready:
-            self._ready.discard(models[0])
-        else:
-            _reduce(engine)
-        if factor is not None:
-            gradients.correct(float(factor))
-        return False
-
-    def forget(self, model: nn.Module) -> None:
-        """Note that the gradients of a model were dropped."""
-        self._ready.discard(model)
-
-    def notice(self, model: EngineModel) -> None:
-        """Refuse a backward that reaches an engine which is not the one that runs.
-
-        Raises:
-            AccumulationError: It does.
-        """
-        if self._running is model.module:
-            return
-        name = type(model.module).__name__
-        if self._running is None:
-            raise AccumulationError(
-                f"loss.backward() reached {name}, whose gradients are its DeepSpeed engine's: call "
-                "accelerator.backward(loss) in its place"
-            )
-        raise AccumulationError(
-            f"a loss of {type(self._running).__name__} reached {name}, whose DeepSpeed engine would take its "
-            f"gradients for its own: freeze {name} while it is passed through, {name}.requires_grad_(False), and "
-            "unfreeze it before its own forward"
-        )
-
-
-def _reduce(engine: Any) -> None:
-    """Make an engine's gradients ready for its step, as a backward does that is told it closes a window."""
-    engine.set_gradient_accumulation_boundary(True)
-    if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them in backward
-        engine.optimizer.finalize_gradient_accumulation_boundary()
-    else:
-        engine.allreduce_gradients()

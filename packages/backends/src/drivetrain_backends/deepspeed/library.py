@@ -1,8 +1,10 @@
 """DeepSpeed itself: imported when it is needed, for the device of the run, with the variables it wants."""
 
+import logging
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
+from threading import Event, Thread
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +13,10 @@ import torch.distributed as dist
 from drivetrain_backends.errors import BackendNotInstalledError
 from drivetrain_config import environ
 from drivetrain_state import Context
+
+_logger = logging.getLogger(__name__)
+_WORTH_A_WORD = 5  # seconds
+_LONGEST_COMPILATION = 600
 
 
 def load_deepspeed(context: Context) -> ModuleType:
@@ -59,8 +65,37 @@ def entering(context: Context) -> Generator[None]:
     _forget_ended_groups()
     with _variables(context):
         if not comm.is_initialized():
-            comm.init_distributed(dist_init_required=False)
+            with _progress(context):
+                comm.init_distributed(dist_init_required=False)
         yield
+
+
+@contextmanager
+def _progress(context: Context) -> Generator[None]:
+    """Inside, say what takes so long: on the CPU, DeepSpeed compiles an operator when it is first used.
+
+    A hang is still one after `_LONGEST_COMPILATION` seconds.
+    """
+    done = Event()
+
+    def tell() -> None:
+        if not done.wait(_WORTH_A_WORD) and context.topology.is_main:
+            _logger.warning(
+                "DeepSpeed compiles an operator for this machine, about a minute; once, for it is kept in "
+                "~/.cache/torch_extensions (TORCH_EXTENSIONS_DIR)"
+            )
+        for _ in range(_LONGEST_COMPILATION // _WORTH_A_WORD):
+            if done.wait(_WORTH_A_WORD):
+                return
+            context.watch.mark("DeepSpeed compiles an operator")
+
+    thread = Thread(target=tell, name="drivetrain-deepspeed-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def local_rank_known(context: Context) -> AbstractContextManager[None]:

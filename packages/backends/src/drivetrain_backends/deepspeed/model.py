@@ -1,12 +1,15 @@
 """What the user calls in place of a model that a DeepSpeed engine trains."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from drivetrain_backends.outputs import tensors_in
+from drivetrain_backends.stand_in import StandIn
 
-class EngineModel(nn.Module):
+
+class EngineModel(StandIn):
     """Runs the forward through the engine while the model is trained, and past it while all of it is frozen.
 
     A frozen model that a loss merely passes through, as a discriminator is in the generator's step, must stay out of
@@ -14,41 +17,36 @@ class EngineModel(nn.Module):
 
     Args:
         engine: The DeepSpeed engine.
-        on_gradient: Called when a backward reaches an output of the engine.
+        on_gradient: Called with the user's module when a backward reaches an output of the engine.
 
     Attributes:
         module: The user's module.
         engine: The DeepSpeed engine, for what has no counterpart here, such as `save_checkpoint`.
     """
 
-    def __init__(self, engine: Any, on_gradient: Callable[["EngineModel"], None]) -> None:
+    def __init__(self, engine: Any, on_gradient: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self.module: nn.Module = engine.module
         self.__dict__["engine"] = engine  # no child module: its parameters are the module's
         self.engine: Any
         self._on_gradient = on_gradient
+        self.hand_on()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
         output = self.engine(*inputs, **kwargs)
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._notice)
         return output
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a copy of {type(self.module).__name__} would hold the hooks of its DeepSpeed engine, and in stage 3 no "
+            "weights: build the model anew, and load accelerator.get_state_dict(model) into it"
+        )
+
     def _notice(self, _: Tensor) -> None:
-        self._on_gradient(self)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a nested output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in cast("Mapping[Any, Any]", output).values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in cast("list[Any]", output):
-            yield from _tensors(value)
+        self._on_gradient(self.module)

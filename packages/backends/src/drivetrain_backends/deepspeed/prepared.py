@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.activation import checkpointing_of, restore_activations
-from drivetrain_backends.deepspeed.gradients import EngineCarrier, ReducedGradients
+from drivetrain_backends.clipping import check_clip
+from drivetrain_backends.deepspeed.carrier import EngineCarrier
+from drivetrain_backends.deepspeed.gradients import ReducedGradients
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.state import load_state, read_state, spread
-from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
+from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
 from drivetrain_backends.known_parameters import KnownParameters
@@ -77,7 +79,7 @@ class DeepSpeedPrepared:
         self._groups = groups
         self._scaler = scaler
         self._checkpointed = checkpointed
-        self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
+        self._trained = frozenset(p for p in names if p.requires_grad)
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -98,8 +100,8 @@ class DeepSpeedPrepared:
                 "optimizer.step() twice after one backward(): a DeepSpeed engine clears gradients when it steps"
             )
         if group.stage == "empty":
+            self._check_unknown_gradients()
             return _STEPPED  # without gradients nothing moves, as with torch's optimizers
-        self._check_unfrozen()
         group.finish()
         group.use()
         self._watch.mark("optimizer step")
@@ -116,14 +118,12 @@ class DeepSpeedPrepared:
         return StepResult(stepped=stepped, skipped=not stepped, grad_norm=group.grad_norm)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Drop gradients that no step used; those of an open window stay. The engine clears the others."""
+        """Drop gradients that no step used; those of an open window stay. The engine clears the others itself."""
         del set_to_none
-        window, group = self._window, self.group
-        gathered = group.stage == "open" and group.opened_in == window.number
-        closes = window.closing and (window.length == 1 or self._ledger.last_backward == window.begun)
-        if gathered and not closes:
+        group = self.group
+        if group.keeps_gathered:
             return
-        if group.stage in ("open", "final") and self._gradients is not None:
+        if group.stage != "used" and self._gradients is not None:
             self._gradients.discard()
             self._carrier.forget(self._module)
         group.cleared_by(optimizer)
@@ -136,14 +136,13 @@ class DeepSpeedPrepared:
         norm_type: float = 2.0,
         value: float | None = None,
     ) -> Tensor | None:
-        """Have the engine clip by the global norm at its next step; see `Prepared.clip`.
+        """Have the engine clip by the global norm at its next step; see `Prepared.clip`. Called on all ranks.
 
         Raises:
-            ValueError: Something else than the 2-norm of all of the model's parameters is asked for, or the engine
-                was configured to clip at another norm.
+            ValueError: Something else than the 2-norm of all of the model's parameters is asked for, or a norm of 0,
+                or the engine was configured to clip at another norm.
         """
-        if (norm is None) == (value is None):
-            raise ValueError(f"clip(norm={norm!r}, value={value!r}): give one of the two")
+        check_clip(norm, norm_type, value)
         if norm is None or norm_type != 2.0:
             what = f"value={value!r}" if norm is None else f"norm_type={norm_type!r}"
             raise ValueError(
@@ -162,7 +161,7 @@ class DeepSpeedPrepared:
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
-        """Inside, the parameters are whole; see `Prepared.gathered`."""
+        """Inside, the parameters are whole; see `Prepared.gathered`. Called on all ranks."""
         from deepspeed import zero
 
         parameters = list(self._module.parameters())
@@ -178,13 +177,18 @@ class DeepSpeedPrepared:
 
     def release(self) -> nn.Module:
         """End the engine; the user's module with its own class."""
+        self._carrier.remove(self._module)
         self.engine.destroy()
         for module in self._checkpointed:
             restore_activations(module)
         return restore_forward(self._module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and schedulers, as whole tensors in fp32; see `Prepared.state_dict`."""
+        """Model, optimizer and schedulers, as whole tensors in fp32; see `Prepared.state_dict`. Called on all ranks.
+
+        Raises:
+            ReplacedParameterError: The model has parameters that were not prepared.
+        """
         self._known.look()
         return {
             **read_state(self.engine, self._names, self._groups),
@@ -192,27 +196,29 @@ class DeepSpeedPrepared:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state, be it another backend's; see `Prepared.load_state_dict`.
+        """Take up a saved state, be it another backend's; see `Prepared.load_state_dict`. Called on all ranks.
 
         Raises:
             ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters.
+            ReplacedParameterError: The model has parameters that were not prepared.
         """
+        self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         load_state(self.engine, self._names, self._groups, state)
         load_progress(state, self.optimizers, self.schedulers)
 
-    def _check_unfrozen(self) -> None:
-        """Refuse to step while a parameter is trained that was frozen when the engine was built.
+    def _check_unknown_gradients(self) -> None:
+        """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`.
 
         Raises:
-            UnreducedGradientError: There is one, which the engine neither averages nor steps.
+            AccumulationError: There are such.
         """
-        for parameter, name in self._frozen.items():
-            if parameter.requires_grad and parameter.grad is not None:
-                raise UnreducedGradientError(
-                    f"{name} was frozen when prepare() built its DeepSpeed engine, which neither averages nor steps "
-                    "it. Set requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"
-                )
+        if any(parameter.grad is not None for parameter in self._trained):
+            name = type(self._module).__name__
+            raise AccumulationError(
+                f"the optimizer of {name} steps on gradients of loss.backward(), which its DeepSpeed engine neither "
+                "averages nor steps: call accelerator.backward(loss) in its place"
+            )
 
     def _are_finite(self, gradients: ReducedGradients) -> bool:
         """Whether all gradients are, as far as their norm tells. Called on all ranks.
@@ -239,11 +245,15 @@ class DeepSpeedPrepared:
         )
 
     def _check_clip(self, parameters: Iterable[Tensor] | None, norm: float) -> None:
-        own = {p for p in self._module.parameters() if p.requires_grad}
-        if parameters is not None and not own <= set(parameters):
+        left_out = () if parameters is None else self._trained.difference(parameters)
+        if any(p.requires_grad for p in left_out):
             raise ValueError(
                 f"clip over some of the parameters of {type(self.unwrap()).__name__}: DeepSpeed clips by the norm of "
                 "all of them; pass model.parameters()"
+            )
+        if not norm > 0:
+            raise ValueError(
+                f"clip(norm={norm!r}): must be above 0; DeepSpeed takes 0 for no clipping at all"
             )
         configured: float = self.engine.gradient_clipping()
         if configured not in (0.0, norm):

@@ -1,6 +1,6 @@
 """An engine's model and optimizer as whole tensors under the parameters' names, at any stage, and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -8,28 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_backends.compiled import load_plain_state, plain_state
+from drivetrain_backends.deepspeed.parts import (
+    PartitionedTensor,
+    has_master,
+    is_partitioned,
+    own_part,
+    shape_of,
+    whole_of_parts,
+    write_own_part,
+)
 from drivetrain_backends.optimizer import check_groups, load_named_state, named_state
 from drivetrain_backends.states import whole
-
-
-class PartitionedTensor:
-    """A tensor of which each rank holds a part, gathered when it is asked for.
-
-    Args:
-        shape: That of the whole.
-        gather: Gives the whole. Called on all ranks.
-
-    Attributes:
-        shape: That of the whole.
-    """
-
-    def __init__(self, shape: torch.Size, gather: Callable[[], Tensor]) -> None:
-        self.shape = shape
-        self._gather = gather
-
-    def full_tensor(self) -> Tensor:
-        """The whole tensor. Called on all ranks, in the same order."""
-        return self._gather()
 
 
 def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -48,9 +38,10 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
         return {"model": _read_model(engine), "optimizers": []}
     if not engine.zero_optimization():
         optimizer = named_state(engine.optimizer, dict(names))
-        return {"model": dict(engine.module.state_dict()), "optimizers": [optimizer]}
+        return {"model": plain_state(engine.module), "optimizers": [optimizer]}
     own = {name: cast("nn.Parameter", parameter) for parameter, name in names.items()}
     base = engine.optimizer.optimizer
+    _link_parts(engine)
     state: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):
         for name in group:
@@ -81,33 +72,46 @@ def load_state(
         _load_model(engine, state["model"])
         return
     (saved,) = state["optimizers"]
+    if not engine.zero_optimization():
+        groups = [
+            [names[p] for p in group["params"]] for group in engine.optimizer.param_groups
+        ]  # some were added
     check_groups(groups, saved["param_groups"])
     if not engine.zero_optimization():
-        engine.module.load_state_dict(state["model"])
+        load_plain_state(engine.module, state["model"])
         load_named_state(engine.optimizer, dict(names), saved)
         return
     _load_model(engine, state["model"])
     own = {name: cast("nn.Parameter", parameter) for parameter, name in names.items()}
     base = engine.optimizer.optimizer
-    for index, (group, options) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+    _make_room(engine, groups, own, saved["state"])
+    for index, options in enumerate(saved["param_groups"]):
         base.param_groups[index] |= {key: value for key, value in options.items() if key != "params"}
+    _link_parts(engine)
+    for index, group in enumerate(groups):
         for name in group:
-            if own[name].requires_grad and name in saved["state"]:
-                partition = _partition(engine, index, own[name])
-                _make_room(base.state[partition], partition, saved["state"][name])
-    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state") and base.state:
-        engine.optimizer._lazy_init_hp_params_optimizer_state()  # stages 1 and 2 find a parameter's part by it
-    for name, kept in saved["state"].items():
-        for key, value in kept.items():
-            if _is_of_elements(key, value) and own[name].requires_grad:
-                _write_part(own[name], whole(value), key)
+            if own[name].requires_grad:
+                _load_kept(engine, index, own[name], saved["state"].get(name, {}))
+
+
+def _load_kept(engine: Any, index: int, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
+    """Put this rank's part of a parameter's optimizer state in its place, and zeros for what was not saved."""
+    for key, value in engine.optimizer.optimizer.state.get(_partition(engine, index, parameter), {}).items():
+        if not _is_of_elements(key, value):
+            continue
+        kept: Any = saved.get(key)
+        if hasattr(kept, "flat_range"):
+            start, elements = kept.flat_range()
+            write_own_part(parameter, start, elements, key)
+        else:
+            _write_part(parameter, torch.zeros(shape_of(parameter)) if kept is None else whole(kept), key)
 
 
 def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
     """Put this rank's part of a whole tensor into the master parameter, or into its optimizer state `key`."""
     from deepspeed import utils
 
-    if not _has_master(parameter):
+    if not has_master(parameter):
         return
     value = value.to(parameter.device, torch.float32)
     if not hasattr(parameter, "ds_id"):  # stages 1 and 2
@@ -147,13 +151,36 @@ def _partition(engine: Any, index: int, parameter: Tensor) -> Tensor:
     return optimizer.single_partition_of_fp32_groups[index]
 
 
-def _make_room(kept: dict[str, Any], partition: Tensor, saved: Mapping[str, Any]) -> None:
-    """Give a partition the state that the optimizer makes at its first step."""
-    for key, value in saved.items():
-        if not _is_of_elements(key, value):
-            kept[key] = value.clone() if isinstance(value, Tensor) else value
-        elif key not in kept:
-            kept[key] = torch.zeros_like(partition)
+def _make_room(
+    engine: Any, groups: Sequence[Sequence[str]], own: Mapping[str, nn.Parameter], saved: Mapping[str, Any]
+) -> None:
+    """Give each partition the entries that the saved state of its parameters has, and no others."""
+    state = engine.optimizer.optimizer.state
+    earlier = dict(state)
+    state.clear()
+    for index, group in enumerate(groups):
+        for name in group:
+            if not own[name].requires_grad or name not in saved:
+                continue
+            partition = _partition(engine, index, own[name])
+            held, kept = earlier.get(partition, {}), state[partition]
+            for key, value in saved[name].items():
+                if not _is_of_elements(key, value):
+                    kept[key] = value.clone() if isinstance(value, Tensor) else value
+                elif key not in kept:
+                    kept[key] = held[key] if key in held else torch.zeros_like(partition)
+
+
+def _link_parts(engine: Any) -> None:
+    """Have stages 1 and 2 find each parameter's part of the optimizer's state.
+
+    DeepSpeed (0.19) looks for the parts once, after the first group's step, when the other groups have no state yet.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        if optimizer.optimizer.state:
+            optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _is_of_elements(key: str, value: Any) -> bool:
@@ -166,15 +193,28 @@ def _read_kept(parameter: nn.Parameter, key: str, value: Any) -> Any:
         return value
     if not value.dim():  # a count of steps: one for the partition here, one for each parameter elsewhere
         return value.clone()
-    return PartitionedTensor(_shape(parameter), partial(_gather_kept, parameter, key))
+    return PartitionedTensor(
+        shape_of(parameter),
+        value.dtype,
+        partial(_gather_kept, parameter, key),
+        partial(own_part, parameter, key),
+    )
 
 
 def _gather_kept(parameter: nn.Parameter, key: str) -> Tensor:
-    """An optimizer's state of a parameter."""
+    """An optimizer's state of a parameter. Called on all ranks.
+
+    Raises:
+        RuntimeError: The engine was ended, or the parameter frozen, since the state was asked for.
+    """
     from deepspeed.utils import safe_get_full_optimizer_state
 
     gathered = safe_get_full_optimizer_state(parameter, key)
-    assert gathered is not None  # the optimizer keeps it
+    if gathered is None:
+        raise RuntimeError(
+            f"{key} of a parameter of shape {tuple(shape_of(parameter))}: its engine was ended, or the parameter "
+            "frozen, between state_dict() and the gathering; call state_dict() again"
+        )
     return gathered
 
 
@@ -182,9 +222,12 @@ def _read_model(engine: Any) -> dict[str, Any]:
     """The model's own state dict, with masters in the place of partitioned or halved parameters."""
     parts: dict[Tensor, PartitionedTensor] = {}  # a tied parameter is gathered once, and stays tied
     state: dict[str, Any] = {}
-    for name, value in engine.module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter):
-            part = PartitionedTensor(_shape(value), partial(_gather, value))
+    for name, value in plain_state(engine.module, keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and is_partitioned(value):
+            dtype = torch.float32 if has_master(value) else value.dtype
+            part = PartitionedTensor(
+                shape_of(value), dtype, partial(_gather, value), partial(own_part, value)
+            )
             state[name] = parts.setdefault(value, part)
         else:
             state[name] = value.detach() if isinstance(value, Tensor) else value
@@ -196,7 +239,7 @@ def _gather(parameter: nn.Parameter) -> Tensor:
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if _has_master(parameter):
+    if has_master(parameter):
         master = safe_get_full_fp32_param(parameter)
         assert master is not None
         return master
@@ -204,14 +247,9 @@ def _gather(parameter: nn.Parameter) -> Tensor:
         return parameter.detach().clone()
 
 
-def _has_master(parameter: nn.Parameter) -> bool:
-    """Whether an optimizer of ZeRO keeps an fp32 copy of it in parts."""
-    is_optimized = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
-    return parameter.requires_grad and is_optimized
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+def _whole(value: Any, parameter: nn.Parameter) -> Tensor:
+    """A parameter's saved value, gathered where it is in parts. Called on all ranks."""
+    return whole_of_parts(value, parameter) if hasattr(value, "flat_range") else whole(value)
 
 
 def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
@@ -223,20 +261,20 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
     from deepspeed import zero
 
     module: nn.Module = engine.module
-    own = module.state_dict(keep_vars=True)
+    own = plain_state(module, keep_vars=True)
     if odd := sorted(set(own) ^ set(state)):
         raise ValueError(f"the checkpoint's {type(module).__name__} differs from this one by {odd[:5]}")
     for name, value in own.items():
-        if isinstance(value, nn.Parameter) and _shape(value) != state[name].shape:
+        if isinstance(value, nn.Parameter) and shape_of(value) != state[name].shape:
             raise ValueError(
-                f"the checkpoint's {name} is of shape {tuple(state[name].shape)}, not {tuple(_shape(value))}"
+                f"the checkpoint's {name} is of shape {tuple(state[name].shape)}, not {tuple(shape_of(value))}"
             )
     for name, value in own.items():
         if not isinstance(value, nn.Parameter):
             continue
-        saved = whole(state[name])
+        saved = _whole(state[name], value)
         with zero.GatheredParameters([value], modifier_rank=0), torch.no_grad():
             value.copy_(saved)
         _write_part(value, saved)
-    rest = {name: value for name, value in state.items() if not isinstance(own[name], nn.Parameter)}
-    module.load_state_dict(rest, strict=False)
+    rest = {name: state[name] for name in state if not isinstance(own[name], nn.Parameter)}
+    load_plain_state(module, rest, strict=False)

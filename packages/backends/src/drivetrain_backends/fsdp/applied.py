@@ -80,20 +80,17 @@ def _reasons(models: Sequence[ShardedModel], settings: FSDPSettings, strategy: s
         for name, other in model.plan.left_out.items()
     )
     said = "" if settings.wrap is not None else models[0].plan.reason
-    short = (
-        settings.prefetch is not None and max(len(model.blocks) for model in models) <= settings.prefetch + 1
-    )
+    prefetch = "torch's own order: one block ahead in backward"
+    if settings.prefetch is not None:
+        most = max(len(model.blocks) for model in models) - 1
+        prefetch = "there are no more blocks" if most < settings.prefetch else ""
     return {
         "strategy": strategy,
         "wrap": "; ".join(filter(None, (said, shared))),
         "param_dtype": "the run's precision",
         "reduce_dtype": "fp32 where parameters are in half precision, else their own",
         "output_dtype": "as computed",
-        "prefetch": "there are no more blocks"
-        if short
-        else ""
-        if settings.prefetch is not None
-        else "torch's own order: one block ahead in backward",
+        "prefetch": prefetch,
     }
 
 

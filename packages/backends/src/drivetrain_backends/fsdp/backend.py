@@ -15,8 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_backends.accumulation import AccumulationWindow
 from drivetrain_backends.activation import checkpoint_activations
-from drivetrain_backends.blocks import BlockPlan, plan_blocks
+from drivetrain_backends.blocks import BlockPlan, class_name, plan_blocks
 from drivetrain_backends.carrier import GradientCarrier
+from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.forward import prepare_forward
 from drivetrain_backends.fsdp.applied import read_back
 from drivetrain_backends.fsdp.dtypes import plan_dtypes
@@ -26,7 +27,7 @@ from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.materialise import parameters_on_meta
 from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
 from drivetrain_backends.fsdp.pairing import repoint
-from drivetrain_backends.fsdp.placing import Sharding, check_dtypes, shard_model
+from drivetrain_backends.fsdp.placing import Sharding, check_dtypes, check_sources, shard_model
 from drivetrain_backends.fsdp.prepared import FSDPPrepared
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.prepared import TorchPrepared
@@ -35,6 +36,13 @@ from drivetrain_backends.settings import FSDPSettings
 from drivetrain_backends.torch_backend import TorchBackend
 from drivetrain_precision import Policy
 from drivetrain_state import Context
+
+_UNCOPYABLE = (
+    "is sharded: FSDP casts and gathers its parameters by itself, so that neither a copy nor "
+    "unwrap_model(keep_autocast=False) could do without it. For an average of weights or an export, build a second "
+    "model and, inside accelerator.gathered(model), load model.state_dict() into it; unwrap_model(model) gives the "
+    "sharded module"
+)
 
 
 class FSDPBackend(TorchBackend):
@@ -60,6 +68,7 @@ class FSDPBackend(TorchBackend):
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
         self._frozen = FrozenBlocks()
+        self._sharded: dict[nn.Module, ShardedModel] = {}
         super().__init__(context, policy, window=window, settings=settings)
         own = self._own_settings()
         dtypes = plan_dtypes(own, policy, context.device)
@@ -81,13 +90,12 @@ class FSDPBackend(TorchBackend):
             pin_memory=own.offload and (has_accelerator if own.pin_memory is None else own.pin_memory),
         )
         self._plans: dict[nn.Module, BlockPlan] = {}
-        self._sharded: dict[nn.Module, ShardedModel] = {}
         self._guard = AssignmentGuard()
         self._successors = WeakIdKeyDictionary()  # the shards of what optimizers made before prepare() hold
 
     def carrier(self) -> GradientCarrier:
         """Gradients are shards."""
-        self._gradients = ShardedGradients(self.scaler, self.context.device, self._frozen)
+        self._gradients = ShardedGradients(self.scaler, self.context.device, self._sharded, self._frozen)
         return self._gradients
 
     def building(self) -> AbstractContextManager[None]:
@@ -100,8 +108,8 @@ class FSDPBackend(TorchBackend):
         """Shard models and point their optimizers to the shards; see `Backend.prepare`. Called on all ranks.
 
         Raises:
-            ValueError: A model is sharded already, compiled as a whole, shares a parameter with another, or has no
-                module of a class that is to be wrapped. Nothing was changed.
+            ValueError: A model is sharded already, shares a parameter with another, or has no module of a class that
+                is to be wrapped. Nothing was changed.
         """
         for sharded in self._sharded.values():
             sharded.reshard()  # so that parameters() gives what optimizers hold
@@ -109,17 +117,33 @@ class FSDPBackend(TorchBackend):
         for model in models:
             settings = self._own_settings()
             plan = plan_blocks(
-                model,
+                uncompiled(model),
                 settings.wrap,
                 asked="fsdp.wrap",
                 min_num_params=settings.min_num_params,
                 others=[*models, *self._sharded],
             )
-            check_dtypes(model, plan, self._sharding.dtypes)
+            check_dtypes(uncompiled(model), plan, self._sharding.dtypes)
             self._plans[model] = plan
         for optimizer in optimizers:
             repoint(optimizer, self._successors)
         return super().prepare(models, optimizers, schedulers)
+
+    def check_placeable(self, model: nn.Module) -> None:
+        """Refuse what ranks do not agree on, or what nothing fills; see `TorchBackend`. Called on all ranks."""
+        check_sources(uncompiled(model))
+
+    def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
+        """Forget models, and say that torch cannot put their shards together; see `TorchBackend`."""
+        names = [class_name(uncompiled(prepared.unwrap())) for prepared in placed]
+        super().take_back(placed, error)
+        for prepared in placed:
+            del self._sharded[prepared.unwrap()]
+        self._plans.clear()
+        sharded = f"{', '.join(names)} and " if names else ""
+        error.add_note(
+            f"prepare() failed: {sharded}the model at fault may be sharded by now; build them anew"
+        )
 
     def bring_along(self, optimizer: Optimizer) -> None:
         """Point an optimizer to the shards of its parameters, with the state it has."""
@@ -146,33 +170,40 @@ class FSDPBackend(TorchBackend):
         """Give models their own classes back as far as torch can; their parameters stay sharded."""
         super().close()
         self._guard.close()
-        self._plans, self._sharded = {}, {}
+        self._plans.clear()
+        self._sharded.clear()
 
     def _own_settings(self) -> FSDPSettings:
         return cast("FSDPSettings", self.settings)
 
     def _place(self, model: nn.Module) -> TorchPrepared:
         settings, plan = self._own_settings(), self._plans.pop(model)
-        blocks = [model.get_submodule(name) for name in plan.blocks]
-        checkpoint_activations(blocks or [model], settings.activation_checkpointing)
-        before = dict(model.named_parameters())
-        sharded = shard_model(model, plan, self._sharding, self.context)
+        inner = uncompiled(model)  # a wrapper of torch.compile traces what is in it when it is called
+        blocks = [inner.get_submodule(name) for name in plan.blocks]
+        checkpoint_activations(blocks or [inner], settings.activation_checkpointing)
+        before = dict(inner.named_parameters())
+        sharded = shard_model(inner, plan, self._sharding, self.context)
         for name, parameter in before.items():
             self._successors[parameter] = sharded.parameters[name]
         _set_prefetch(sharded, settings.prefetch)
-        model.register_forward_hook(_reshard_without_gradients(sharded))
+        inner.register_forward_pre_hook(_make_room_outside_inference_mode(sharded), prepend=True)
+        inner.register_forward_hook(_reshard_without_gradients(sharded))
         if settings.compile_regions:
-            for block in blocks or [model]:
+            for block in blocks or [inner]:
                 block.forward = torch.compile(block.forward, backend=settings.compile_backend)
-        prepare_forward(model, replace(self.policy, autocast_dtype=None), self.context.device)
+        without_autocast = replace(self.policy, autocast_dtype=None)
+        uncopyable = f"{class_name(inner)} {_UNCOPYABLE}"
+        prepare_forward(model, without_autocast, self.context.device, uncopyable=uncopyable)
         self._sharded[model] = sharded
-        self._guard.watch(model)
+        self._guard.watch(inner)
         self._frozen.add(sharded)
         return FSDPPrepared(
+            model,
             sharded,
             context=self.context,
             ledger=self._ledger,
             all_sharded=self._sharded,
+            successors=self._successors,
             guard=self._guard,
             gradients=self._gradients,
         )
@@ -182,12 +213,7 @@ class FSDPBackend(TorchBackend):
             p: model for model, sharded in self._sharded.items() for p in sharded.parameters.values()
         }
         for model in models:
-            kind = type(model).__name__
-            if _is_compiled(model):
-                raise ValueError(
-                    f"{kind} is compiled as a whole, and sharding exchanges what it was compiled for: prepare the "
-                    "module it was made from, with fsdp.compile_regions=True, which compiles it block by block"
-                )
+            kind = type(uncompiled(model)).__name__
             for parameter in model.parameters():
                 if (other := holders.setdefault(parameter, model)) is not model:
                     raise ValueError(
@@ -212,11 +238,6 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
     return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile(model), or model.compile(), made the model one region."""
-    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
-
-
 def _reshard_without_gradients(sharded: ShardedModel) -> Callable[..., None]:
     """A hook that lets go of what FSDP would keep for a backward, after a forward that has none.
 
@@ -230,11 +251,35 @@ def _reshard_without_gradients(sharded: ShardedModel) -> Callable[..., None]:
     return reshard
 
 
+def _make_room_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:
+    """A hook that has FSDP make what it gathers into, once, as tensors that a training step may use too.
+
+    It makes that at the first forward; under `inference_mode` no later forward could be trained through.
+    """
+    is_made = False
+
+    def make_room(*_: object) -> None:
+        nonlocal is_made
+        if is_made or not torch.is_inference_mode_enabled():
+            is_made = True
+            return
+        with torch.inference_mode(False):
+            for block in sharded.blocks:
+                block.unshard()
+                block.reshard()
+        is_made = True
+
+    return make_room
+
+
 def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:
     """Let each block gather the next ones, in forward and backward; torch's own order if nothing is said."""
     if depth is None:
         return
-    blocks = sharded.blocks[:-1]
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + depth]))
-        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, index - depth) : index])))
+    *blocks, root = sharded.blocks
+    forward, backward = [root, *blocks], [root, *reversed(blocks)]
+    for index, block in enumerate(forward):
+        block.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + depth])
+    for index, block in enumerate(backward):
+        # No modules at all would mean torch's own order; the block itself is gathered by then.
+        block.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth] or [block])

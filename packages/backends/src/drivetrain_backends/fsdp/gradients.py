@@ -1,16 +1,17 @@
 """Gradients of which each rank holds its shards: averaged by FSDP, made final here."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain_backends.carrier import ParameterGradients, trainable_parameters
+from drivetrain_backends.blocks import class_name
+from drivetrain_backends.carrier import ParameterGradients
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
-from drivetrain_backends.fsdp.placing import is_plain
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.shards import local
 from drivetrain_precision import LossScaler
 
@@ -21,6 +22,7 @@ class ShardedGradients(ParameterGradients):
     Args:
         scaler: The loss scale, for fp16.
         device: Where the ranks talk.
+        sharded: The backend's sharded models, by what it was given.
         frozen: Blocks that may be frozen at their first forward.
 
     Attributes:
@@ -28,19 +30,45 @@ class ShardedGradients(ParameterGradients):
         held: The models whose last backward reduced nothing: their gradients are whole, and not in `.grad`.
     """
 
-    def __init__(self, scaler: LossScaler | None, device: torch.device, frozen: FrozenBlocks) -> None:
+    def __init__(
+        self,
+        scaler: LossScaler | None,
+        device: torch.device,
+        sharded: Mapping[nn.Module, ShardedModel],
+        frozen: FrozenBlocks,
+    ) -> None:
         super().__init__(scaler)
         self._device = device
+        self._sharded = sharded
         self._frozen = frozen
         self.holding: set[nn.Module] = set()
         self.held: set[nn.Module] = set()
 
     def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
-        """Run torch's backward; see `GradientCarrier.run`."""
+        """Run torch's backward; see `GradientCarrier.run`.
+
+        Raises:
+            AccumulationError: An earlier backward failed half way.
+        """
+        for model in models:
+            if self._sharded[model].in_backward():
+                raise AccumulationError(
+                    f"an earlier backward of {class_name(model)} ended in an error half way, and FSDP waits for "
+                    "its end: gradients would never be reduced again. Go on from a checkpoint, with a model that is "
+                    "built and prepared anew"
+                )
         self._frozen.give_dtypes()
         super().run(loss, models)
         for model in models:
-            (self.held.add if model in self.holding else self.held.discard)(model)
+            if model in self.holding:
+                self.held.add(model)
+            elif model in self.held and not self._sharded[model].holds_gradients():
+                self.held.discard(model)  # else the loss did not reach it
+
+    def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
+        """The shards, and the gathered parameters that forwards compute with; see `GradientCarrier.leaves`."""
+        gathered = (p for model in models for p in self._sharded[model].standing_in())
+        return [*super().leaves(models), *gathered]
 
     @torch.no_grad()
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
@@ -52,11 +80,12 @@ class ShardedGradients(ParameterGradients):
         for model in models:
             if model in self.held:
                 raise AccumulationError(
-                    f"the window closed without a backward of {type(model).__name__}: its gradients so far are held "
+                    f"the window closed without a backward of {class_name(model)}: its gradients so far are held "
                     "back on their ranks. Let the last micro-batch of a window run backward, or leave the step out"
                 )
-        parameters = trainable_parameters(models)
-        average([p for p in parameters if is_plain(p)], self._device)
+        sharded = [self._sharded[model] for model in models]
+        parameters = [p for one in sharded for p in one.parameters.values() if p.requires_grad]
+        average([p for one in sharded for p in one.plain.values() if p.requires_grad], self._device)
         if factor is None and self._scaler is None:
             return False
         gradients = [local(p.grad) for p in parameters if p.grad is not None]

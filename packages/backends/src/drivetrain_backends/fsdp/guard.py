@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain_backends.errors import UnshardedParameterError
 
@@ -21,10 +22,13 @@ class AssignmentGuard:
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._paused = False
-        self._handle = register_module_parameter_registration_hook(cast("Callable[..., None]", self._check))
+        self._handle: RemovableHandle | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Watch every module of a model, but for those that set attributes in their own way, as FSDP sets theirs."""
+        if self._handle is None:
+            check = cast("Callable[..., None]", self._check)
+            self._handle = register_module_parameter_registration_hook(check)
         for name, module in model.named_modules():
             if type(module).__setattr__ is nn.Module.__setattr__:
                 self._names[module] = name
@@ -39,9 +43,11 @@ class AssignmentGuard:
             self._paused = before
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Watch nothing, until `watch` is called again."""
         self._names.clear()
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def _check(self, module: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
         if self._paused or parameter is None or module not in self._names:

@@ -4,7 +4,7 @@ Each module is seeded by its name, so that its values are the same whichever mod
 number of ranks.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, cast
@@ -72,6 +72,29 @@ def make_room(
         if empty:
             found[module] = tuple(empty)
     return found
+
+
+def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
+    """Refuse modules that surely cannot fill what they hold.
+
+    Args:
+        model: The model.
+        on_meta: The names of what is to be filled.
+
+    Raises:
+        ValueError: A module has no way to fill a tensor, and neither has the model; the message names it.
+    """
+    if any(callable(getattr(module, "_init_weights", None)) for module in model.modules()):
+        return
+    fillable: set[Tensor] = set()
+    for module in model.modules():
+        if any(callable(getattr(module, name, None)) for name in _OWN_WAYS):
+            fillable.update(tensors_of(module).values())
+    for prefix, module in model.named_modules():
+        for attribute, tensor in tensors_of(module).items():
+            name = f"{prefix}.{attribute}".lstrip(".")
+            if name in on_meta and tensor not in fillable:
+                raise ValueError(_no_way(name, module))
 
 
 def initialise(

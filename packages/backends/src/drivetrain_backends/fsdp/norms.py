@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from drivetrain_backends.shards import local
 
 
+@torch.no_grad()  # with gradients on, taking each rank's part would be an operation of autograd
 def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The norm of all gradients taken as one vector, of shape (). Called on all ranks.
 
@@ -22,9 +24,13 @@ def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.dev
         norm_type: The order of the norm; infinity for the largest element.
         device: Where the ranks talk.
     """
-    groups: defaultdict[tuple[ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        groups[_holders(gradient)].append(local(gradient))
+        division = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        alike[division].append(gradient)
+    groups: defaultdict[tuple[ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for divided in alike.values():
+        groups[_holders(divided[0])] += [local(gradient) for gradient in divided]
     is_max = norm_type == torch.inf
     parts: list[Tensor] = []
     for holders, tensors in groups.items():

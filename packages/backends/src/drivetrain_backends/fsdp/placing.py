@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from drivetrain_backends.blocks import BlockPlan
 from drivetrain_backends.fsdp.dtypes import HALF, DtypePlan
-from drivetrain_backends.fsdp.materialise import initialise, make_room, tensors_of
+from drivetrain_backends.fsdp.materialise import check_ways, initialise, make_room, tensors_of
 from drivetrain_backends.fsdp.scratch import Scratch, room_for
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
 from drivetrain_backends.shards import broadcast_from_first
@@ -115,9 +115,18 @@ def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan) -> None:
             )
 
 
+def check_sources(model: nn.Module) -> None:
+    """Refuse a model whose values would come from nowhere, while nothing is changed. Called on all ranks.
+
+    Raises:
+        ValueError: Ranks hold different models, or a module on meta has no way to fill itself.
+    """
+    check_ways(model, _agree(model).initialised)
+
+
 def is_plain(parameter: Tensor) -> bool:
-    """Whether a parameter stays whole on every rank: `fully_shard` divides neither scalars nor integers."""
-    return parameter.dim() == 0 or not parameter.is_floating_point()
+    """Whether a parameter stays whole on every rank: `fully_shard` divides neither scalars, integers nor nothing."""
+    return parameter.dim() == 0 or not parameter.numel() or not parameter.is_floating_point()
 
 
 def _agree(model: nn.Module) -> _Sources:

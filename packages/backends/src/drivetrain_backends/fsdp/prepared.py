@@ -28,10 +28,12 @@ class FSDPPrepared(TorchPrepared):
     """One sharded model with its optimizers.
 
     Args:
-        sharded: The model and what is known of its shards.
+        model: What the user calls: the sharded module, or torch.compile's wrapper around it.
+        sharded: The module and what is known of its shards.
         context: Ranks and device.
         ledger: What the backend's models know together of their gradients.
         all_sharded: The backend's sharded models by the users' modules.
+        successors: The shards of parameters that were listed before `prepare`.
         guard: What refuses other parameters.
         gradients: What holds the backend's gradients.
 
@@ -41,18 +43,21 @@ class FSDPPrepared(TorchPrepared):
 
     def __init__(
         self,
+        model: nn.Module,
         sharded: ShardedModel,
         *,
         context: Context,
         ledger: GradientLedger,
         all_sharded: Mapping[nn.Module, ShardedModel],
+        successors: Mapping[Tensor, nn.Parameter],
         guard: AssignmentGuard,
         gradients: ShardedGradients,
     ) -> None:
-        super().__init__(sharded.module, context=context, ledger=ledger)
+        super().__init__(model, context=context, ledger=ledger)
         self.sharded = sharded
         self._is_shared = True
         self._all_sharded = all_sharded
+        self._successors = successors
         self._guard = guard
         self._gradients = gradients
         self._num_checked: dict[Optimizer, int] = {}
@@ -75,10 +80,10 @@ class FSDPPrepared(TorchPrepared):
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clear one optimizer's gradients, and those of a closed window that were held back."""
         super().zero_grad(optimizer, set_to_none=set_to_none)
-        for sharded in self._group_sharded() if self._gradients.held and self.group.stage == "empty" else ():
-            if sharded.module in self._gradients.held:
-                self._gradients.held.discard(sharded.module)
-                sharded.drop_held()
+        for model in self.group.models if self._gradients.held and self.group.stage == "empty" else ():
+            if model in self._gradients.held:
+                self._gradients.held.discard(model)
+                self._all_sharded[model].drop_held()
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one optimizer if the window is closed. Called on all ranks.
@@ -175,22 +180,37 @@ class FSDPPrepared(TorchPrepared):
         super().load_state_dict({**state, "optimizers": optimizers})
 
     def _load_model(self, state: Mapping[str, Any]) -> None:
-        load_model(self.unwrap(), state, self._context.device)
+        load_model(self.sharded.module, state, self._context.device)
 
     def _group_sharded(self) -> list[ShardedModel]:
         return [self._all_sharded[model] for model in self.group.models]
 
     def _shards_of(self, parameters: list[Tensor] | None) -> list[Tensor]:
-        """The shards behind parameters, which a user may have listed while they were gathered."""
-        known = [sharded.known for sharded in self._all_sharded.values()]
-        gathered: dict[Tensor, str] = {}
+        """The shards behind parameters, which may have been listed before `prepare`, or while they were gathered.
+
+        Raises:
+            UnshardedParameterError: One is no prepared model's.
+        """
+        models = self._all_sharded.values()
+        known = [sharded.known for sharded in models]
+        shards: dict[Tensor, Tensor] = {}
         if parameters is not None and not all(any(p in own for own in known) for p in parameters):
-            gathered = {p: name for name, p in self.unwrap().named_parameters()}
-        for sharded in self._all_sharded.values():
+            shards = {p: shard for sharded in models for p, shard in sharded.standing_in().items()}
+            shards |= {p: p for own in known for p in own}
+        for sharded in models:
             sharded.reshard()
         if parameters is None:
             return list(self.sharded.parameters.values())
-        return [self.sharded.parameters[gathered[p]] if p in gathered else p for p in parameters]
+        return [self._shard_of(p, shards) for p in parameters] if shards else parameters
+
+    def _shard_of(self, parameter: Tensor, shards: Mapping[Tensor, Tensor]) -> Tensor:
+        found = shards.get(parameter, self._successors.get(parameter))
+        if found is None:
+            raise UnshardedParameterError(
+                f"clip: a parameter of shape {tuple(parameter.shape)} is none of those that prepare() sharded; pass "
+                "the parameters of prepared models"
+            )
+        return found
 
     def _check_known(self, optimizer: Optimizer) -> None:
         """Look at an optimizer's parameters, at its first step and when their number has changed."""

@@ -41,7 +41,7 @@ class ShardedModel:
         upcast: The names of those that were brought to fp32 from half precision.
         parameters: Every parameter once, by the first of its names.
         known: All of them.
-        plain: Those that every rank holds whole: scalars, and parameters of a dtype that has no gradients.
+        plain: Those that every rank holds whole: scalars, empty ones, and those of a dtype that has no gradients.
     """
 
     module: nn.Module
@@ -70,15 +70,39 @@ class ShardedModel:
         for block in self.blocks:
             block.reshard()
 
+    def standing_in(self) -> dict[Tensor, nn.Parameter]:
+        """The shard behind each parameter that FSDP puts into the modules while it is gathered."""
+        return {
+            parameter._unsharded_param: parameter.sharded_param
+            for parameter in self._fsdp_parameters()
+            if hasattr(parameter, "_unsharded_param")
+        }
+
+    def holds_gradients(self) -> bool:
+        """Whether backwards without a reduction left whole gradients behind."""
+        return any(
+            getattr(parameter, "unsharded_accumulated_grad", None) is not None
+            or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+            for parameter in self._fsdp_parameters()
+        )
+
     def drop_held(self) -> None:
         """Forget the whole gradients that backwards without a reduction left behind."""
+        for parameter in self._fsdp_parameters():
+            if "unsharded_accumulated_grad" in vars(parameter):  # up to some torch before 2.15
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+    def in_backward(self) -> bool:
+        """Whether a backward has begun that did not end: FSDP waits for an end that an error kept from coming."""
+        state: Any = self.blocks[-1]._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+        return state._state_ctx.post_backward_final_callback_queued
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
         for block in self.blocks:
             for group in parameter_groups(block):
-                for parameter in group.fsdp_params:
-                    if "unsharded_accumulated_grad" in vars(parameter):  # up to some torch before 2.15
-                        parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+                yield from group.fsdp_params
 
     def check(self, *, thoroughly: bool = False) -> None:
         """Hold the modules' parameters against those that were sharded; none may be gathered.

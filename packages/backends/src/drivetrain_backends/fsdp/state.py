@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain_backends.compiled import load_plain_state, plain_state
 from drivetrain_backends.shards import local, write
 
 
@@ -20,7 +21,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device)
     Raises:
         ValueError: Names or shapes are not the model's; nothing was loaded.
     """
-    own: dict[str, Any] = model.state_dict()
+    own = plain_state(model)
     missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
     kind = type(model).__name__
     if missing or unexpected:
@@ -37,7 +38,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device)
     for name, target in tensors.items():
         write(target, state[name], device)
     if rest := {name: state[name] for name in own if name not in tensors}:
-        model.load_state_dict(rest, strict=False)
+        load_plain_state(model, rest, strict=False)
 
 
 def divided_like(

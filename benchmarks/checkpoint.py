@@ -1,0 +1,348 @@
+"""Saving and loading 1.8 GB of model and AdamW state: time, how long training is held, memory.
+
+    uv run --group bench python benchmarks/checkpoint.py
+
+One and two ranks (DDP, on the CPU over gloo). Each contestant saves the state of the same kind of run: drivetrain at
+once and in the background, Accelerate, torch's DCP at once and in the background; a raw write puts the same bytes
+into one file a rank and forces it to the disk. Contestants take turns; a file's pages are dropped from the cache
+before a cold load, and before a raw read.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from rounds import RESULTS, Table, installed, report, take_turns
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from drivetrain import Accelerator
+from drivetrain_memory import PeakMemory
+
+WIDTH, LAYERS = 2048, 36  # 151 million parameters: 604 MB, with AdamW 1.8 GB
+STEP_WIDTH, STEP_ITEMS = 256, 256  # of the training that goes on meanwhile
+CHUNK_BYTES = 16 * 2**20
+Turn = Callable[[], float]
+
+
+class Run:
+    """A library's run: a model and an optimizer that has stepped, and a folder for its checkpoints."""
+
+    def __init__(self, library: str, folder: Path) -> None:
+        torch.manual_seed(0)
+        if library == "accelerate":
+            from accelerate import Accelerator as Peer
+
+            self.accelerator: Any = Peer(cpu=True)
+        else:
+            self.accelerator = Accelerator(
+                cpu=True, project_dir=folder, sections={"checkpoint": {"keep_last": 1}}
+            )
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        optimizer = AdamW(model.parameters(), lr=1e-3, foreach=False)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # torch's own: what is trained does not matter here
+        optimizer.zero_grad()
+        self.folder = folder
+
+
+def timed(call: Callable[[], object], *, before: Callable[[], object] = lambda: None) -> Turn:
+    """A turn that all ranks take together, and that lasts as long as the slowest."""
+
+    def turn() -> float:
+        before()
+        barrier()
+        start = time.perf_counter()
+        call()
+        barrier()
+        return time.perf_counter() - start
+
+    return turn
+
+
+def barrier() -> None:
+    """Wait for the other ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def rank() -> int:
+    """This rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class Raw:
+    """The same bytes, by plain system calls: each rank writes its share into one file, or reads all of them."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        parameters = list(run.model.parameters())
+        kept = run.optimizer.optimizer.state if hasattr(run.optimizer, "optimizer") else run.optimizer.state
+        self.tensors = [*map(Tensor.detach, parameters)] + [
+            kept[parameter][key] for parameter in parameters for key in ("exp_avg", "exp_avg_sq")
+        ]
+        self.folder = folder
+        self.size_bytes = sum(tensor.nbytes for tensor in self.tensors)
+
+    def write(self) -> None:
+        """Write this rank's share, on the disk when it returns."""
+        path = self.folder / f"raw-{rank()}"
+        path.unlink(missing_ok=True)
+        with path.open("xb", buffering=0) as file:
+            for tensor in self.tensors[rank() :: num_ranks()]:
+                content = bytes_of(tensor)
+                for start in range(0, len(content), CHUNK_BYTES):
+                    file.write(content[start : start + CHUNK_BYTES])
+            os.fsync(file.fileno())
+
+    def read(self, *, hashed: bool = False) -> None:
+        """Read all files into new memory; with `hashed`, also hash it and copy it into the live tensors."""
+        targets = [torch.empty_like(tensor) for tensor in self.tensors]
+        for number in range(num_ranks()):
+            with (self.folder / f"raw-{number}").open("rb", buffering=0) as file:
+                for target in targets[number :: num_ranks()]:
+                    content = bytes_of(target)
+                    for start in range(0, len(content), CHUNK_BYTES):
+                        piece = content[start : start + CHUNK_BYTES]
+                        file.readinto(piece)
+                        if hashed:
+                            xxhash.xxh3_64_digest(piece)
+        if hashed:
+            for tensor, target in zip(self.tensors, targets, strict=True):
+                tensor.copy_(target)
+
+
+def evict(folder: Path) -> None:
+    """Drop the pages of every file below a folder from the cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+    barrier()
+
+
+def dcp_state(run: Run) -> dict[str, Any]:
+    """What DCP saves: the tensors themselves, by name."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = get_state_dict(run.model, getattr(run.optimizer, "optimizer", run.optimizer))
+    return {"model": model, "optimizer": optimizer}
+
+
+def fresh(folder: Path) -> Path:
+    """An empty folder, the same on all ranks."""
+    barrier()
+    if rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    barrier()
+    return folder
+
+
+def measure_saves(
+    ours: Run, peer: Run | None, root: Path, rounds: int
+) -> dict[str, Mapping[str, list[float]]]:
+    """Seconds of saves until they are on the disk, and of what training is held by them."""
+    import torch.distributed.checkpoint as dcp
+
+    raw = Raw(ours, root)
+    held: dict[str, list[float]] = {}
+
+    def hold(name: str, save: Callable[[], object], end: Callable[[], object]) -> Turn:
+        """A save in the background: the whole time is the turn's, and how long the caller is held is noted."""
+
+        def call() -> None:
+            start = time.perf_counter()
+            save()
+            held.setdefault(name, []).append(time.perf_counter() - start)
+            end()
+
+        return timed(call)
+
+    pending: list[Any] = []
+    contestants: dict[str, Turn] = {
+        "raw write": timed(raw.write),
+        "drivetrain": timed(lambda: ours.accelerator.save_state()),
+        "drivetrain, in the background": hold(
+            "drivetrain, in the background",
+            lambda: ours.accelerator.save_state(background=True),
+            ours.accelerator.wait_for_save,
+        ),
+    }
+    if peer is not None:
+        contestants["Accelerate"] = timed(lambda: peer.accelerator.save_state(str(fresh(peer.folder))))
+    contestants["DCP"] = timed(
+        lambda: dcp.save(dcp_state(ours), checkpoint_id=str(root / "dcp")), before=lambda: fresh(root / "dcp")
+    )
+    if num_ranks() > 1:  # its background needs a group
+        contestants["DCP, in the background"] = hold(
+            "DCP, in the background",
+            lambda: pending.append(dcp.async_save(dcp_state(ours), checkpoint_id=str(fresh(root / "dcp")))),
+            lambda: pending.pop().result(),
+        )
+    total = take_turns(contestants, rounds=rounds)
+    held = {name: seconds[1:] for name, seconds in held.items()}
+    return {
+        "save": total,
+        "held": {"drivetrain, at once": total["drivetrain"], **held},
+    }
+
+
+def measure_loads(
+    ours: Run, peer: Run | None, root: Path, rounds: int
+) -> dict[str, Mapping[str, list[float]]]:
+    """Seconds of loads, from the disk and from the cache."""
+    import torch.distributed.checkpoint as dcp
+
+    raw = Raw(ours, root)
+    ours.accelerator.save_state()
+    raw.write()
+    loads: dict[str, Callable[[], object]] = {"drivetrain": lambda: ours.accelerator.load_state()}
+    if peer is not None:
+        peer.accelerator.save_state(str(fresh(peer.folder)))
+        loads["Accelerate"] = lambda: peer.accelerator.load_state(str(peer.folder))
+    dcp.save(dcp_state(ours), checkpoint_id=str(fresh(root / "dcp")))
+    loads["DCP"] = lambda: dcp.load(dcp_state(ours), checkpoint_id=str(root / "dcp"))
+    cold = {"raw read": raw.read, **loads}
+    warm = {"raw read, hash and copy": lambda: raw.read(hashed=True), **loads}
+    return {
+        "cold": take_turns(
+            {name: timed(call, before=lambda: evict(root)) for name, call in cold.items()}, rounds=rounds
+        ),
+        "warm": take_turns({name: timed(call) for name, call in warm.items()}, rounds=rounds),
+    }
+
+
+def measure_steps(ours: Run, rounds: int) -> Mapping[str, list[float]]:
+    """The time of a step of training, while nothing is saved and while the state is written in the background."""
+    layers = nn.Sequential(*(nn.Linear(STEP_WIDTH, STEP_WIDTH) for _ in range(8)))
+    optimizer = AdamW(layers.parameters())
+    items = torch.ones(STEP_ITEMS, STEP_WIDTH)
+
+    def step() -> float:
+        start = time.perf_counter()
+        layers(items).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    quiet: list[float] = []
+    busy: list[float] = []
+    for _ in range(rounds):
+        quiet.append(sum(step() for _ in range(50)) / 50)
+        ours.accelerator.save_state(background=True)
+        (checkpointer,) = ours.accelerator._parts.checkpointers.values()
+        times = []
+        while checkpointer._background.is_busy:
+            times.append(step())
+        busy.append(sum(times) / len(times))
+        ours.accelerator.wait_for_save()
+    return {"nothing is saved": quiet, "a save in the background": busy}
+
+
+def measure_memory(ours: Run) -> dict[str, float]:
+    """Peak memory beyond the live state, of a rank."""
+    found: dict[str, float] = {}
+    for name, call in {
+        "save at once": lambda: ours.accelerator.save_state(),
+        "save in the background": lambda: (
+            ours.accelerator.save_state(background=True),
+            ours.accelerator.wait_for_save(),
+        ),
+        "load": lambda: ours.accelerator.load_state(),
+    }.items():
+        with PeakMemory() as memory:
+            call()
+        found[name] = memory.host_bytes - memory.host_before_bytes
+    return found
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank: measure everything; rank 0 writes what it found."""
+    root = Path(arguments.folder)
+    ours = Run("drivetrain", root / "drivetrain")
+    memory = measure_memory(ours)
+    peer = Run("accelerate", root / "accelerate") if installed("accelerate") else None
+    found: dict[str, Any] = measure_saves(ours, peer, root, arguments.rounds)
+    found |= measure_loads(ours, peer, root, arguments.rounds)
+    found["step"] = measure_steps(ours, arguments.rounds)
+    found["memory"] = memory
+    found["bytes"] = Raw(ours, root).size_bytes
+    if rank() == 0:
+        (root / "found.json").write_text(json.dumps(found))
+    ours.accelerator.end_training()
+
+
+def measure(ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What one number of ranks measured, each rank a process."""
+    with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
+        script = [sys.argv[0], "--worker", "--rounds", str(arguments.rounds), "--folder", folder]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *(launcher if ranks > 1 else []), *script]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return json.loads((Path(folder) / "found.json").read_text())
+
+
+def tables_of(found: Mapping[str, Any], ranks: int) -> list[Table]:
+    """What was measured, for people."""
+    size = f"{found['bytes'] / 1e9:.1f} GB, {ranks} rank{'s' if ranks > 1 else ''}"
+    return [
+        Table(title=f"Save, {size}, until it is on the disk", unit="s", measured=found["save"]),
+        Table(title=f"Save, {size}: how long training is held", unit="s", measured=found["held"]),
+        Table(title=f"Load, {size}, from the disk", unit="s", measured=found["cold"]),
+        Table(title=f"Load, {size}, from the cache", unit="s", measured=found["warm"]),
+        Table(title=f"A step of training, {size}", unit="ms", measured=found["step"]),
+        Table(
+            title=f"Peak memory of a rank beyond its live state, {size}",
+            unit="MB",
+            measured={name: [size_bytes] for name, size_bytes in found["memory"].items()},
+        ),
+    ]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder the table is written to")
+    parser.add_argument(
+        "--disk", type=Path, help="a folder on the disk to measure; by default that of temporary files"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments)
+        return
+    tables = [table for ranks in arguments.ranks for table in tables_of(measure(ranks, arguments), ranks)]
+    report("checkpoint", tables, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What DeepSpeed would do wrong, or fail at without a word of use: refused before anything is changed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.compiled import uncompiled
+from drivetrain_backends.deepspeed.library import accelerator
+from drivetrain_backends.errors import EngineConfigError
+from drivetrain_backends.pairing import parameter_names
+from drivetrain_precision import Policy, PrecisionError
+
+
+def check_device(policy: Policy) -> None:
+    """Refuse a precision that DeepSpeed does not compute in on this device, though torch does.
+
+    Raises:
+        PrecisionError: It does not.
+    """
+    device = accelerator()
+    able = {"fp16": device.is_fp16_supported(), "bf16": device.is_bf16_supported()}
+    if not able.get(policy.mode, True):
+        others = ", ".join(repr(mode) for mode, has in {"no": True, **able}.items() if has)
+        raise PrecisionError(
+            f"mixed_precision={policy.mode!r}: DeepSpeed does not compute in it on {device.device_name()}; "
+            f"it can do {others}"
+        )
+
+
+def check_wrapper(model: nn.Module, stage: int) -> None:
+    """Refuse a wrapper of torch.compile in stage 3, which looks into the module that it is given (0.19).
+
+    Raises:
+        ValueError: The model is one.
+    """
+    if stage == 3 and (inner := uncompiled(model)) is not model:
+        raise ValueError(
+            f"{type(inner).__name__} is wrapped by torch.compile, and stage 3 partitions the module it was "
+            "made from: compile that in place, model.compile(), or block by block"
+        )
+
+
+def check_optimizer(optimizer: Optimizer, stage: int) -> None:
+    """Refuse optimizers that partitioning would silently take something from.
+
+    Raises:
+        EngineConfigError: This is one.
+    """
+    name = type(optimizer).__name__
+    if stage and isinstance(optimizer, torch.optim.Adagrad):
+        raise EngineConfigError(
+            f"{name} with deepspeed.stage={stage}: DeepSpeed replaces it by one of its own making, which keeps "
+            "neither its groups nor its schedulers; choose another optimizer, or stage 0"
+        )
+    if stage and optimizer.state:
+        raise EngineConfigError(
+            f"{name} holds state already, which DeepSpeed drops when it partitions parameters; prepare() it fresh, "
+            "and load its state with load_state()"
+        )
+
+
+def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) -> None:
+    """Refuse parameters that an engine of DeepSpeed (0.19) cannot train, or cannot hold.
+
+    Args:
+        model: A model that an engine is to be started for.
+        optimizer: What trains it, if anything.
+        stage: The stage of ZeRO.
+
+    Raises:
+        ValueError: The model has such parameters; the message names them.
+    """
+    names = parameter_names({"": model})
+    trained = {p: name for p, name in names.items() if optimizer is not None and p.requires_grad}
+    for parameter, name in names.items():
+        shape = tuple(
+            getattr(parameter, "ds_shape", parameter.shape)
+        )  # its own, where it is partitioned already
+        if not shape:
+            raise ValueError(
+                f"{name} is a parameter of shape (), which DeepSpeed cannot send to other ranks; make it one of (1,)"
+            )
+        if 0 in shape and (stage == 3 or (stage and parameter in trained)):
+            raise ValueError(
+                f"{name} is a parameter of shape {shape}, without an element, of which DeepSpeed's stage {stage} "
+                "cannot give ranks a part; leave it out of the model, or choose stage 0"
+            )
+    if wide := [name for p, name in trained.items() if p.dtype == torch.float64]:
+        raise ValueError(
+            f"{_some(wide)}: of torch.float64, which DeepSpeed does not train in (its masters are float32); prepare "
+            "model.float(), with an optimizer built over it, or choose another backend"
+        )
+    if optimizer is not None and stage:
+        _check_held(trained, optimizer, stage)
+        _check_groups(optimizer, stage)
+
+
+def _check_held(trained: dict[Tensor, str], optimizer: Optimizer, stage: int) -> None:
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if left_out := [name for p, name in trained.items() if p not in held]:
+        raise ValueError(
+            f"{_some(left_out)}: to be trained, but not held by {type(optimizer).__name__}: DeepSpeed's stage "
+            f"{stage} would leave their gradients out of the norm that is clipped by. Give them to the "
+            "optimizer, or freeze them before prepare(), requires_grad_(False)"
+        )
+
+
+def _check_groups(optimizer: Optimizer, stage: int) -> None:
+    """Stages 1 and 2 lay each group's trained parameters out flat, and fail where there are none."""
+    for index, group in enumerate(optimizer.param_groups):
+        if stage < 3 and not any(p.requires_grad for p in group["params"]):
+            raise ValueError(
+                f"group {index} of {type(optimizer).__name__} holds no parameter that is to be trained: DeepSpeed's "
+                f"stage {stage} has no place for such a group; leave it out of the optimizer"
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")

@@ -1,0 +1,129 @@
+"""The part that a rank holds of a parameter under ZeRO: which run of its elements, of master or optimizer state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class PartitionedTensor:
+    """A tensor of which each rank holds a run of elements, gathered when it is asked for.
+
+    Args:
+        shape: That of the whole.
+        dtype: That of the whole.
+        gather: Gives the whole. Called on all ranks.
+        own: Gives the index of this rank's first element, and its elements.
+
+    Attributes:
+        shape: That of the whole.
+        dtype: That of the whole.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        gather: Callable[[], Tensor],
+        own: Callable[[], tuple[int, Tensor]],
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._gather = gather
+        self._own = own
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor. Called on all ranks, in the same order."""
+        return self._gather()
+
+    def flat_range(self) -> tuple[int, Tensor]:
+        """The index of this rank's first element in row-major order, and its elements, of shape (n,)."""
+        return self._own()
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """The shape of a whole parameter."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ranks hold parts of it, or of its master."""
+    return hasattr(parameter, "ds_id") or has_master(parameter)
+
+
+def has_master(parameter: nn.Parameter) -> bool:
+    """Whether an optimizer of ZeRO keeps an fp32 copy of it in parts."""
+    is_optimized = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
+    return parameter.requires_grad and is_optimized
+
+
+def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
+    """Where this rank's elements of a parameter begin, and they themselves, of shape (n,).
+
+    Args:
+        parameter: Of a partitioned engine.
+        key: Of the optimizer's state; None: of its master, or in stage 3 of the parameter where it has none.
+    """
+    if hasattr(parameter, "ds_id"):
+        return _own_part_of_stage_3(parameter, key)
+    mapping = parameter._hp_mapping
+    if mapping is None:  # none of it lies in this rank's partition
+        return 0, torch.empty(0)
+    return mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).detach()
+
+
+def _own_part_of_stage_3(parameter: Any, key: str | None) -> tuple[int, Tensor]:
+    from deepspeed import utils
+
+    if not has_master(parameter):
+        part = parameter.ds_tensor.detach()
+    elif key is None:
+        part = utils.safe_get_local_fp32_param(parameter).detach()
+    else:
+        part = utils.safe_get_local_optimizer_state(parameter, key).detach()
+    start = min(part.numel() * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    return start, part[: parameter.ds_numel - start]  # the last parts are padded
+
+
+def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None = None) -> None:
+    """Put this rank's elements into its master, or into the optimizer's state of a parameter.
+
+    Raises:
+        ValueError: They are not the elements that this rank holds now.
+    """
+    own_start, own = own_part(parameter, key)
+    if (start, elements.numel()) != (own_start, own.numel()) and elements.numel() + own.numel():
+        raise ValueError(
+            f"elements {start} to {start + elements.numel()} of a parameter of shape {tuple(shape_of(parameter))}, "
+            f"of which this rank holds {own_start} to {own_start + own.numel()}: they were read for another division"
+        )
+    if not hasattr(parameter, "ds_id"):
+        if parameter._hp_mapping is not None:
+            parameter._hp_mapping.get_hp_fragment(key).data.copy_(elements)
+        return
+    from deepspeed import utils
+
+    padded = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32, device=own.device)
+    padded[: elements.numel()] = elements
+    if key is None:
+        utils.safe_set_local_fp32_param(parameter, padded)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, padded, key)
+
+
+def whole_of_parts(value: Any, parameter: Any) -> Tensor:
+    """The whole tensor in fp32 out of each rank's run of elements of it. Called on all ranks.
+
+    Args:
+        value: With `shape` and `flat_range()`; divided as the parameter is.
+        parameter: Of a partitioned engine.
+    """
+    start, elements = value.flat_range()
+    own = torch.zeros(value.shape, device=parameter.device).flatten()
+    own[start : start + elements.numel()] = elements
+    group = parameter.ds_process_group if hasattr(parameter, "ds_id") else parameter._dp_group
+    # As bits, of which each is one rank's: a sum of floats would lose the sign of a zero.
+    dist.all_reduce(own.view(torch.int32), group=group)
+    return own.view(value.shape)

@@ -1,0 +1,49 @@
+"""What a user calls in place of a model that is wrapped: it reads as the model does, and what is set reaches it."""
+
+from typing import Any
+
+from torch import nn
+
+from drivetrain_backends.errors import ReplacedParameterError
+
+
+class StandIn(nn.Module):
+    """Hands what it does not have itself on to the user's module, once it is built.
+
+    A subclass sets `module`, and calls `hand_on` when its own attributes are made. Copies and pickles are the user's
+    module, as those of a model that is not wrapped.
+
+    Attributes:
+        module: The user's module.
+    """
+
+    module: nn.Module
+
+    def hand_on(self) -> None:
+        """From now on, what is not found here is the module's, and what is set here is set there."""
+        self.__dict__["_hands_on"] = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not self.__dict__.get("_hands_on"):
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self.__dict__.get("_hands_on") or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif isinstance(value, (nn.Module, nn.Parameter)):
+            raise ReplacedParameterError(
+                f"{name} is assigned to {type(self.module).__name__} after prepare(): nothing would train it. Change "
+                "the model before prepare(), or free_memory() and prepare() again; values alone go in with "
+                "parameter.copy_(...) under torch.no_grad()"
+            )
+        elif name.startswith("_") and not hasattr(self.module, name):  # what torch keeps about the wrapper
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.module.__reduce_ex__(protocol)

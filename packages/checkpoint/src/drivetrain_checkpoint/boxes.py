@@ -1,0 +1,101 @@
+"""Parts of a tensor as boxes: what a rank holds, and what two parts have in common. Pure.
+
+Shards of DTensors are boxes; ZeRO's are ranges of a flattened tensor, which cut rows: such a range is a few boxes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A part of a tensor.
+
+    Attributes:
+        offsets: Its first element, along each dimension.
+        sizes: Its elements, along each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """How many it holds; 1 without dimensions."""
+        return prod(self.sizes)
+
+    def slices(self, *, within: "Box | None" = None) -> tuple[slice, ...]:
+        """Where it lies in the tensor, or in another box that contains it."""
+        starts = self.offsets if within is None else map(int.__sub__, self.offsets, within.offsets)
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+
+    def cut(self, num_elements: int) -> "Iterator[Box]":
+        """Itself in pieces along its first dimension that is longer than 1, each of so many elements at most.
+
+        Rows are not cut: one that holds more is a piece.
+        """
+        axis = next((axis for axis, size in enumerate(self.sizes) if size > 1), None)
+        if axis is None or self.num_elements <= num_elements:
+            yield self
+            return
+        step = max(1, num_elements * self.sizes[axis] // self.num_elements)
+        for start in range(0, self.sizes[axis], step):
+            yield Box(
+                offsets=(*self.offsets[:axis], self.offsets[axis] + start, *self.offsets[axis + 1 :]),
+                sizes=(
+                    *self.sizes[:axis],
+                    min(step, self.sizes[axis] - start),
+                    *self.sizes[axis + 1 :],
+                ),
+            )
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box(offsets=(0,) * len(shape), sizes=tuple(shape))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two parts of a tensor have in common; None if nothing."""
+    offsets: list[int] = []
+    sizes: list[int] = []
+    for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True):
+        start, stop = max(a, b), min(a + n, b + m)
+        if start >= stop:
+            return None
+        offsets.append(start)
+        sizes.append(stop - start)
+    return Box(offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that a range of a tensor's elements, in row-major order, consists of, in that order.
+
+    At most `2 * ndim - 1`: of each dimension the cut rows at either end, and whole rows between.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box(offsets=(), sizes=())
+        return
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and (start % row or stop % row):
+        yield from _in_row(shape, first, start - first * row, stop - first * row)
+        return
+    if start % row:
+        yield from _in_row(shape, first, start % row, row)
+        first += 1
+    if stop % row:
+        last -= 1
+    if first <= last:
+        rest = tuple(shape[1:])
+        yield Box(offsets=(first, *(0 for _ in rest)), sizes=(last - first + 1, *rest))
+    if stop % row:
+        yield from _in_row(shape, last + 1, 0, stop % row)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of_range(shape[1:], start, stop):
+        yield Box(offsets=(index, *box.offsets), sizes=(1, *box.sizes))

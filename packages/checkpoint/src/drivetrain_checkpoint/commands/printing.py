@@ -1,0 +1,42 @@
+"""Sizes, ages and tables as a terminal shows them."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes in the largest unit that keeps the number at 1 or above, by powers of 1000: "1.5 GB"."""
+    size, unit = float(size_bytes), 0
+    while size >= 999.95 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{size_bytes} B"
+
+
+def age_text(saved_at: str, now: datetime) -> str:
+    """How long ago a manifest's time was, in its largest unit: "3 h"."""
+    seconds = max(0, int((now - datetime.fromisoformat(saved_at)).total_seconds()))
+    length, unit = next(((length, unit) for length, unit in _AGES if seconds >= length), _AGES[-1])
+    return f"{seconds // length} {unit}"
+
+
+def time_text(saved_at: str) -> str:
+    """A manifest's time as people write it: "2026-01-31 12:00:00 UTC"."""
+    return f"{datetime.fromisoformat(saved_at):%Y-%m-%d %H:%M:%S %Z}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, a line a row, its columns as wide as they must be; it ends with a line break."""
+    lines = [tuple(name.upper() for name in header), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() + "\n"
+        for line in lines
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: "1 file", "2 files"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

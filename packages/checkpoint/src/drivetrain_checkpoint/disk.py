@@ -1,0 +1,117 @@
+"""A local disk: files that are whole and durable when they are finished, and one that appears in one piece."""
+
+import os
+from pathlib import Path
+
+_BUFFER_BYTES = 2**20  # gathers small tensors into one system call; larger pieces pass it by
+
+
+class DiskWriter:
+    """A new file.
+
+    Args:
+        path: Where; it must not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+
+    def write(self, data: memoryview) -> None:
+        """Append to it."""
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Force it to the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let go of it, as it is."""
+        self._file.close()
+
+
+class DiskReader:
+    """A file that is read in large pieces, at places.
+
+    Args:
+        path: Where.
+
+    Attributes:
+        size_bytes: Its size.
+        num_readers: One: from the page cache, two threads and more took as long as one.
+    """
+
+    num_readers = 1
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self.size_bytes = os.fstat(self._file.fileno()).st_size
+
+    def read_at(self, start: int, view: memoryview) -> int:
+        """Fill a buffer from a place on; how many bytes there were."""
+        self._file.seek(start)
+        done = 0
+        while done < len(view) and (count := self._file.readinto(view[done:])):
+            done += count
+        return done
+
+    def close(self) -> None:
+        """Close it."""
+        self._file.close()
+
+
+def put(path: Path, content: bytes) -> None:
+    """Have a file appear, or replace one, in one piece; on the disk when this returns.
+
+    Everything else in the folder is on the disk before it.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    sync_folder(path.parent)
+    sync_folder(path.parent.parent)
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """The files of a folder with their sizes in bytes; none if it is not there.
+
+    It is asked for anew: a network file system may remember that a file was not there.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def folders_in(directory: Path) -> list[str]:
+    """The names of the folders in a directory; none if it is not there."""
+    if not directory.is_dir():
+        return []
+    return [path.name for path in directory.iterdir() if path.is_dir()]
+
+
+def sees(folder: Path) -> bool:
+    """Whether a folder that was made is there, asked of its parent: a network file system may remember otherwise."""
+    return folder.parent.is_dir() and folder in folder.parent.iterdir()
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete an empty folder, if it is there."""
+    if folder.is_dir():
+        folder.rmdir()
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries to the disk."""
+    if os.name == "nt":  # Windows opens no folders; its file systems journal their entries
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

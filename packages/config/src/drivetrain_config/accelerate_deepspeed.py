@@ -1,0 +1,82 @@
+"""Accelerate's words for DeepSpeed, in its files and on its command line, in terms of the `deepspeed` section."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from drivetrain_config.accelerate_words import (
+    SO_ANYWAY,
+    Family,
+    Meaning,
+    Reader,
+    is_said,
+    means,
+    one_of,
+    passed,
+    refused,
+    spelled,
+    switch,
+    told,
+    unless_off,
+)
+
+_NODES = (
+    "nodes are started one by one: run drivetrain launch on each, with --num-nodes N --node-rank I "
+    "--master-addr HOST"
+)
+_BUILDING = "say it in the script: inside accelerator.building() parameters are partitioned as they are made"
+_SAVING = "save_state writes whole weights in every stage, in fp32"
+
+
+def _device(field: str) -> Reader:
+    return one_of({device: means("deepspeed", field, device) for device in ("none", "cpu", "nvme")})
+
+
+def _gradient_clipping(value: Any) -> Meaning:
+    if not is_said(value):
+        return SO_ANYWAY
+    try:
+        return means("deepspeed", "config", {"gradient_clipping": float(value)})
+    except (TypeError, ValueError):
+        return refused("must be a number, the norm that gradients are clipped to")
+
+
+def _together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
+    """A configuration file holds the norm itself; what is said of stage 3 asks for nothing in another."""
+    found: dict[str, Meaning] = {}
+    file, stage = given.get("deepspeed_config_file"), given.get("zero_stage")
+    if is_said(file) and is_said(given.get("gradient_clipping")):
+        found["gradient_clipping"] = refused(f"write gradient_clipping into {file}, and leave it out here")
+    if is_said(stage) and spelled(stage) != "3":
+        found |= {word: SO_ANYWAY for word in ("zero3_init_flag", "zero3_save_16bit_model") if word in given}
+    return found
+
+
+DEEPSPEED = Family(
+    backend="deepspeed",
+    words=MappingProxyType(
+        {
+            "deepspeed_config_file": passed("deepspeed", "config"),
+            "zero_stage": one_of({str(stage): means("deepspeed", "stage", stage) for stage in range(4)}),
+            "offload_optimizer_device": _device("offload_optimizer"),
+            "offload_param_device": _device("offload_param"),
+            "offload_optimizer_nvme_path": passed("deepspeed", "nvme_path"),
+            "offload_param_nvme_path": passed("deepspeed", "nvme_path"),
+            "gradient_accumulation_steps": passed("run", "gradient_accumulation_steps"),
+            "gradient_clipping": _gradient_clipping,
+            "zero3_init_flag": switch(on=told(_BUILDING)),
+            "zero3_save_16bit_model": switch(on=told(_SAVING)),
+            "deepspeed_hostfile": unless_off(_NODES),
+            "deepspeed_exclusion_filter": unless_off(f"{_NODES}; --devices 0,1 takes some of its devices"),
+            "deepspeed_inclusion_filter": unless_off(f"{_NODES}; --devices 0,1 takes some of its devices"),
+            "deepspeed_multinode_launcher": one_of(
+                {"standard none null": SO_ANYWAY}, otherwise=refused(_NODES)
+            ),
+            "deepspeed_moe_layer_cls_names": unless_off(
+                "no setting here says which layers hold experts; leave it out, and in stage 3 let all ranks use the "
+                "same experts in a step"
+            ),
+        }
+    ),
+    together=_together,
+)

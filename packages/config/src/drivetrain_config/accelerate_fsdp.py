@@ -1,0 +1,134 @@
+"""Accelerate's words for FSDP, in its files and on its command line, in terms of the `fsdp` section."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from drivetrain_config.accelerate_words import (
+    SO_ANYWAY,
+    Family,
+    Meaning,
+    is_said,
+    means,
+    one_of,
+    passed,
+    refused,
+    spelled,
+    switch,
+    told,
+)
+
+_FULL_SHARD = means("fsdp", "strategy", "full_shard")
+_SHARD_GRAD_OP = means("fsdp", "strategy", "shard_grad_op")
+_NO_HYBRID = (
+    "no strategy here shards within a node and keeps parameters gathered; "
+    "--fsdp-strategy hybrid_shard lets them go, shard_grad_op shards over all ranks"
+)
+_NO_RESHARD = (
+    "say SHARD_GRAD_OP, which keeps parameters until backward has passed, or replicate with "
+    "--fsdp-strategy no_shard"
+)
+_NO_POST = (
+    "FSDP2 gathers blocks before it computes the gradients of this one, as with BACKWARD_PRE, or not ahead at all; "
+    "leave it out, or say how many blocks with --fsdp-prefetch N"
+)
+_LOADING = (
+    "say it in the script: build the model inside accelerator.building(), or with values on rank 0 and on meta "
+    "elsewhere, and prepare hands them on"
+)
+_SIZE_BASED = ("size_based_wrap", "2")
+
+# The word of old files; it means what its successor does.
+_BACKWARD_PREFETCH = one_of(
+    {
+        "BACKWARD_PRE 1": SO_ANYWAY,
+        "BACKWARD_POST 2": refused(_NO_POST),
+        "NO_PREFETCH 3": means("fsdp", "prefetch", 0),
+    }
+)
+_OFFLOAD = switch(on=means("fsdp", "offload", True), off=means("fsdp", "offload", False))
+
+
+def _activation_checkpointing(value: Any) -> Meaning:
+    """True or false with them; `full`, `none` and `selective` under the same flag here."""
+    word = {"true": "full", "false": "none"}.get(spelled(value), value)
+    return means("fsdp", "activation_checkpointing", word)
+
+
+def _together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
+    """The policy says whether a number of parameters counts."""
+    policy, number = given.get("fsdp_auto_wrap_policy"), given.get("fsdp_min_num_params")
+    counts = is_said(number) and spelled(number) != "0"
+    if not is_said(policy):
+        return {}
+    if spelled(policy) in _SIZE_BASED:
+        missing = refused("needs a size: say fsdp_min_num_params")
+        return {} if counts else {"fsdp_auto_wrap_policy": missing}
+    if number is None:
+        return {}
+    beside = refused(f"goes with SIZE_BASED_WRAP, not with {policy}; leave one of the two out")
+    return {"fsdp_min_num_params": beside if counts else SO_ANYWAY}
+
+
+FSDP = Family(
+    backend="fsdp",
+    words=MappingProxyType(
+        {
+            "fsdp_version": one_of({"2": SO_ANYWAY, "1": told("FSDP2 is what runs; it trains the same")}),
+            "fsdp_sharding_strategy": one_of(
+                {
+                    "FULL_SHARD 1": _FULL_SHARD,
+                    "SHARD_GRAD_OP 2": _SHARD_GRAD_OP,
+                    "NO_SHARD 3": means("fsdp", "strategy", "no_shard"),
+                    "HYBRID_SHARD 4": means("fsdp", "strategy", "hybrid_shard"),
+                    "HYBRID_SHARD_ZERO2 5": refused(_NO_HYBRID),
+                }
+            ),
+            "fsdp_reshard_after_forward": one_of(
+                {
+                    "true FULL_SHARD": _FULL_SHARD,
+                    "false SHARD_GRAD_OP": _SHARD_GRAD_OP,
+                    "NO_RESHARD": refused(_NO_RESHARD),
+                }
+            ),
+            "fsdp_offload_params": _OFFLOAD,
+            "fsdp_cpu_offload": _OFFLOAD,
+            "fsdp_auto_wrap_policy": one_of(
+                {
+                    # Without classes the model's own _no_split_modules, there and here.
+                    "TRANSFORMER_BASED_WRAP 1": SO_ANYWAY,
+                    "SIZE_BASED_WRAP 2": SO_ANYWAY,
+                    "NO_WRAP 3": means("fsdp", "wrap", ()),
+                }
+            ),
+            "fsdp_transformer_layer_cls_to_wrap": passed("fsdp", "wrap"),
+            "fsdp_min_num_params": passed("fsdp", "min_num_params"),
+            "fsdp_activation_checkpointing": _activation_checkpointing,
+            "fsdp_activation_checkpointing_offload": switch(
+                on=refused(
+                    "activations are not offloaded here; --fsdp-activation-checkpointing full saves most"
+                )
+            ),
+            "fsdp_cpu_ram_efficient_loading": switch(on=told(_LOADING)),
+            # Checkpoints hold whole tensors by name, which load on any number of ranks.
+            "fsdp_state_dict_type": one_of(
+                {
+                    "FULL_STATE_DICT 1": SO_ANYWAY,
+                    "SHARDED_STATE_DICT 3": SO_ANYWAY,
+                    "LOCAL_STATE_DICT 2": refused(
+                        "checkpoints hold whole tensors by name, never a rank's own layout; leave it out"
+                    ),
+                }
+            ),
+            "fsdp_backward_prefetch": _BACKWARD_PREFETCH,
+            "fsdp_backward_prefetch_policy": _BACKWARD_PREFETCH,
+            "fsdp_forward_prefetch": switch(on=means("fsdp", "prefetch", 1)),
+            # FSDP2 has no other parameters than the model's own, which allow all that flat ones do.
+            "fsdp_use_orig_params": switch(on=SO_ANYWAY),
+            "fsdp_sync_module_states": switch(
+                on=SO_ANYWAY, off=told("all ranks start from rank 0's values, whatever theirs are")
+            ),
+        }
+    ),
+    together=_together,
+)

@@ -1,0 +1,163 @@
+"""A prepared model alone, out to other programs and in from them, whichever way the backend holds it."""
+
+from collections import ChainMap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from drivetrain.prepare import PreparedModels
+from drivetrain_backends import Prepared, load_whole, tied_weights, whole, whole_tensors
+from drivetrain_checkpoint import (
+    ExportedTensors,
+    ExportPlan,
+    IncompatibleNames,
+    match_export,
+    open_export,
+    plan_export,
+    write_export,
+)
+from drivetrain_checkpoint.agreement import on_all_ranks
+from drivetrain_state import Context
+
+
+class Exports:
+    """The part of an Accelerator that writes and reads models as Hugging Face's libraries do."""
+
+    context: Context
+    _prepared: PreparedModels
+
+    def save_model(
+        self,
+        model: nn.Module,
+        folder: Path | str,
+        *,
+        max_shard_size: int | str = "5GB",
+        metadata: Mapping[str, str] | None = None,
+    ) -> ExportPlan:
+        """Write a model's weights and buffers as safetensors, as `from_pretrained` reads them. Called on all ranks.
+
+        The main process gathers and writes them, and holds those of one file at a time. An export that is in the
+        folder already is replaced once the new one is complete; see `drivetrain_checkpoint.write_export`.
+
+        Args:
+            model: A prepared model.
+            folder: Where to; it is made where it is missing.
+            max_shard_size: What one file's tensors may take together, in bytes or as "5GB", "512MiB".
+            metadata: Written into the header of every file.
+
+        Returns:
+            Which file holds which tensor.
+
+        Raises:
+            StateError: The model has something that cannot be stored.
+            ValueError: No such size.
+            RuntimeError: Another rank failed; the message holds its error. An earlier export is as it was.
+        """
+        prepared = self._prepared.of(model)
+        return save(
+            prepared, self.context, Path(folder), max_shard_size=max_shard_size, metadata=metadata or {}
+        )
+
+    def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> IncompatibleNames:
+        """Load an export into a prepared model, whose optimizers stay as they are. Called on all ranks.
+
+        Where a backend's parameters can be written to, the main process alone reads, one tensor at a time; else
+        (DeepSpeed from stage 1 on) all ranks do. What a module keeps beside tensors stays as it is.
+
+        Args:
+            model: A prepared model.
+            folder: What `save_model`, or transformers' `save_pretrained`, wrote.
+            strict: Whether the names must be the same.
+
+        Returns:
+            The names on one side alone; none if `strict`.
+
+        Raises:
+            NoCheckpointError: There is no export in the folder.
+            CorruptCheckpointError: A file is missing or damaged; the message names it.
+            ValueError: Names or shapes are not the model's.
+            RuntimeError: Another rank failed; the message holds its error. In all of these cases nothing was
+                loaded.
+        """
+        return load(self._prepared.of(model), self.context, Path(folder), strict=strict)
+
+
+def save(
+    prepared: Prepared,
+    context: Context,
+    folder: Path,
+    *,
+    max_shard_size: int | str,
+    metadata: Mapping[str, str],
+) -> ExportPlan:
+    """Write a model, gathered one tensor at a time; see `Exports.save_model`. Called on all ranks."""
+    is_main = context.topology.is_main
+    doing = f"the export into {folder}"
+
+    def plan_on_main() -> ExportPlan | None:
+        state = prepared.state_dict()["model"]
+        ties = {name: first for name, first in tied_weights(prepared).items() if name in state}
+        plan = plan_export(state, max_shard_size=max_shard_size, ties=ties)
+        return plan if is_main else None
+
+    plan = cast("ExportPlan", on_all_ranks(context, plan_on_main, doing=doing)[0])
+
+    def write_on_main() -> None:
+        gathered = whole_tensors(prepared, context)
+        try:
+            if is_main:
+                pairs = ((name, tensor) for name, tensor in gathered if tensor is not None)
+                write_export(plan, pairs, folder, metadata=metadata)
+        finally:
+            for _ in gathered:  # by all ranks together, whatever became of the writing
+                pass
+
+    context.watch.mark("export")
+    on_all_ranks(context, write_on_main, doing=doing)
+    context.watch.mark("exported")
+    return plan
+
+
+def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) -> IncompatibleNames:
+    """Load a model; see `Exports.load_model`. Called on all ranks."""
+    state: dict[str, Any] = prepared.state_dict()["model"]
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in state.items()
+        if isinstance(value, Tensor) or hasattr(value, "full_tensor")
+    }
+    is_live = all(isinstance(state[name], Tensor) for name in shapes)
+    found: dict[str, ExportedTensors] = {}
+
+    def match_names() -> IncompatibleNames | None:
+        if is_live and not context.topology.is_main:
+            return None
+        exported = open_export(folder)
+        match = match_export(
+            exported,
+            shapes,
+            ties=tied_weights(prepared),
+            strict=strict,
+            kind=type(prepared.unwrap()).__name__,
+        )
+        found["here"] = exported.renamed(match.sources)
+        return match.incompatible
+
+    incompatible = cast(
+        "IncompatibleNames", on_all_ranks(context, match_names, doing=f"the load of {folder}")[0]
+    )
+    context.watch.mark("load")
+    if is_live:
+        kept = {name: whole(state[name]).detach().cpu() for name in incompatible.missing_keys}
+        load_whole(prepared, _joined(kept, found.get("here", {})), context)
+    else:
+        kept = {name: value for name, value in state.items() if name not in found["here"]}
+        prepared.load_state_dict({**prepared.state_dict(), "model": _joined(kept, found["here"])})
+    return incompatible
+
+
+def _joined(kept: Mapping[str, Any], exported: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """Both as one mapping, in which the exported tensors are still read on demand."""
+    return ChainMap(cast("Any", kept), cast("Any", exported))

@@ -1,0 +1,164 @@
+"""Another library's states of models and optimizers brought under this run's names, and held against its shapes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from drivetrain_backends import Prepared, plain_name, tied_weights
+from drivetrain_checkpoint import ExportedTensors
+
+# torch's names for what optimizers keep of each element of a parameter.
+_OF_ELEMENTS = {
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "mu",
+    "prev", "square_avg", "step_size", "sum",
+}  # fmt: skip
+# Options that schedulers add to an optimizer's groups.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+
+
+def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], prepared: Prepared) -> Mapping[str, Any]:
+    """A model's saved tensors under this model's names, still read on demand where they were.
+
+    A tied weight may be there under any of its names. What a module keeps beside tensors and was not saved stays.
+
+    Args:
+        saved: Tensors by name.
+        own: The model's own state.
+        prepared: The model.
+
+    Raises:
+        ValueError: Names or shapes are not the model's.
+    """
+    kind = type(prepared.unwrap()).__name__
+    ties = tied_weights(prepared)
+    there = {plain_name(name): name for name in saved}
+    first: dict[str, str] = {}
+    for name in own:
+        if name in there:
+            first.setdefault(ties.get(name, name), name)
+    sources = {
+        name: there[name if name in there else first[ties.get(name, name)]]
+        for name in own
+        if name in there or ties.get(name, name) in first
+    }
+    missing = sorted(name for name in own if name not in sources and hasattr(own[name], "shape"))
+    unexpected = sorted(there.keys() - own.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"the checkpoint is not of this {kind}: missing {missing[:5]}, unexpected {unexpected[:5]}; build the "
+            "model it was saved from"
+        )
+    for name, source in sources.items():
+        if hasattr(own[name], "shape") and (shape := _shape(saved, source)) != tuple(own[name].shape):
+            raise ValueError(
+                f"{kind}: {name} is of shape {tuple(own[name].shape)}, in the checkpoint {shape}; build the model it "
+                "was saved from"
+            )
+    kept = {name: value for name, value in own.items() if name not in sources}
+    if isinstance(saved, ExportedTensors) and not kept:
+        return saved.renamed(sources)
+    return kept | {name: saved[source] for name, source in sources.items()}
+
+
+def match_optimizer(
+    saved: Mapping[str, Any],
+    own: Sequence[Mapping[str, Any]],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: str,
+    clone: bool,
+) -> dict[str, Any]:
+    """An optimizer's saved state under its parameters' names, as a backend takes it up.
+
+    Args:
+        saved: torch's own state: parameters by their place, in the order of the groups, or by name, as FSDP tells it.
+        own: The optimizer's groups here, their parameters by name.
+        shapes: Of the parameters.
+        kind: What the message calls the optimizer.
+        clone: Whether all tensors are copied; else those of a parameter's shape stay in the memory of the file.
+
+    Raises:
+        ValueError: It is of other groups, other parameters, or another kind of optimizer.
+    """
+    groups: list[Mapping[str, Any]] = saved["param_groups"]
+    if len(groups) != len(own):
+        raise ValueError(
+            f"{kind} has {len(own)} parameter groups, the checkpoint {len(groups)}: build it with the same groups"
+        )
+    named: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    for number, (group, own_group) in enumerate(zip(groups, own, strict=True)):
+        _check_options(group, own_group, kind)
+        names = _names(group["params"], own_group["params"], f"{kind}, group {number}")
+        named.append({**own_group, **group, "params": list(own_group["params"])})
+        for key, name in names.items():
+            kept = cast("Mapping[str, Any]", saved["state"].get(key, {}))
+            for what, value in kept.items():
+                _check_shape(kind, name, what, value, shapes[name])
+            if kept:
+                state[name] = {
+                    what: _own(value, is_copied=clone or not _is_of(value, shapes[name]))
+                    for what, value in kept.items()
+                }
+    return {"state": state, "param_groups": named}
+
+
+def steps_of(state: Mapping[str, Any]) -> int | None:
+    """How often an optimizer has stepped, by what it keeps of its parameters; None if it keeps no count."""
+    counts = [int(kept["step"]) for kept in state["state"].values() if "step" in kept]
+    return max(counts, default=None)
+
+
+def _own(value: Any, *, is_copied: bool) -> Any:
+    return value.clone() if is_copied and isinstance(value, Tensor) else value
+
+
+def _is_of(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a value is one for each element; others, as counts of steps, backends take as they are."""
+    return isinstance(value, Tensor) and tuple(value.shape) == shape
+
+
+def _names(saved: Sequence[Any], own: Sequence[str], where: str) -> dict[Any, str]:
+    """The name of each saved parameter: itself, or that of the parameter in its place."""
+    if len(saved) != len(own):
+        raise ValueError(
+            f"{where} has {len(own)} parameters, in the checkpoint {len(saved)}: build it over the same parameters"
+        )
+    if not all(isinstance(key, str) for key in saved):
+        return dict(zip(saved, own, strict=True))
+    if odd := sorted({plain_name(key) for key in saved} ^ set(own)):
+        raise ValueError(
+            f"{where} differs from the checkpoint's by {odd[:5]}: build it over the same parameters"
+        )
+    return {key: plain_name(key) for key in saved}
+
+
+def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:
+    """Refuse another kind of optimizer: each has options that the other lacks.
+
+    A later torch has more options, which is no other kind.
+    """
+    there, here = saved.keys() - own.keys() - _OF_SCHEDULERS, own.keys() - saved.keys() - _OF_SCHEDULERS
+    if there and here:
+        raise ValueError(
+            f"the checkpoint's optimizer has {sorted(there)}, and {kind} {sorted(here)}: build the one that was saved"
+        )
+
+
+def _check_shape(kind: str, name: str, what: str, value: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return
+    found = tuple(value.shape)
+    is_like = len(found) == len(shape) and all(f in (1, s) for f, s in zip(found, shape, strict=True))
+    if found != shape and (what in _OF_ELEMENTS or (len(found) == len(shape) and not is_like)):
+        raise ValueError(
+            f"{kind}: {what} of {name} is of shape {found} in the checkpoint, and the parameter {shape}: prepare and "
+            "group the same parameters in the same order"
+        )
+
+
+def _shape(saved: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    if isinstance(saved, ExportedTensors):
+        return saved.places[name].info.shape  # of the header: nothing is read yet
+    return tuple(getattr(saved[name], "shape", ()))

@@ -1,0 +1,203 @@
+"""A run that Hugging Face Accelerate saved, taken up here: first all of it is matched, then it is applied."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from drivetrain.foreign_state import match_model, match_optimizer, steps_of
+from drivetrain.resume import RunState
+from drivetrain_backends import Prepared, PreparedOptimizer
+from drivetrain_checkpoint import AccelerateState, find_accelerate_state, read_accelerate_state
+from drivetrain_checkpoint.agreement import on_all_ranks
+from drivetrain_checkpoint.storage import Place
+from drivetrain_state import gather_object, load_rng_state, reseed
+
+logger = logging.getLogger(__name__)
+
+
+class _Matched(NamedTuple):
+    """What was saved, and each prepared model's state made of it."""
+
+    saved: AccelerateState
+    states: list[dict[str, Any]]
+
+
+def find(run: RunState, place: Place) -> Path | None:
+    """Accelerate's folder at a place, as the main process sees it. Called on all ranks.
+
+    Args:
+        run: The run that takes it up.
+        place: Such a folder or one of several; a URL is none.
+
+    Returns:
+        The folder; None where there is nothing of Accelerate's, or a checkpoint of drivetrain's.
+    """
+
+    def look() -> Path | None:
+        is_looked_at = run.context.topology.is_main and isinstance(place, Path)
+        return find_accelerate_state(cast("Path", place)) if is_looked_at else None
+
+    return on_all_ranks(run.context, look, doing=f"the load of {place}")[0]
+
+
+def take_over(run: RunState, folder: Path) -> tuple[int, str]:
+    """Take up what Accelerate's `save_state` wrote. Called on all ranks.
+
+    What cannot be taken over exactly is told in one warning on the main process.
+
+    Returns:
+        The optimizer step it was saved at, and what became of the random number generators, for the plan.
+
+    Raises:
+        ForeignStateError: A file holds what could run code, or is in a form that cannot be read.
+        CorruptCheckpointError: A file is missing or damaged.
+        ValueError: It is of other models, optimizers, schedulers or registered objects. In all of these cases nothing
+            was applied.
+        RankFailedError: Another rank failed; the message holds its error.
+    """
+    run.context.watch.mark(f"read {folder.name}")
+    own = [one.state_dict() for one in run.prepared]  # by all ranks together, before one can fail
+    matched: list[_Matched] = []
+    on_all_ranks(run.context, lambda: matched.append(_read(run, folder, own)), doing=f"the load of {folder}")
+    ((saved, states),) = matched
+    for one, state in zip(run.prepared, states, strict=True):
+        one.load_state_dict(state)
+    notes = [*saved.left_out, *_load_scale(run, saved), *_notes_on_schedules(run, saved)]
+    for obj, state in zip(run.custom.values(), saved.custom, strict=True):
+        obj.load_state_dict(state)
+    became = _restore_generators(run, saved)
+    if run.context.topology.is_main:
+        logger.warning("%s", _told(run, saved, [*notes, f"random number generators: {became}"]))
+    return run.step, became
+
+
+def _read(run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]) -> _Matched:
+    """Read a folder and match it with what is prepared, whose own states are given; nothing is applied."""
+    topology = run.context.topology
+    saved = read_accelerate_state(folder, rank=topology.rank, local_rank=topology.local_rank)
+    _check_numbers(run, saved)
+    pairs = enumerate(zip(run.prepared, own, strict=True))
+    return _Matched(saved, [_state_of(run, saved, index, one, state) for index, (one, state) in pairs])
+
+
+def _check_numbers(run: RunState, saved: AccelerateState) -> None:
+    """Refuse a state of another number of things.
+
+    Raises:
+        ValueError: It is one; the message says of which.
+    """
+    for what, there, here in (
+        ("models", saved.models, run.prepared),
+        ("optimizers", saved.optimizers, run.optimizers),
+        ("schedulers", saved.schedulers, run.schedulers),
+        ("registered objects", saved.custom, run.custom),
+    ):
+        if len(there) != len(here):
+            raise ValueError(
+                f"{saved.folder} holds {len(there)} {what}, and this run has {len(here)}: prepare and register the "
+                "same ones, in the same order, before load_state()"
+            )
+
+
+def _state_of(
+    run: RunState, saved: AccelerateState, index: int, prepared: Prepared, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A prepared model's state as its own `state_dict` would give it, of what was saved."""
+    clone = run.context.device.type == "cpu"  # an optimizer there would keep the file's own memory
+    optimizers = [
+        match_optimizer(
+            saved.optimizers[_place(run.optimizers, optimizer)],
+            named["param_groups"],
+            shapes=_shapes(optimizer, named["param_groups"], own["model"]),
+            kind=type(optimizer.optimizer).__name__,
+            clone=clone,
+        )
+        for optimizer, named in zip(prepared.optimizers, own["optimizers"], strict=True)
+    ]
+    schedulers = [saved.schedulers[_place(run.schedulers, one)] for one in prepared.schedulers]
+    return {
+        "model": match_model(saved.models[index], own["model"], prepared),
+        "optimizers": optimizers,
+        "schedulers": [dict(one) for one in schedulers],
+        "num_steps": [steps_of(one) or 0 for one in optimizers],
+        "scheduler_lags": [0] * len(schedulers),
+    }
+
+
+def _shapes(
+    optimizer: PreparedOptimizer, groups: list[dict[str, Any]], model: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """The whole shape of each parameter; of one that is another model's, by the optimizer's own tensor."""
+    live = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = [name for group in groups for name in group["params"]]
+    tensors = dict(zip(names, live, strict=False)) | {name: model[name] for name in names if name in model}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _place(row: Sequence[object], wanted: object) -> int:
+    return next(place for place, one in enumerate(row) if one is wanted)
+
+
+def _load_scale(run: RunState, saved: AccelerateState) -> list[str]:
+    """Take up the loss scale where both runs have one; a run may change its precision."""
+    own = run.backend.state_dict()
+    if own["scaler"] is not None and saved.scaler is not None:
+        run.backend.load_state_dict({**own, "scaler": saved.scaler})
+    elif own["scaler"] is not None:
+        return ["that run did not scale its loss: the scale starts anew"]
+    elif saved.scaler is not None:
+        return ["scaler.pt: this run does not scale its loss"]
+    return []
+
+
+def _notes_on_schedules(run: RunState, saved: AccelerateState) -> list[str]:
+    notes: list[str] = []
+    for number, optimizer in enumerate(run.optimizers):
+        if steps_of(saved.optimizers[number]) is None:
+            notes.append(f"optimizer {number} keeps no count of its steps: they are counted from 0")
+            continue
+        for scheduler, state in zip(run.schedulers, saved.schedulers, strict=True):
+            at = state.get("last_epoch")
+            is_its = scheduler.scheduler.optimizer in (optimizer, optimizer.optimizer)
+            if is_its and saved.world_size > 1 and at == optimizer.num_steps * saved.world_size:
+                notes.append(
+                    f"a scheduler stands at {at} after {optimizer.num_steps} optimizer steps, for Accelerate "
+                    "advanced it once a step for each process; from here on it advances once a step: if its length "
+                    "was meant for that, build it again for the steps that are left"
+                )
+    return notes
+
+
+def _restore_generators(run: RunState, saved: AccelerateState) -> str:
+    topology = run.context.topology
+    # Hosts without a shared disk see the files of their own ranks.
+    world_size = max(gather_object(run.context, saved.world_size))
+    if world_size == topology.world_size and all(gather_object(run.context, saved.generators is not None)):
+        assert saved.generators is not None
+        load_rng_state(saved.generators)
+        return "restored as Accelerate had saved them"
+    reseed(run.seed, rank=topology.rank, step=run.step)
+    return (
+        f"saved with world size {world_size}, resumed with {topology.world_size}: reseeded from seed {run.seed}, "
+        f"each rank and step {run.step}"
+    )
+
+
+def _told(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
+    """The one warning: what was taken over, what was not, and what to do."""
+    steps = [state["_num_yielded"] for state in saved.loaders if isinstance(state.get("_num_yielded"), int)]
+    known = ""
+    if steps:
+        known = f" (its loaders had given {steps} batches of their epoch to each process)"
+    elif saved.num_accumulated:
+        known = f" (it had entered accumulate() {saved.num_accumulated} times in all)"
+    place = (
+        f"the place in the data{known}: Accelerate's order of samples is not drivetrain's, and loaders begin an "
+        "epoch; to train on the rest of one, read accelerator.skip_first_batches(loader, number of batches) first"
+    )
+    told = [place] if run.loaders else []
+    return (
+        f"{saved.folder} was saved by Accelerate: models, optimizers, schedulers and registered objects are taken "
+        f"over at step {run.step}. To know: {'; '.join([*told, *notes])}. The next save_state() is drivetrain's own"
+    )

@@ -1,0 +1,193 @@
+"""When a run is saved, and from where it is taken up."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from drivetrain import migration, resume
+from drivetrain.compose import Parts
+from drivetrain.effective import store_plan
+from drivetrain.hooks import CheckpointHook
+from drivetrain.plan import EffectivePlan
+from drivetrain.prepare import PreparedModels
+from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
+from drivetrain_checkpoint.storage import Place
+from drivetrain_data import ShardedLoader
+
+logger = logging.getLogger(__name__)
+
+
+class _Asked(NamedTuple):
+    """A save that was asked for where it could not be made."""
+
+    output_dir: Place | str | None
+    metrics: tuple[tuple[str, float], ...]
+    background: bool | None
+
+
+class Saving:
+    """The part of an Accelerator that saves and resumes."""
+
+    _parts: Parts
+    _prepared: PreparedModels
+    _loaders: list[ShardedLoader[Any]]
+    _custom: dict[str, resume.Stateful]
+    _put_off: list[_Asked]
+    _schedule: SaveSchedule | None
+    _hooks: list[CheckpointHook]
+
+    @property
+    def plan(self) -> EffectivePlan:
+        """What was asked and what is applied; the Accelerator tells."""
+        raise NotImplementedError
+
+    def register_for_checkpointing(self, *objects: resume.Stateful, **named: resume.Stateful) -> None:
+        """Have objects with `state_dict` and `load_state_dict` saved and loaded with the rest.
+
+        Args:
+            *objects: Objects saved under their place in the order of registration.
+            **named: Objects saved under a name, which survives reordering.
+        """
+        resume.register(self._custom, objects, named)
+
+    def register_checkpoint_hook(self, hook: CheckpointHook) -> None:
+        """Have a hook called before and after each save and load. Called on all ranks."""
+        self._hooks.append(hook)
+
+    def save_state(
+        self,
+        output_dir: Place | str | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        background: bool | None = None,
+    ) -> Place | None:
+        """Save models, optimizers, schedulers, loader positions, generators and registered objects.
+
+        Called on all ranks. In an open accumulation window nothing can be saved without losing its gradients: the
+        save is put off until the window has closed and its step was made, which is when the next micro-batch begins,
+        or when training ends.
+
+        Args:
+            output_dir: Folder or URL of the checkpoints; `project_dir`/checkpoints by default.
+            metrics: Numbers that tell how good it is, such as `{"loss": 0.3}`, for the setting `keep_best`.
+            background: Whether training goes on while it is written; None takes the setting. The next save or load,
+                `wait_for_save` and `end_training` wait for it and raise what went wrong.
+
+        Returns:
+            The folder of this checkpoint; None where it was put off.
+
+        Raises:
+            RankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
+        """
+        checkpointer = self._parts.checkpointer(output_dir)  # without a folder, an error at once
+        if not self._parts.backend.window.closing:
+            self._put_off.append(_Asked(output_dir, tuple((metrics or {}).items()), background))
+            return None
+        run = self._run_state()
+        for hook in self._hooks:
+            hook.before_save(run.step)
+        checkpointer.after_commit = [hook.after_commit for hook in self._hooks]
+        return resume.save(
+            run, checkpointer, plan=self.plan.as_dict(), metrics=metrics, background=background
+        )
+
+    def save_if_due(
+        self, *, metrics: Mapping[str, float] | None = None, background: bool | None = None
+    ) -> Place | None:
+        """Save if the settings say that it is time: call it at the end of the loop's body. Called on all ranks.
+
+        It is time after `save_every_steps` or `save_every_minutes`, by rank 0's clock, and when any rank has got one
+        of `save_on_signals`, which the first call begins to listen for: then the program ends once the save is
+        committed. All ranks save after the same step. In an open accumulation window nothing is looked at.
+
+        Args:
+            metrics: See `save_state`.
+            background: See `save_state`.
+
+        Returns:
+            The folder of the checkpoint; None where none was due.
+
+        Raises:
+            SystemExit: After a signal, with `RESUME_EXIT_CODE`: the run is to be started again, to go on.
+            RankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
+        """
+        if not self._parts.backend.window.closing:
+            return None
+        if self._schedule is None:
+            self._schedule = SaveSchedule(self._parts.context, self._parts.resolved["checkpoint"].value)
+        step = self._run_state().step
+        if (due := self._schedule.due(step)) is None:
+            return None
+        path = self.save_state(metrics=metrics, background=False if due.signal else background)
+        if due.signal is None:
+            return path
+        if self._parts.context.topology.is_main:
+            logger.warning(
+                "%s: saved at step %s; the program ends, start it again to go on", due.signal, step
+            )
+        raise SystemExit(RESUME_EXIT_CODE)
+
+    def wait_for_save(self) -> None:
+        """Wait until what is saved in the background is committed. Called on all ranks.
+
+        Raises:
+            RankFailedError, OSError: A save failed; nothing of it was committed.
+        """
+        for checkpointer in self._parts.checkpointers.values():
+            checkpointer.wait()
+
+    def load_state(self, input_dir: Place | str | None = None) -> int:
+        """Take up a saved run, at this or another number of ranks. Called on all ranks, after `prepare`.
+
+        What Accelerate's `save_state` wrote into a folder is taken over too; a warning tells what is not as it was.
+
+        Args:
+            input_dir: Folder or URL of a checkpoint, or of checkpoints, of which the newest valid one is taken;
+                `project_dir`/checkpoints by default.
+
+        Returns:
+            The optimizer step it was saved at.
+        """
+        self.wait_for_save()
+        for hook in self._hooks:
+            hook.before_load()
+        run, checkpointer = self._run_state(), self._parts.checkpointer(input_dir)
+        folder = migration.find(run, checkpointer.directory)
+        if folder is not None:
+            step, became = migration.take_over(run, folder)
+        else:
+            step, became = resume.load(run, checkpointer, input_dir)
+        self._parts.facts["random generators"] = became
+        if self._parts.context.topology.is_main:
+            store_plan(self.plan, self._parts.settings)
+        for hook in self._hooks:
+            hook.after_load(step)
+        return step
+
+    def _save_what_was_put_off(self) -> None:
+        """Save if the window that was open has closed since. Called on all ranks."""
+        if not self._parts.backend.window.closing:
+            return
+        asked, self._put_off = self._put_off, []
+        for one in dict.fromkeys(asked):  # twice in a window is once
+            self.save_state(one.output_dir, metrics=dict(one.metrics) or None, background=one.background)
+
+    def _forget_what_was_put_off(self) -> None:
+        """Say so where a save that was asked for is not made any more."""
+        if self._put_off:
+            logger.warning(
+                "training ended in an open accumulation window: the save asked for in it was not made"
+            )
+            self._put_off = []
+
+    def _run_state(self) -> resume.RunState:
+        return resume.RunState(
+            context=self._parts.context,
+            prepared=self._prepared.all,
+            optimizers=self._prepared.optimizers,
+            schedulers=self._prepared.schedulers,
+            backend=self._parts.backend,
+            loaders=self._loaders,
+            custom=self._custom,
+            seed=self._parts.settings.seed or 0,
+        )

@@ -1,0 +1,107 @@
+"""Sharded models compiled as a whole: as many graphs as torch's own sharding leaves, and the same training."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.fx import GraphModule
+from torch.optim import SGD
+
+from sharded_stack import Stack, fsdp, stack, tokens
+
+
+class Graphs:
+    """A compiler that runs graphs as they are, and counts them and the calls in them."""
+
+    def __init__(self) -> None:
+        self.found = [0, 0]
+
+    def __call__(self, graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        self.found[0] += 1
+        self.found[1] += sum(node.op.startswith("call") for node in graph.graph.nodes)
+        return graph.forward
+
+
+def by_hand(graphs: Graphs) -> None:
+    model = stack()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    compiled = torch.compile(model, backend=graphs)
+    for step in range(3):
+        compiled(tokens(step)).square().mean().backward()
+
+
+def as_it_is(model: Stack, graphs: Graphs) -> nn.Module:
+    return model
+
+
+def whole(model: Stack, graphs: Graphs) -> nn.Module:
+    return torch.compile(model, backend=graphs)
+
+
+def whole_and_called(model: Stack, graphs: Graphs) -> nn.Module:
+    compiled = torch.compile(model, backend=Graphs())
+    compiled(tokens(0)).sum().backward()
+    model.zero_grad()
+    torch.compiler.reset()
+    return torch.compile(model, backend=graphs)
+
+
+def in_place(model: Stack, graphs: Graphs) -> nn.Module:
+    model.compile(backend=graphs)
+    return model
+
+
+def train(
+    when: str, how: Callable[[Stack, Graphs], nn.Module], mode: str, graphs: Graphs
+) -> dict[str, object]:
+    torch.compiler.reset()
+    backend = fsdp(mode)
+    model = given = stack()
+    if when == "before":
+        given = how(model, graphs)
+    (prepared,) = backend.prepare([given], [SGD(model.parameters(), lr=0.1)], [])
+    run = how(model, graphs) if when == "after" else prepared.model
+    losses: list[float] = []
+    for step in range(3):
+        backend.window.begin()
+        loss = run(tokens(step)).float().square().mean()
+        prepared.backward(loss)
+        prepared.clip(norm=0.5)
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+        losses.append(loss.item())
+    state = prepared.state_dict()
+    prepared.load_state_dict(state)
+    found = {"losses": losses, "names": list(state["model"]), "same": prepared.unwrap() is given}
+    backend.close()
+    return found
+
+
+def ways(mode: str) -> tuple[dict[str, object], list[tuple[dict[str, object], list[int]]], list[int]]:
+    plain = train("before", as_it_is, mode, Graphs())
+    found: list[tuple[dict[str, object], list[int]]] = []
+    for when in ("before", "after"):
+        for how in (whole, whole_and_called, in_place):
+            graphs = Graphs()
+            if (when, how) != ("after", whole_and_called):
+                found.append((train(when, how, mode, graphs), graphs.found))
+    torch.compiler.reset()
+    by_hand(graphs := Graphs())
+    return plain, found, graphs.found
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16"])
+def test_a_model_compiled_as_a_whole_has_the_graphs_of_torchs_own_sharding_and_trains_alike(
+    run_ranks, mode: str
+) -> None:
+    for plain, found, graphs in run_ranks(ways, mode, num_processes=2):
+        assert graphs[0] >= 1
+        for way, its_graphs in found:
+            assert way["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+            assert way["names"] == plain["names"]
+            assert way["same"]
+            assert its_graphs == graphs

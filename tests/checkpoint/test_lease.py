@@ -1,0 +1,80 @@
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drivetrain_checkpoint import FolderInUseError, FolderNotSharedError, lease
+from drivetrain_checkpoint.lease import LEASE, Lease, check_shared
+
+HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from drivetrain_checkpoint.lease import Lease
+held = Lease(Path(sys.argv[1]))
+held.take()
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_PATIENCE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the lease."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_second_process_is_refused_until_the_first_is_gone(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert holder.stdout is not None
+    pid = int(holder.stdout.readline())
+    with pytest.raises(
+        FolderInUseError, match=rf"written by another run \(process {pid} on .*stop it, or save"
+    ):
+        Lease(tmp_path).take()
+    holder.kill()
+    holder.wait()
+    Lease(tmp_path).take()
+
+
+def test_one_process_may_write_twice_and_the_second_goes_on(tmp_path: Path) -> None:
+    first, second = Lease(tmp_path), Lease(tmp_path)
+    token = first.take()
+    assert second.take() == token == first.take()
+    check_shared(tmp_path, token, rank=1)
+    first.release()
+    assert second.take() != token
+
+
+def test_what_is_forgotten_is_given_back(tmp_path: Path) -> None:
+    token = Lease(tmp_path).take()
+    assert Lease(tmp_path).take() != token
+
+
+def test_a_rank_that_sees_another_folder_is_told(tmp_path: Path) -> None:
+    token, _ = Lease(tmp_path / "one").take(), Lease(tmp_path / "two").take()
+    check_shared(tmp_path / "one", token, rank=3)
+    for directory in (tmp_path / "two", tmp_path / "three"):
+        with pytest.raises(FolderNotSharedError, match=r"rank 3 on .* does not see"):
+            check_shared(directory, token, rank=3)
+
+
+def test_a_torn_file_is_no_holder_and_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / LEASE).write_text('{"host": "x", "pi')
+    with pytest.raises(FolderNotSharedError):
+        check_shared(tmp_path, "any", rank=1)
+    token = Lease(tmp_path).take()
+    assert json.loads((tmp_path / LEASE).read_text())["token"] == token

@@ -1,0 +1,104 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain_checkpoint import (
+    Checkpointer,
+    FolderNotSharedError,
+    RankFailedError,
+    find_checkpoints,
+    open_export,
+    save_model,
+    storage,
+)
+from drivetrain_state import Context, connect
+
+
+@pytest.mark.parametrize("url", ["file://{}", "local://{}"])
+def test_a_url_of_the_disk_is_a_path(tmp_path: Path, url: str) -> None:
+    assert storage.locate(url.format(tmp_path)) == tmp_path
+
+
+def test_text_may_begin_with_the_home_folder() -> None:
+    assert storage.locate("~/runs") == Path.home() / "runs"
+
+
+def test_a_url_that_went_through_a_path_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^'s3:/bucket/run': a Path takes a slash from a URL; give the URL as text"
+    ):
+        storage.locate(Path("s3://bucket/run"))
+
+
+@pytest.mark.parametrize("use", [lambda url: save_model(torch.nn.Linear(1, 1), url), open_export])
+def test_exports_go_to_folders_alone(use) -> None:
+    with pytest.raises(
+        ValueError, match=r"^'s3://bucket/export': must be a folder; copy from or to the store"
+    ):
+        use("s3://bucket/export")
+
+
+def test_without_the_extra_a_url_asks_for_it(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "upath", None)
+    with pytest.raises(ImportError, match=r"^memory://run: .* pip install 'drivetrain-checkpoint\[remote\]'"):
+        storage.locate("memory://run")
+
+
+class TestRemote:
+    @pytest.fixture(autouse=True)
+    def _extra(self) -> None:
+        pytest.importorskip("upath")
+
+    def test_a_protocol_names_the_package_it_needs(self) -> None:
+        with pytest.raises(ImportError, match=r"^oci://bucket: Install ocifs"):
+            storage.locate("oci://bucket")
+
+    def test_a_protocol_that_nobody_knows_is_named(self) -> None:
+        with pytest.raises(ValueError, match=r"^s4://bucket: Protocol not known: s4"):
+            storage.locate("s4://bucket")
+
+    def test_a_slash_at_the_end_makes_no_difference(self) -> None:
+        assert storage.locate("memory://runs/a/") == storage.locate("memory://runs/a")
+
+    def test_a_upath_of_the_disk_is_a_path(self, tmp_path: Path) -> None:
+        from upath import UPath
+
+        assert storage.locate(UPath(f"file://{tmp_path}")) == tmp_path
+
+    def test_an_upload_that_is_given_up_is_not_there_afterwards(self) -> None:
+        place = storage.locate("memory://given-up/file")
+        writer = storage.create(place)
+        writer.write(memoryview(b"torn"))
+        writer.close()
+        assert storage.sizes_in(place.parent) == {}
+
+    def test_checkpoints_are_kept_in_any_store(self, context: Context) -> None:
+        checkpointer = Checkpointer(context, "memory://kept/run")
+        for step in (1, 2):
+            path = checkpointer.save(
+                step, models={"m": {"w": torch.ones(3) * step}}, replicated={}, per_rank={}
+            )
+        assert str(path) == "memory://kept/run/step-2"
+        assert torch.equal(checkpointer.load().models["m"]["w"], torch.ones(3) * 2)
+        assert checkpointer.load("memory://kept/run/step-1").step == 1
+        assert checkpointer.latest() == path
+        assert [one.folder.name for one in find_checkpoints(checkpointer.directory)] == ["step-2", "step-1"]
+
+
+def save_into_memory_of_its_own() -> tuple[str, list[str]]:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, "memory://own/run")
+        try:
+            checkpointer.save(1, models={"m": {"w": torch.ones(3)}}, replicated={}, per_rank={"rng": 1})
+        except (FolderNotSharedError, RankFailedError) as error:
+            return str(error), [path.name for path in checkpointer.directory.glob("*/manifest.json")]
+        raise AssertionError("it was saved")
+
+
+def test_a_store_that_ranks_do_not_share_is_found_before_the_commit(run_ranks) -> None:
+    pytest.importorskip("upath")
+    for told, manifests in run_ranks(save_into_memory_of_its_own):
+        assert "does not see in memory://own/run/step-1 what was written there, rank-1.json for one" in told
+        assert manifests == []

@@ -1,0 +1,398 @@
+"""Training that is killed, whose disk fills, whose files are damaged: round after round, against a run that is not.
+
+    python drill.py FAULT ROUNDS WORLD_SIZE DIRECTORY SEED
+
+Each round goes on where the newest good checkpoint is, in processes that are forked off this one, which has imported
+everything. What every rank logs, loss and samples of each step, must be what the unbroken run logged, bit by bit, and
+the newest good checkpoint must hold the weights that the unbroken run had at its step.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, Dataset
+
+import drivetrain_backends.ddp  # noqa: F401 - imported once, before the forks
+from drivetrain import Accelerator
+from drivetrain_checkpoint import (
+    Checkpointer,
+    CorruptCheckpointError,
+    FolderInUseError,
+    Found,
+    NoCheckpointError,
+    RankFailedError,
+    find_checkpoints,
+    lease,
+)
+from drivetrain_checkpoint.files import HashedReader, HashedWriter
+from drivetrain_state import Context, Topology
+from processes import free_port, rank_environment
+
+STEPS = 30
+LONGEST_SECONDS = 1.2  # of a round that is killed
+WIDTH = 160
+
+
+class Samples(Dataset[tuple[torch.Tensor, int]]):
+    """Sample i is filled with its number's sine."""
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.sin(torch.arange(WIDTH) * (index + 1.0)), index
+
+
+def train(
+    directory: Path,
+    rank: int,
+    log: Path,
+    *,
+    on_step: Callable[[int], None] = lambda _: None,
+    before_load: Callable[[], None] = lambda: None,
+) -> None:
+    """Train from the newest checkpoint to the last step, saving after each."""
+    quiet = {"checkpoint": {"keep_last": 2, "stall_seconds": 3}, "state": {"watchdog": False}}
+    accelerator = Accelerator(cpu=True, project_dir=directory, seed=3, sections=quiet)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(Samples(), batch_size=3, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = 0
+    before_load()
+    with suppress(NoCheckpointError):  # in the first round, or when all of them are damaged
+        step = accelerator.load_state()
+    with log.open("a") as file:
+        while step < STEPS:
+            for items, indices in loader:
+                loss = model(items).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                said = {"rank": rank, "step": step, "loss": loss.item().hex(), "samples": indices.tolist()}
+                if rank == 0:
+                    said["weights"] = digest(accelerator.unwrap_model(model).state_dict())
+                file.write(json.dumps(said) + "\n")
+                file.flush()
+                on_step(step)
+                accelerator.save_state(background=step % 3 == 0)
+                if step == STEPS:
+                    break
+    accelerator.end_training()
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    """Equal for weights that are the same bit by bit."""
+    return xxhash.xxh3_64_hexdigest(b"".join(bytes(weights[name].numpy().data) for name in sorted(weights)))
+
+
+def fork_ranks(world_size: int, work: Callable[[int], None], log: Path) -> list[int]:
+    """Start the ranks of a run; the process id of each."""
+    port = free_port()
+    pids: list[int] = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            output = os.open(log.with_suffix(f".{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if world_size > 1:
+                os.environ.update(rank_environment(rank, world_size, port, {}))
+            work(rank)
+            code = 0
+        except (OSError, RankFailedError, FolderInUseError) as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            code = 3
+        except BaseException:  # noqa: BLE001 - whatever it is, a forked process ends here
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return pids
+
+
+def wait_for(pids: Sequence[int], *, within_seconds: float = 60) -> list[int]:
+    """The exit codes; negative for the signal that ended one."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + within_seconds
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        assert time.monotonic() < deadline, f"processes {set(pids) - set(codes)} hang"
+        time.sleep(0.005)
+    return [codes[pid] for pid in pids]
+
+
+class Drill:
+    """The rounds of one fault.
+
+    Args:
+        world_size: Ranks of the run.
+        directory: An empty folder.
+        seed: Of all that is left to chance.
+    """
+
+    def __init__(self, world_size: int, directory: Path, seed: int) -> None:
+        self.world_size = world_size
+        self.root = directory
+        self.run = directory / "run"
+        self.chance = random.Random(seed)
+        self.faults = 0
+        self.expected = self._unbroken()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run saves."""
+        return self.run / "checkpoints"
+
+    def _unbroken(self) -> dict[tuple[int, int], dict[str, Any]]:
+        log = self.root / "unbroken"
+        work = self.work(log, directory=self.root / "unbroken-run")
+        assert wait_for(fork_ranks(self.world_size, work, log)) == [0] * self.world_size, output_of(log)
+        return {(said["step"], said["rank"]): said for said in self.logged(log)}
+
+    def work(
+        self,
+        log: Path,
+        *,
+        directory: Path | None = None,
+        on_step: Callable[[int, int], None] = lambda *_: None,
+    ) -> Callable[[int], None]:
+        """What a rank does."""
+        where = directory or self.run
+        return lambda rank: train(
+            where, rank, log.with_suffix(f".{rank}"), on_step=lambda step: on_step(rank, step)
+        )
+
+    def logged(self, log: Path) -> Iterator[dict[str, Any]]:
+        """What the ranks have logged, but for a line that a kill cut off."""
+        for rank in range(self.world_size):
+            file = log.with_suffix(f".{rank}")
+            lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+            yield from (json.loads(line) for line in lines if line.endswith("\n"))
+
+    def rounds(self, number: int, fault: Callable[["Drill", Path], None]) -> None:
+        """Play rounds of a fault."""
+        for index in range(number):
+            log = self.root / f"round-{index}"
+            newest = self.newest()
+            if newest is not None and newest.step >= STEPS - 3:
+                shutil.rmtree(self.run)
+                newest = None
+            fault(self, log)
+            steps = [said["step"] for said in self.logged(log)]
+            for said in self.logged(log):
+                assert said == self.expected[said["step"], said["rank"]], (index, said)
+            if steps:
+                assert min(steps) == (1 if newest is None else newest.step + 1), (index, min(steps), newest)
+            after = self.newest()
+            assert (
+                after is None
+                or digest(dict(after.models["model"])) == self.expected[after.step, 0]["weights"]
+            )
+
+    def newest(self) -> Any:
+        """What loads now; None if nothing is good.
+
+        One process does not read what other ranks have of their own: here every byte of every file is.
+        """
+        context = Context(topology=Topology(), device=torch.device("cpu"))
+        good = (one.folder for one in find_checkpoints(self.checkpoints) if one.is_valid and is_whole(one))
+        newest = next(good, None)
+        return None if newest is None else Checkpointer(context, self.checkpoints).load(newest)
+
+    def play(self, log: Path, *, seconds: float | None = None, victims: int = 1) -> list[int]:
+        """Let the run go on, and kill some of its ranks after a time."""
+        pids = fork_ranks(self.world_size, self.work(log), log)
+        if seconds is not None:
+            time.sleep(seconds)
+            for pid in self.chance.sample(pids, victims):
+                os.kill(pid, signal.SIGKILL)
+            if victims < len(pids):  # what the launcher does
+                time.sleep(0.05)
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+        return wait_for(pids)
+
+
+def is_whole(found: Found) -> bool:
+    """Whether every block of every file is as it was written."""
+    assert found.manifest is not None
+    try:
+        for name, record in found.manifest.files.items():
+            with HashedReader(found.folder / name, record) as reader:
+                reader.read_all()
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
+def output_of(log: Path) -> str:
+    """What the ranks of a round printed."""
+    return "\n".join(path.read_text() for path in sorted(log.parent.glob(f"{log.name}.*.txt")))
+
+
+def kill(drill: Drill, log: Path) -> None:
+    """kill -9 of one rank or of all, at a random moment."""
+    victims = drill.chance.randint(1, drill.world_size)
+    codes = drill.play(log, seconds=drill.chance.uniform(0, LONGEST_SECONDS), victims=victims)
+    assert set(codes) <= {0, 1, 3, -signal.SIGKILL}, output_of(log)
+    drill.faults += -signal.SIGKILL in codes
+
+
+def damage(drill: Drill, log: Path, hurt: Callable[[Path, random.Random], None]) -> None:
+    """Some steps; then a random file of the newest checkpoint, or of the one before it, is hurt."""
+    last = drill.chance.randint(1, 3)
+
+    def stop(_: int, step: int) -> None:
+        nonlocal last
+        last -= 1
+        if last < 0:
+            raise OSError("enough for this round")
+
+    codes = wait_for(fork_ranks(drill.world_size, drill.work(log, on_step=stop), log))
+    assert set(codes) <= {0, 3}, output_of(log)
+    found = [one for one in find_checkpoints(drill.checkpoints) if one.is_valid]
+    if found:
+        chosen = drill.chance.choice(found[:2])
+        hurt(drill.chance.choice(sorted(chosen.folder.iterdir())), drill.chance)
+        with_problem = [one.folder for one in find_checkpoints(drill.checkpoints)]
+        assert chosen.folder in with_problem
+        drill.faults += 1
+        assert (now := drill.newest()) is None or now.path != chosen.folder
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    """Flip one bit."""
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def cut_or_delete(path: Path, chance: random.Random) -> None:
+    """Leave the beginning of a file, or nothing of it."""
+    if chance.random() < 0.5:
+        path.unlink()
+    else:
+        os.truncate(path, chance.randrange(path.stat().st_size))
+
+
+def fail_midway(drill: Drill, log: Path) -> None:
+    """A random rank raises at a random byte of a save."""
+    victim, at = drill.chance.randrange(drill.world_size), drill.chance.randrange(600_000)
+    write = HashedWriter.write
+    left = at
+
+    def failing(writer: HashedWriter, data: Any) -> None:
+        nonlocal left
+        left -= len(data)
+        if left < 0:
+            raise OSError("the disk of this rank is gone")
+        write(writer, data)
+
+    def work(rank: int) -> None:
+        if rank == victim:
+            HashedWriter.write = failing
+        train(drill.run, rank, log.with_suffix(f".{rank}"))
+
+    codes = wait_for(fork_ranks(drill.world_size, work, log))
+    assert set(codes) <= {0, 3}, output_of(log)
+    drill.faults += 3 in codes
+
+
+def fill_up(drill: Drill, log: Path) -> None:
+    """The disk is full at a random byte."""
+    free = os.statvfs(drill.run.parent).f_bavail * os.statvfs(drill.run.parent).f_frsize
+    ballast = drill.run.parent / "ballast"
+    ballast.write_bytes(bytes(max(0, free - drill.chance.randrange(1_500_000))))
+    codes = drill.play(log)
+    assert set(codes) <= {0, 3}, output_of(log)
+    drill.faults += 3 in codes
+    ballast.unlink()
+
+
+def write_twice(drill: Drill, log: Path) -> None:
+    """A second run saves into the folder of one that is saving, and may be killed at a random moment."""
+    lease._PATIENCE_SECONDS = 0.0
+    second = log.with_name(f"{log.name}-second")
+
+    def wait_until_the_first_has_saved() -> None:
+        while len(list(drill.logged(log))) <= drill.world_size:
+            time.sleep(0.005)
+
+    def work(rank: int) -> None:
+        train(drill.run, rank, second.with_suffix(f".{rank}"), before_load=wait_until_the_first_has_saved)
+
+    others = fork_ranks(drill.world_size, work, second)
+    pids = fork_ranks(drill.world_size, drill.work(log, on_step=lambda *_: time.sleep(0.02)), log)
+    wait_until_the_first_has_saved()
+    time.sleep(drill.chance.uniform(0, LONGEST_SECONDS / 4))
+    for pid in pids if drill.chance.random() < 0.5 else ():
+        os.kill(pid, signal.SIGKILL)
+    codes = wait_for([*pids, *others])
+    assert set(codes) <= {0, 1, 3, -signal.SIGKILL}, output_of(log)
+    drill.faults += "FolderInUseError" in output_of(second)
+    for said in drill.logged(second):
+        assert said == drill.expected[said["step"], said["rank"]]
+
+
+FAULTS: dict[str, Callable[[Drill, Path], None]] = {
+    "kill": kill,
+    "flip": lambda drill, log: damage(drill, log, flip),
+    "cut": lambda drill, log: damage(drill, log, cut_or_delete),
+    "raise": fail_midway,
+    "full": fill_up,
+    "twice": write_twice,
+}
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[Path]:
+    """A disk of a few megabytes in memory."""
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(directory)], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def main(fault: str, rounds: int, world_size: int, directory: Path, seed: int) -> None:
+    """Play the rounds, and say how many of them met the fault."""
+    torch.set_num_threads(1)
+    drill = Drill(world_size, directory, seed)
+    if fault == "full":
+        with small_disk(directory / "disk") as disk:
+            drill.run = disk / "run"
+            drill.rounds(rounds, FAULTS[fault])
+    else:
+        drill.rounds(rounds, FAULTS[fault])
+    print(json.dumps({"rounds": rounds, "faults": drill.faults}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))

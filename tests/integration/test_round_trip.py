@@ -1,0 +1,96 @@
+"""A checkpoint goes from one number of ranks to another, and from one backend to another, bit by bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from drivetrain import Accelerator
+from drivetrain_checkpoint import Checkpointer
+from drivetrain_state import Context, Topology
+
+ROUTES = [
+    [(1, "single"), (2, "ddp"), (4, "fsdp"), (3, "deepspeed-3"), (1, "single")],
+    [(2, "ddp"), (2, "fsdp"), (2, "deepspeed-3"), (1, "single")],
+    [(2, "deepspeed-1"), (3, "fsdp"), (4, "deepspeed-2"), (3, "deepspeed-0"), (2, "ddp")],
+]
+
+
+class Model(nn.Module):
+    """Layers that no number of ranks but 1 divides, a tied weight, a frozen one, a scalar, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 7)
+        self.outer = nn.Linear(7, 7, bias=False)
+        self.again = nn.Linear(7, 7, bias=False)
+        self.again.weight = self.outer.weight
+        self.frozen = nn.Linear(7, 3)
+        self.frozen.weight.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.again(torch.tanh(self.outer(torch.tanh(self.inner(x))))))
+
+
+def load_and_save(project_dir: str, backend: str, step: int) -> int:
+    """Take up the newest checkpoint, if there is one; else train; and save under another step."""
+    name, _, stage = backend.partition("-")
+    sections: dict[str, Any] = {"run": {"show_plan": False}}
+    if stage:
+        sections["deepspeed"] = {"stage": int(stage)}
+    with Accelerator(
+        backend=name, cpu=True, seed=0, project_dir=project_dir, sections=sections
+    ) as accelerator:
+        torch.manual_seed(step)  # what is loaded must not be what was built
+        model = Model()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer = accelerator.prepare(model, AdamW(trained, lr=0.05))
+        loaded = accelerator.load_state() if step else 0
+        for _ in range(0 if step else 3):
+            accelerator.backward(model(torch.ones(2, 5)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(f"{project_dir}/saved-{step}")
+        accelerator.save_state()
+    return loaded
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of the newest checkpoint of a folder, but the generators', by its path."""
+    loaded = Checkpointer(Context(topology=Topology(), device=torch.device("cpu")), directory).load()
+    found: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Tensor):
+            found[path] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{path}/{key}")
+
+    walk(loaded.models["model"], "model")
+    for index, optimizer in enumerate(loaded.replicated["training"]["model"]["optimizers"]):
+        walk(optimizer["state"], f"optimizer {index}")
+    assert loaded.models["model"]["outer.weight"] is loaded.models["model"]["again.weight"]
+    return found
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: " ".join(f"{n}x{name}" for n, name in route))
+def test_nothing_changes_on_the_way(run_ranks, tmp_path: Path, route: list[tuple[int, str]]) -> None:
+    for step, (num_ranks, backend) in enumerate(route):
+        answers = run_ranks(
+            load_and_save, str(tmp_path), backend, step, num_processes=num_ranks, timeout_seconds=150
+        )
+        assert answers == [3 if step else 0] * num_ranks
+    first = tensors_of(tmp_path / "saved-0")
+    assert {path.rpartition("/")[2] for path in first if path.startswith("optimizer")} == {
+        "step", "exp_avg", "exp_avg_sq"
+    }  # fmt: skip
+    for step in range(1, len(route)):
+        now = tensors_of(tmp_path / f"saved-{step}")
+        assert now.keys() == first.keys()
+        for path, tensor in first.items():
+            assert torch.equal(now[path].to(tensor.dtype), tensor), (route[step], path)

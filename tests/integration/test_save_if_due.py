@@ -1,0 +1,163 @@
+"""Saves that the settings ask for: after steps and minutes, and on a signal that ends the program."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain import Accelerator
+from drivetrain_checkpoint import RESUME_EXIT_CODE
+from drivetrain_launcher import failures
+from processes import free_port, rank_environment
+
+TRAIN = """
+import os, sys, time
+import torch
+from drivetrain import Accelerator
+
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1], seed=0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = accelerator.prepare(model, optimizer)
+with accelerator:
+    for step in range(1, 100_000):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            print("trains", flush=True)
+        accelerator.save_if_due()
+        time.sleep(0.002)
+"""
+
+
+def without_ranks() -> dict[str, str]:
+    """The environment, without what makes a process a rank."""
+    own = rank_environment(0, 1, 0, {})
+    ranks = set(own) - set(os.environ)
+    return {name: value for name, value in own.items() if name not in ranks or name == "PYTHONPATH"}
+
+
+def steps_of(project: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (project / "checkpoints").glob("step-*"))
+
+
+def accelerator_that_saves(project: Path, **settings: object) -> tuple[Accelerator, list[int]]:
+    """Eight steps of training, with a window of two micro-batches; the steps at which something was saved."""
+    accelerator = Accelerator(
+        cpu=True, project_dir=project, gradient_accumulation_steps=2, sections={"checkpoint": settings}
+    )
+    model, optimizer = accelerator.prepare(
+        model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    saved: list[int] = []
+    for micro_batch in range(16):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.save_if_due() is not None:
+            saved.append(micro_batch)
+    return accelerator, saved
+
+
+def test_every_third_step_is_saved_after_its_window(tmp_path: Path) -> None:
+    accelerator, saved = accelerator_that_saves(tmp_path, save_every_steps=3)
+    assert saved == [5, 11]
+    assert steps_of(tmp_path) == [3, 6]
+    accelerator.end_training()
+
+
+def test_the_clock_counts_from_the_last_save(tmp_path: Path) -> None:
+    accelerator, saved = accelerator_that_saves(tmp_path, save_every_minutes=1e-9)
+    assert saved == [1, 3, 5, 7, 9, 11, 13, 15]
+    accelerator.end_training()
+    accelerator, saved = accelerator_that_saves(tmp_path / "slow", save_every_minutes=60.0)
+    assert saved == []
+    accelerator.end_training()
+
+
+def test_signals_are_handled_from_the_first_call_to_the_end(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    accelerator, _ = accelerator_that_saves(tmp_path)
+    assert signal.getsignal(signal.SIGUSR1) != before
+    accelerator.end_training()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize(("num_ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_a_signal_to_one_rank_saves_on_all_and_ends_the_run(
+    tmp_path: Path, num_ranks: int, number: int
+) -> None:
+    script, project, port = tmp_path / "train.py", tmp_path / "project", free_port()
+    script.write_text(TRAIN)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(project)],
+            env=rank_environment(rank, num_ranks, port, {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "trains\n"
+    os.kill(ranks[-1].pid, number)
+    os.kill(ranks[-1].pid, number)  # again, as where a launcher hands on what a scheduler sent to all
+    ended = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [RESUME_EXIT_CODE] * num_ranks, ended
+    (step,) = steps_of(project)
+    said = f"{signal.Signals(number).name}: saved at step {step}; the program ends, start it again to go on"
+    assert [said in err for _, err in ended] == [True] + [False] * (num_ranks - 1)
+    assert step >= 3
+    with Accelerator(cpu=True, project_dir=project) as accelerator:
+        model = torch.nn.Linear(2, 1)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        assert accelerator.load_state() == step
+
+
+@pytest.mark.parametrize("to_launcher", [True, False])
+def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
+    tmp_path: Path, to_launcher: bool
+) -> None:
+    script, project = tmp_path / "train.py", tmp_path / "project"
+    # In one piece: both ranks write to one pipe.
+    script.write_text(TRAIN.replace('print("trains", flush=True)', 'os.write(1, b"%d\\n" % os.getpid())'))
+    launch = [
+        sys.executable,
+        "-m",
+        "drivetrain_launcher",
+        "launch",
+        "--num-processes",
+        "2",
+        "--max-restarts",
+        "2",
+    ]
+    with subprocess.Popen(
+        [*launch, str(script), str(project)],
+        env=without_ranks(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None
+            pids = [int(launcher.stdout.readline()) for _ in range(2)]
+            os.kill(launcher.pid if to_launcher else pids[1], signal.SIGTERM)
+            out, err = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == RESUME_EXIT_CODE, err
+    assert "all ranks have saved; run the same command again to go on (exit code 75)" in err
+    assert out == ""
+    assert len(steps_of(project)) == 1
+
+
+def test_launcher_and_checkpoint_mean_the_same_code() -> None:
+    assert failures.RESUME_EXIT_CODE == RESUME_EXIT_CODE

@@ -1,0 +1,140 @@
+"""A backend is a launch setting: of ours, or in the words of an Accelerate file."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("drivetrain_backends", reason="backends are not installed beside the launcher")
+
+# Trains a step or two, and shows what the plan says was applied.
+TRAIN = """\
+import json, torch
+from drivetrain import Accelerator
+
+class Block(torch.nn.Linear):
+    pass
+
+with Accelerator() as accelerator:
+    model = torch.nn.Sequential(Block(4, 4), torch.nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    if accelerator.is_main_process:
+        settings = accelerator.plan.as_dict()["settings"]
+        print(json.dumps({name: [each["applied"], each["source"]] for name, each in settings.items()}))
+"""
+
+SHARDED = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_version: 2
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+
+PARTITIONED = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 2
+  gradient_clipping: 0.5
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: false
+  zero3_save_16bit_model: false
+  zero_stage: 3
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 1
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+
+
+@pytest.fixture
+def applied(drivetrain: Callable, script: Callable) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Train under a file of settings; gives what was applied, with its source, and what else was said."""
+
+    def launch(file: str) -> tuple[dict[str, Any], str]:
+        script(TRAIN)
+        script(file, "run.yaml")
+        done = drivetrain("launch", "--config", "run.yaml", "script.py")
+        assert done.returncode == 0, done.stderr
+        shown = next(line for line in done.stdout.splitlines() if line.startswith('{"run.'))
+        return json.loads(shown), done.stderr
+
+    return launch
+
+
+def test_an_accelerate_file_for_fsdp_is_what_the_run_gets(applied: Callable) -> None:
+    found, said = applied(SHARDED)
+    assert found["run.backend"] == ["fsdp", "run.yaml:3"]
+    assert found["fsdp.strategy"] == ["shard_grad_op", "run.yaml:12"]
+    assert found["fsdp.wrap"] == [["Block"], "run.yaml:14"]
+    assert found["fsdp.activation_checkpointing"] == ["full", "run.yaml:7"]
+    assert found["fsdp.offload"][0] is False
+    assert (
+        said.count("run.yaml:10 fsdp_config.fsdp_cpu_ram_efficient_loading: True: say it in the script") == 1
+    )
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+def test_an_accelerate_file_for_deepspeed_is_what_the_run_gets(applied: Callable) -> None:
+    found, _ = applied(PARTITIONED)
+    assert found["run.backend"] == ["deepspeed", "run.yaml:12"]
+    assert found["run.gradient_accumulation_steps"] == [2, "run.yaml:5"]
+    config, source = found["deepspeed.config"]
+    assert source == "run.yaml:6"
+    assert (config["zero_optimization"]["stage"], config["gradient_clipping"]) == (3, 0.5)
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize(
+    ("section", "setting", "value"),
+    [
+        ("fsdp: {strategy: shard_grad_op}", "fsdp.strategy", "shard_grad_op"),
+        ("deepspeed: {stage: 1}", "deepspeed.stage", 1),
+    ],
+)
+def test_a_line_in_a_file_of_ours_chooses_the_backend(
+    applied: Callable, section: str, setting: str, value: object
+) -> None:
+    backend = section.partition(":")[0]
+    found, _ = applied(f"run:\n  cpu: true\n  backend: {backend}\n{section}\n")
+    assert found["run.backend"] == [backend, "run.yaml:3"]
+    assert found[setting] == [value, "run.yaml:4"]
