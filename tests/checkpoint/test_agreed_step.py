@@ -5,7 +5,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from drivetrain_checkpoint import RankFailedError
+from drivetrain_checkpoint import OtherRankFailedError
 from drivetrain_checkpoint.agreed_step import AgreedStep, Decision
 
 
@@ -65,6 +65,6 @@ def test_a_rank_that_never_answers_is_an_error() -> None:
             time.sleep(0.01)
             agreed.reached(step)
 
-    with pytest.raises(RankFailedError, match=r"did not agree on a step to save at within 0\.2 s"):
+    with pytest.raises(OtherRankFailedError, match=r"did not agree on a step to save at within 0\.2 s"):
         train()
     agreed.close()

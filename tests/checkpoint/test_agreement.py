@@ -1,7 +1,7 @@
 import pytest
 
 from drivetrain_checkpoint.agreement import on_all_ranks
-from drivetrain_checkpoint.errors import RankFailedError
+from drivetrain_checkpoint.errors import OtherRankFailedError
 from drivetrain_state import Context, connect
 
 
@@ -19,7 +19,7 @@ def failure_of_rank_one() -> tuple[str, str]:
 
         try:
             on_all_ranks(context, act, doing="the save of step 3")
-        except (OSError, RankFailedError) as error:
+        except (OSError, OtherRankFailedError) as error:
             return type(error).__name__, str(error)
     return "none", ""
 
@@ -30,7 +30,7 @@ def test_every_rank_gets_all_results(run_ranks) -> None:
 
 def test_a_rank_that_fails_raises_its_error_and_the_others_tell_it(run_ranks) -> None:
     message = "the save of step 3 was given up on every rank: rank 1 failed with OSError: disk full"
-    assert run_ranks(failure_of_rank_one) == [("RankFailedError", message), ("OSError", "disk full")]
+    assert run_ranks(failure_of_rank_one) == [("OtherRankFailedError", message), ("OSError", "disk full")]
 
 
 def test_alone_it_just_acts(context: Context) -> None:

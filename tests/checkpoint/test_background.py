@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain_checkpoint import Checkpointer, CheckpointSettings, RankFailedError, Replica
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, OtherRankFailedError, Replica
 from drivetrain_checkpoint.background import Background
 from drivetrain_checkpoint.staging import HostBuffer
 from drivetrain_state import Context, connect
@@ -102,7 +102,7 @@ def rank_one_fails(directory: str) -> str:
         path = checkpointer.save(2, models={"model": shared}, replicated={}, per_rank={})
         if context.topology.rank == 1:
             (path / "rank-1.json").touch()
-        with pytest.raises((FileExistsError, RankFailedError)) as caught:
+        with pytest.raises((FileExistsError, OtherRankFailedError)) as caught:
             checkpointer.wait()
         assert checkpointer.load().step == 1
         return f"{type(caught.value).__name__}: {caught.value}"
@@ -115,14 +115,16 @@ def test_two_ranks_commit_beside_training(run_ranks, tmp_path: Path) -> None:
 def test_a_rank_that_fails_ends_the_save_on_all_of_them(run_ranks, tmp_path: Path) -> None:
     (tmp_path / "step-2").mkdir()
     first, second = run_ranks(rank_one_fails, str(tmp_path))
-    assert first.startswith("RankFailedError: the save of step 2 was given up on every rank: rank 1 failed")
+    assert first.startswith(
+        "OtherRankFailedError: the save of step 2 was given up on every rank: rank 1 failed"
+    )
     assert second.startswith("FileExistsError")
 
 
 KILLED_RANK = """
 import os, signal, sys, time
 import torch
-from drivetrain_checkpoint import Checkpointer, CheckpointSettings, RankFailedError
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, OtherRankFailedError
 from drivetrain_state import connect
 
 context = connect(device="cpu", settings=None)
@@ -139,7 +141,7 @@ save(2)
 started = time.monotonic()
 try:
     checkpointer.wait()
-except RankFailedError as error:
+except OtherRankFailedError as error:
     print(error)
 print("after", round(time.monotonic() - started), flush=True)
 print(sorted(os.listdir(sys.argv[1])), flush=True)

@@ -11,7 +11,7 @@ import torch
 from drivetrain_checkpoint import (
     Checkpointer,
     CheckpointSettings,
-    RankFailedError,
+    OtherRankFailedError,
     StateError,
     find_checkpoints,
 )
@@ -128,7 +128,7 @@ def rank_one_cannot_store_its_state(directory: str) -> str:
         bad = {"bad": object()} if context.topology.rank == 1 else {}
         try:
             checkpointer.save(2, models={"model": state_of(2)}, replicated={}, per_rank=bad)
-        except (StateError, RankFailedError) as error:
+        except (StateError, OtherRankFailedError) as error:
             return f"{type(error).__name__}: {error}"
     return "saved"
 
@@ -152,7 +152,9 @@ def test_each_rank_writes_its_own_and_rank_zero_the_rest(run_ranks, tmp_path: Pa
 def test_a_rank_that_fails_aborts_the_save_on_every_rank_with_its_error(run_ranks, tmp_path: Path) -> None:
     aborted, failed = run_ranks(rank_one_cannot_store_its_state, str(tmp_path))
     assert failed.startswith("StateError: per_rank['bad']: it is a object")
-    assert aborted.startswith("RankFailedError: the save of step 2 was given up on every rank: rank 1 failed")
+    assert aborted.startswith(
+        "OtherRankFailedError: the save of step 2 was given up on every rank: rank 1 failed"
+    )
     assert names_in(tmp_path) == ["step-1"]
 
 
@@ -285,7 +287,9 @@ def test_a_folder_that_another_host_does_not_see_is_an_error(run_ranks_script, t
     main, other = run_ranks_script(UNSHARED_FOLDER, str(tmp_path))
     assert other.stdout.startswith("FolderNotSharedError: rank 1 on "), other.stderr
     assert "every host mounts" in other.stdout
-    assert main.stdout.startswith("RankFailedError: the save of step 1 was given up on every rank: rank 1")
+    assert main.stdout.startswith(
+        "OtherRankFailedError: the save of step 1 was given up on every rank: rank 1"
+    )
     assert names_in(tmp_path) == ["script.py"]
 
 

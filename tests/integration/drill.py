@@ -34,7 +34,7 @@ from drivetrain_checkpoint import (
     FolderInUseError,
     Found,
     NoCheckpointError,
-    RankFailedError,
+    OtherRankFailedError,
     find_checkpoints,
     lease,
 )
@@ -119,7 +119,7 @@ def fork_ranks(world_size: int, work: Callable[[int], None], log: Path) -> list[
                 os.environ.update(rank_environment(rank, world_size, port, {}))
             work(rank)
             code = 0
-        except (OSError, RankFailedError, FolderInUseError) as error:
+        except (OSError, OtherRankFailedError, FolderInUseError) as error:
             print(f"{type(error).__name__}: {error}", flush=True)
             code = 3
         except BaseException:  # noqa: BLE001 - whatever it is, a forked process ends here

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.errors import FolderNotSharedError as FolderNotSharedError
     from drivetrain_checkpoint.errors import ForeignStateError as ForeignStateError
     from drivetrain_checkpoint.errors import NoCheckpointError as NoCheckpointError
+    from drivetrain_checkpoint.errors import OtherRankFailedError as OtherRankFailedError
     from drivetrain_checkpoint.errors import PickleNotAllowedError as PickleNotAllowedError
-    from drivetrain_checkpoint.errors import RankFailedError as RankFailedError
     from drivetrain_checkpoint.errors import StateError as StateError
     from drivetrain_checkpoint.export import save_model as save_model
     from drivetrain_checkpoint.export import write_export as write_export
@@ -73,7 +73,7 @@ _ROOMS = {
     "Loaded": "load",
     "Manifest": "manifest",
     "NoCheckpointError": "errors",
-    "RankFailedError": "errors",
+    "OtherRankFailedError": "errors",
     "Replica": "shards",
     "State": "tree",
     "StateError": "errors",
@@ -113,8 +113,8 @@ __all__ = [
     "Loaded",
     "Manifest",
     "NoCheckpointError",
+    "OtherRankFailedError",
     "PickleNotAllowedError",
-    "RankFailedError",
     "Replica",
     "SaveSchedule",
     "State",

@@ -7,7 +7,7 @@ from threading import Condition, Event, Thread
 
 from torch.distributed import DistError, PrefixStore, Store
 
-from drivetrain_checkpoint.errors import RankFailedError
+from drivetrain_checkpoint.errors import OtherRankFailedError
 
 _POLL_SECONDS = 0.25  # while nobody asks
 _PAUSE_SECONDS = 0.01  # while somebody does
@@ -68,7 +68,7 @@ class AgreedStep:
         """The decision, if this is the step that was agreed. Called by the main thread of all ranks at each step.
 
         Raises:
-            RankFailedError: A rank did not answer.
+            OtherRankFailedError: A rank did not answer.
         """
         if self._thread is None:
             asked, self._asked = self._asked, []
@@ -78,7 +78,7 @@ class AgreedStep:
             if self._gate is None or step < self._gate:
                 return None
             if not self._changed.wait_for(lambda: self._decision is not None, self._patience_seconds):
-                raise RankFailedError(
+                raise OtherRankFailedError(
                     f"the ranks did not agree on a step to save at within {self._patience_seconds:g} s: one of them "
                     "has ended, or does not take steps"
                 )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias, TypeVar, cast
 
-from drivetrain_checkpoint.errors import RankFailedError
+from drivetrain_checkpoint.errors import OtherRankFailedError
 from drivetrain_state import Context, gather_object
 
 Value = TypeVar("Value")
@@ -34,7 +34,7 @@ def on_all_ranks(
 
     Raises:
         Exception: Whatever `action` raised on this rank.
-        RankFailedError: It raised on another rank; the message holds that rank's error.
+        OtherRankFailedError: It raised on another rank; the message holds that rank's error.
     """
     result: Value | None = None
     failure: Exception | None = None
@@ -50,5 +50,5 @@ def on_all_ranks(
         f"rank {rank} failed with {told}" for rank, (_, told) in enumerate(outcomes) if told is not None
     ]
     if failures:
-        raise RankFailedError(f"{doing} was given up on every rank: {'; '.join(failures)}")
+        raise OtherRankFailedError(f"{doing} was given up on every rank: {'; '.join(failures)}")
     return [cast("Value", value) for value, _ in outcomes]

@@ -99,7 +99,7 @@ class Checkpointer:
         Raises:
             StateError: A state holds something that cannot be stored: its path, type and a way out.
             ValueError: `metrics` lacks the one that tells the best, or the ranks mean different steps.
-            RankFailedError: Another rank failed; the message holds its error, and nothing was saved.
+            OtherRankFailedError: Another rank failed; the message holds its error, and nothing was saved.
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             FolderInUseError: Another run writes into the directory.
             OSError: The disk is full, or the folder cannot be written; nothing was saved.

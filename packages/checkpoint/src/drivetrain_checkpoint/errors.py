@@ -13,7 +13,7 @@ class NoCheckpointError(RuntimeError):
     """There is nothing to load where a checkpoint was looked for."""
 
 
-class RankFailedError(RuntimeError):
+class OtherRankFailedError(RuntimeError):
     """Another rank failed, so this one gave up too; the message holds that rank's error."""
 
 

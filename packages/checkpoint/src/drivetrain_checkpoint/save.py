@@ -145,7 +145,7 @@ class Saver:
 
         Raises:
             StateError: Something in `content` cannot be stored; nothing was saved.
-            RankFailedError: Another rank failed; nothing was saved.
+            OtherRankFailedError: Another rank failed; nothing was saved.
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             FolderInUseError: Another run writes into the directory.
             ValueError: The ranks mean different folders.
@@ -314,7 +314,7 @@ def run_save(
         The checkpoint's folder.
 
     Raises:
-        RankFailedError: Another rank failed; nothing was saved.
+        OtherRankFailedError: Another rank failed; nothing was saved.
         OSError: The disk is full, or the folder cannot be written; nothing was saved.
     """
     try:

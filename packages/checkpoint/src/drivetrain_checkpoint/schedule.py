@@ -66,7 +66,7 @@ class SaveSchedule:
         """Whether a save is due after a step. Called on all ranks, by the main thread, once a step.
 
         Raises:
-            RankFailedError: A rank does not answer.
+            OtherRankFailedError: A rank does not answer.
         """
         settings = self._settings
         reasons: list[str] = []

@@ -7,7 +7,7 @@ from typing import cast
 from torch.distributed import DistError, PrefixStore, Store
 
 from drivetrain_checkpoint.agreement import Outcome
-from drivetrain_checkpoint.errors import RankFailedError
+from drivetrain_checkpoint.errors import OtherRankFailedError
 
 _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.2
@@ -25,7 +25,7 @@ class StoreTalk:
         stall_seconds: After how long without a sign of progress from any rank it is given up.
 
     Raises:
-        RankFailedError: From `gather`: a rank has not answered, or the store is gone.
+        OtherRankFailedError: From `gather`: a rank has not answered, or the store is gone.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StoreTalk:
         try:
             return self._gather(outcome)
         except DistError as error:
-            raise RankFailedError(
+            raise OtherRankFailedError(
                 "the save was given up: the process that hosts the ranks' store has ended, or cannot be reached"
             ) from error
 
@@ -103,7 +103,7 @@ class StoreTalk:
             if (now_seen := self._store.add("progress", 0)) != seen:
                 seen, since = now_seen, time.monotonic()
             if time.monotonic() - since > self._stall_seconds:
-                raise RankFailedError(
+                raise OtherRankFailedError(
                     f"the save was given up: rank {rank} has not answered, and no rank has written anything for "
                     f"{self._stall_seconds:g} s; rank {rank} may have died, or its disk hangs (if it is only slow, "
                     "raise checkpoint.stall_seconds)"

@@ -312,7 +312,7 @@ class Accelerator(Ranks, Saving, Exports, Results):
         """Finish saves and trackers, release the models, leave the process group. Called on all ranks.
 
         Raises:
-            RankFailedError, OSError: A save in the background failed.
+            OtherRankFailedError, OSError: A save in the background failed.
         """
         self._save_what_was_put_off()
         self._forget_what_was_put_off()

@@ -54,7 +54,7 @@ def take_over(run: RunState, folder: Path) -> tuple[int, str]:
         CorruptCheckpointError: A file is missing or damaged.
         ValueError: It is of other models, optimizers, schedulers or registered objects. In all of these cases nothing
             was applied.
-        RankFailedError: Another rank failed; the message holds its error.
+        OtherRankFailedError: Another rank failed; the message holds its error.
     """
     run.context.watch.mark(f"read {folder.name}")
     own = [one.state_dict() for one in run.prepared]  # by all ranks together, before one can fail

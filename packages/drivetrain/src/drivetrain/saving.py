@@ -77,7 +77,7 @@ class Saving:
             The folder of this checkpoint; None where it was put off.
 
         Raises:
-            RankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
+            OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
         checkpointer = self._parts.checkpointer(output_dir)  # without a folder, an error at once
         if not self._parts.backend.window.closing:
@@ -109,7 +109,7 @@ class Saving:
 
         Raises:
             SystemExit: After a signal, with `RESUME_EXIT_CODE`: the run is to be started again, to go on.
-            RankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
+            OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
         if not self._parts.backend.window.closing:
             return None
@@ -131,7 +131,7 @@ class Saving:
         """Wait until what is saved in the background is committed. Called on all ranks.
 
         Raises:
-            RankFailedError, OSError: A save failed; nothing of it was committed.
+            OtherRankFailedError, OSError: A save failed; nothing of it was committed.
         """
         for checkpointer in self._parts.checkpointers.values():
             checkpointer.wait()
