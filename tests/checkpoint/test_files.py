@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError
@@ -62,6 +62,24 @@ def test_ranges_that_cross_blocks_and_each_other_are_filled_in_one_pass(tmp_path
         )
     assert [bytes(part) for part in parts] == [content[start : start + size] for start, size in ranges]
     assert len(blocks) == 4
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, BLOCK_BYTES)), min_size=1, max_size=6))
+@settings(max_examples=15)
+def test_neighbours_and_gaps_are_read_alike(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[bool, int]]
+) -> None:
+    path = tmp_path_factory.mktemp("files") / "file"
+    content = random.Random(0).randbytes(sum(size for _, size in sizes))
+    record = write(path, content)
+    starts = [sum(size for _, size in sizes[:number]) for number in range(len(sizes))]
+    wanted = [(start, size) for start, (is_wanted, size) in zip(starts, sizes, strict=True) if is_wanted]
+    parts = [bytearray(size) for _, size in wanted]
+    with HashedReader(path, record) as reader:
+        reader.read_ranges(
+            [(start, memoryview(part)) for (start, _), part in zip(wanted, parts, strict=True)]
+        )
+    assert parts == [content[start : start + size] for start, size in wanted]
 
 
 def test_blocks_that_nobody_wants_are_not_read(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from drivetrain_checkpoint.storage import Place
 from drivetrain_checkpoint.threads import in_threads
 
 BLOCK_BYTES = 16 * 2**20
+_MOST_VIEWS = 64  # that a block is read into one by one; smaller ones are cheaper to copy out of one read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,26 +159,32 @@ class HashedReader:
         index, wanted = block
         start = index * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self._record.size_bytes)
-        if len(wanted) == 1 and wanted[0][0] <= start and end <= wanted[0][0] + len(wanted[0][1]):
-            at, view = wanted[0]
-            self._read_block(index, start, view[start - at : end - at])
+        ranges = [_within(start, end, at, view) for at, view in wanted]
+        if len(ranges) <= _MOST_VIEWS and _cover(start, end, ranges):
+            self._read_block(index, start, [view for _, view in ranges])
             return
-        scratch = self._scratch.pop() if self._scratch else memoryview(bytearray(BLOCK_BYTES))
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:  # another thread has it
+            scratch = memoryview(bytearray(BLOCK_BYTES))
         whole = scratch[: end - start]
-        self._read_block(index, start, whole)
-        for at, view in wanted:
-            first, last = max(at, start), min(at + len(view), end)
-            view[first - at : last - at] = whole[first - start : last - start]
+        self._read_block(index, start, [whole])
+        for at, view in ranges:
+            view[:] = whole[at - start : at - start + len(view)]
         self._scratch.append(scratch)
 
-    def _read_block(self, index: int, start: int, view: memoryview) -> None:
+    def _read_block(self, index: int, start: int, views: Sequence[memoryview]) -> None:
         with self._checked_presence():
-            size_bytes = self._file.read_at(start, view)
-        if size_bytes != len(view):
+            size_bytes = self._file.read_at(start, views)
+        end = start + sum(map(len, views))
+        if size_bytes != end - start:
             raise CorruptCheckpointError(f"{self._path} ended early while it was read")
-        if xxhash.xxh3_64_hexdigest(view) != self._record.checksums[index]:
+        checksum = xxhash.xxh3_64()
+        for view in views:
+            checksum.update(view)
+        if checksum.hexdigest() != self._record.checksums[index]:
             raise CorruptCheckpointError(
-                f"{self._path} is damaged between byte {start} and {start + len(view)}: its checksum differs from "
+                f"{self._path} is damaged between byte {start} and {end}: its checksum differs from "
                 "the manifest's; load another checkpoint, or restore the file"
             )
 
@@ -205,6 +212,21 @@ def _by_block(ranges: Sequence[tuple[int, memoryview]]) -> list[tuple[int, list[
             for index in range(at // BLOCK_BYTES, (at + len(view) - 1) // BLOCK_BYTES + 1):
                 blocks.setdefault(index, []).append((at, view))
     return sorted(blocks.items())
+
+
+def _within(start: int, end: int, at: int, view: memoryview) -> tuple[int, memoryview]:
+    """What of a range lies in a block."""
+    first, last = max(at, start), min(at + len(view), end)
+    return first, view[first - at : last - at]
+
+
+def _cover(start: int, end: int, ranges: Sequence[tuple[int, memoryview]]) -> bool:
+    """Whether ranges are a block without a gap and without a byte twice, so that it can be read into them."""
+    for at, view in ranges:
+        if at != start:
+            return False
+        start += len(view)
+    return start == end
 
 
 def check_size(path: Place, size_bytes: int | None, record: FileRecord) -> None:

@@ -1,6 +1,6 @@
 """An object store behind a URL, by fsspec: no rename, no folders, and nothing is there until it is whole."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain_checkpoint import s3
@@ -53,13 +53,16 @@ class RemoteReader:
     def __init__(self, path: "UPath") -> None:
         self._path = path
 
-    def read_at(self, start: int, view: memoryview) -> int:
-        """Fill a buffer from a place on; how many bytes there were."""
+    def read_at(self, start: int, views: Sequence[memoryview]) -> int:
+        """Fill buffers one after the other from a place on; how many bytes there were."""
         with told(self._path):
             fs: Any = self._path.fs
-            piece: bytes = fs.cat_file(self._path.path, start=start, end=start + len(view))
-        view[: len(piece)] = piece
-        return len(piece)
+            content: bytes = fs.cat_file(self._path.path, start=start, end=start + sum(map(len, views)))
+        rest = memoryview(content)
+        for view in views:
+            piece, rest = rest[: len(view)], rest[len(view) :]
+            view[: len(piece)] = piece
+        return len(content)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -4,7 +4,7 @@ A place is a `Path`, or for a URL such as `s3://bucket/run` a `UPath`, which joi
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
 
@@ -49,8 +49,8 @@ class Reader(Protocol):
         """The file's size, if opening it told."""
         ...
 
-    def read_at(self, start: int, view: memoryview) -> int:
-        """Fill a buffer from a place on; how many bytes there were."""
+    def read_at(self, start: int, views: Sequence[memoryview]) -> int:
+        """Fill buffers one after the other from a place on; how many bytes there were."""
         ...
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ def _in_blocks(
 def _fault(reader: Reader, start: int, view: memoryview, checksum: str) -> str | None:
     """What is wrong with a block; None if nothing is."""
     try:
-        size_bytes = reader.read_at(start, view)
+        size_bytes = reader.read_at(start, [view])
     except OSError as error:
         return f"cannot be read: {error}"
     if size_bytes != len(view):
