@@ -4,8 +4,8 @@
 
 One and two ranks (DDP, on the CPU over gloo). Each contestant saves the state of the same kind of run: drivetrain at
 once and in the background, Accelerate, torch's DCP at once and in the background; a raw write puts the same bytes
-into one file a rank and forces it to the disk. Contestants take turns; a file's pages are dropped from the cache
-before a cold load, and before a raw read.
+into one file a rank and forces it to the disk. Each writes beside what it wrote last, and then deletes that.
+Contestants take turns; a file's pages are dropped from the cache before a cold load, and before a raw read.
 """
 
 import argparse
@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from mmap import PAGESIZE as PAGE_BYTES
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,20 @@ from drivetrain_memory import PeakMemory
 WIDTH, LAYERS = 2048, 36  # 151 million parameters: 604 MB, with AdamW 1.8 GB
 STEP_WIDTH, STEP_ITEMS = 256, 256  # of the training that goes on meanwhile
 CHUNK_BYTES = 16 * 2**20
+AT_HAND_BYTES = 3 * 2**30
 Turn = Callable[[], float]
 
 
 class Run:
-    """A library's run: a model and an optimizer that has stepped, and a folder for its checkpoints."""
+    """A library's run: a model and an optimizer that has stepped, and a folder for its checkpoints.
 
-    def __init__(self, library: str, folder: Path) -> None:
+    Args:
+        library: Which.
+        folder: For its checkpoints.
+        like: A run of which the tensors are used again, for the sake of memory.
+    """
+
+    def __init__(self, library: str, folder: Path, *, like: "Run | None" = None) -> None:
         torch.manual_seed(0)
         if library == "accelerate":
             from accelerate import Accelerator as Peer
@@ -58,15 +67,22 @@ class Run:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()  # torch's own: what is trained does not matter here
         optimizer.zero_grad()
+        self.parameters, self.state = list(model.parameters()), optimizer.state
+        for own, other in zip(self.parameters, like.parameters if like else (), strict=like is not None):
+            own.data = other.data
+            self.state[own].update(like.state[other])
         self.folder = folder
 
 
-def timed(call: Callable[[], object], *, before: Callable[[], object] = lambda: None) -> Turn:
+def timed(
+    call: Callable[[], object], *, before: Callable[[], object] = lambda: None, level: bool = True
+) -> Turn:
     """A turn that all ranks take together, and that lasts as long as the slowest."""
 
     def turn() -> float:
         before()
-        return_memory()
+        if level:
+            level_memory()
         barrier()
         start = time.perf_counter()
         call()
@@ -101,24 +117,23 @@ class Raw:
     """The same bytes, by plain system calls: each rank writes its share into one file, or reads all of them."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        parameters = list(run.model.parameters())
-        kept = run.optimizer.optimizer.state if hasattr(run.optimizer, "optimizer") else run.optimizer.state
-        self.tensors = [*map(Tensor.detach, parameters)] + [
-            kept[parameter][key] for parameter in parameters for key in ("exp_avg", "exp_avg_sq")
+        self.tensors = [*map(Tensor.detach, run.parameters)] + [
+            run.state[parameter][key] for parameter in run.parameters for key in ("exp_avg", "exp_avg_sq")
         ]
         self.folder = folder
         self.size_bytes = sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self) -> None:
-        """Write this rank's share, on the disk when it returns."""
+        """Write this rank's share, on the disk when it returns, and delete what was written last."""
         path = self.folder / f"raw-{rank()}"
-        path.unlink(missing_ok=True)
-        with path.open("xb", buffering=0) as file:
+        new = path.with_suffix(".new")
+        with new.open("xb", buffering=0) as file:
             for tensor in self.tensors[rank() :: num_ranks()]:
                 content = bytes_of(tensor)
                 for start in range(0, len(content), CHUNK_BYTES):
                     file.write(content[start : start + CHUNK_BYTES])
             os.fsync(file.fileno())
+        new.replace(path)
 
     def read(self, *, hashed: bool = False) -> None:
         """Read all files into new memory; with `hashed`, also hash it and copy it into the live tensors."""
@@ -148,11 +163,18 @@ def evict(folder: Path) -> None:
     barrier()
 
 
-def return_memory() -> None:
-    """Give back what was freed, so that each load, as in a process that has just begun, finds new memory only."""
+def level_memory() -> None:
+    """Give back what was freed, and have the machine at hand what a turn takes.
+
+    Each load finds new memory only, as in a process that has just begun; and no turn pays for pages that a virtual
+    machine's host must first find, which take as long as writing them to the disk and hit one turn or another.
+    """
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+    with mmap(-1, AT_HAND_BYTES // num_ranks()) as memory:
+        for start in range(0, len(memory), PAGE_BYTES):
+            memory[start] = 1
 
 
 def dcp_state(run: Run) -> dict[str, Any]:
@@ -163,63 +185,97 @@ def dcp_state(run: Run) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def fresh(folder: Path) -> Path:
-    """An empty folder, the same on all ranks."""
-    barrier()
-    if rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    barrier()
-    return folder
+class Replaced:
+    """A folder that each save of a peer writes anew, beside the last one, which is then deleted.
+
+    Args:
+        folder: Where the last save is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._new = folder.with_suffix(".new")
+
+    def begin(self) -> str:
+        """Where to write to."""
+        if rank() == 0:
+            self._new.mkdir(parents=True)
+        barrier()
+        return str(self._new)
+
+    def end(self) -> None:
+        """Delete the last one."""
+        barrier()
+        if rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._new.rename(self.folder)
+        barrier()
+
+    def save(self, write: Callable[[str], object]) -> None:
+        """Have it written at once."""
+        write(self.begin())
+        self.end()
 
 
-def measure_saves(
-    ours: Run, peer: Run | None, root: Path, rounds: int
-) -> dict[str, Mapping[str, list[float]]]:
-    """Seconds of saves until they are on the disk, and of what training is held by them."""
+def measure_saves(ours: Run, peer: Run | None, root: Path, rounds: int) -> Mapping[str, list[float]]:
+    """Seconds of saves until they are on the disk."""
     import torch.distributed.checkpoint as dcp
 
-    raw = Raw(ours, root)
-    held: dict[str, list[float]] = {}
+    raw, folder = Raw(ours, root), Replaced(root / "dcp")
 
-    def hold(name: str, save: Callable[[], object], end: Callable[[], object]) -> Turn:
-        """A save in the background: the whole time is the turn's, and how long the caller is held is noted."""
+    def in_background() -> None:
+        ours.accelerator.save_state(background=True)
+        ours.accelerator.wait_for_save()
 
-        def call() -> None:
-            start = time.perf_counter()
-            save()
-            held.setdefault(name, []).append(time.perf_counter() - start)
-            end()
-
-        return timed(call)
-
-    pending: list[Any] = []
-    contestants: dict[str, Turn] = {
-        "raw write": timed(raw.write),
-        "drivetrain": timed(lambda: ours.accelerator.save_state()),
-        "drivetrain, in the background": hold(
-            "drivetrain, in the background",
-            lambda: ours.accelerator.save_state(background=True),
-            ours.accelerator.wait_for_save,
-        ),
+    contestants: dict[str, Callable[[], object]] = {
+        "raw write": raw.write,
+        "drivetrain": lambda: ours.accelerator.save_state(),
+        "drivetrain, in the background": in_background,
     }
     if peer is not None:
-        contestants["Accelerate"] = timed(lambda: peer.accelerator.save_state(str(fresh(peer.folder))))
-    contestants["DCP"] = timed(
-        lambda: dcp.save(dcp_state(ours), checkpoint_id=str(root / "dcp")), before=lambda: fresh(root / "dcp")
+        contestants["Accelerate"] = lambda: Replaced(peer.folder).save(peer.accelerator.save_state)
+    contestants["DCP"] = lambda: folder.save(lambda where: dcp.save(dcp_state(ours), checkpoint_id=where))
+    return take_turns(
+        {name: timed(call, before=lambda: evict(root)) for name, call in contestants.items()},
+        rounds=rounds,
+        shown=rank() == 0,
     )
-    if num_ranks() > 1:  # its background needs a group
-        contestants["DCP, in the background"] = hold(
-            "DCP, in the background",
-            lambda: pending.append(dcp.async_save(dcp_state(ours), checkpoint_id=str(fresh(root / "dcp")))),
-            lambda: pending.pop().result(),
-        )
-    total = take_turns(contestants, rounds=rounds)
-    held = {name: seconds[1:] for name, seconds in held.items()}
-    return {
-        "save": total,
-        "held": {"drivetrain, at once": total["drivetrain"], **held},
+
+
+def measure_held(ours: Run, root: Path, rounds: int) -> Mapping[str, list[float]]:
+    """Seconds that training is held by a save: all of one at once, and what comes before one in the background."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = Replaced(root / "dcp")
+    pending: list[Any] = []
+
+    def held(begin: Callable[[], object], wait: Callable[[], object]) -> Turn:
+        def turn() -> float:
+            # As in training: nothing else has just gone through the memory.
+            seconds = timed(begin, level=False)()
+            wait()
+            return seconds
+
+        return turn
+
+    own_group = dist.new_group(backend="gloo") if num_ranks() > 1 else None  # else it meets our barriers
+
+    def begin_dcp() -> None:
+        pending.append(dcp.async_save(dcp_state(ours), checkpoint_id=folder.begin(), process_group=own_group))
+
+    def wait_for_dcp() -> None:
+        pending.pop().result()
+        folder.end()
+
+    contestants = {
+        "drivetrain, at once": timed(lambda: ours.accelerator.save_state(), before=lambda: evict(root)),
+        "drivetrain, in the background": held(
+            lambda: ours.accelerator.save_state(background=True), ours.accelerator.wait_for_save
+        ),
     }
+    if num_ranks() > 1:  # its background needs a group
+        contestants["DCP, in the background"] = held(begin_dcp, wait_for_dcp)
+    return take_turns(contestants, rounds=rounds, shown=rank() == 0)
 
 
 def measure_loads(
@@ -233,17 +289,21 @@ def measure_loads(
     raw.write()
     loads: dict[str, Callable[[], object]] = {"drivetrain": lambda: ours.accelerator.load_state()}
     if peer is not None:
-        peer.accelerator.save_state(str(fresh(peer.folder)))
+        Replaced(peer.folder).save(peer.accelerator.save_state)
         loads["Accelerate"] = lambda: peer.accelerator.load_state(str(peer.folder))
-    dcp.save(dcp_state(ours), checkpoint_id=str(fresh(root / "dcp")))
+    Replaced(root / "dcp").save(lambda folder: dcp.save(dcp_state(ours), checkpoint_id=folder))
     loads["DCP"] = lambda: dcp.load(dcp_state(ours), checkpoint_id=str(root / "dcp"))
     cold = {"raw read": raw.read, **loads}
     warm = {"raw read, hash and copy": lambda: raw.read(hashed=True), **loads}
     return {
         "cold": take_turns(
-            {name: timed(call, before=lambda: evict(root)) for name, call in cold.items()}, rounds=rounds
+            {name: timed(call, before=lambda: evict(root)) for name, call in cold.items()},
+            rounds=rounds,
+            shown=rank() == 0,
         ),
-        "warm": take_turns({name: timed(call) for name, call in warm.items()}, rounds=rounds),
+        "warm": take_turns(
+            {name: timed(call) for name, call in warm.items()}, rounds=rounds, shown=rank() == 0
+        ),
     }
 
 
@@ -296,8 +356,11 @@ def work(arguments: argparse.Namespace) -> None:
     root = Path(arguments.folder)
     ours = Run("drivetrain", root / "drivetrain")
     memory = measure_memory(ours)
-    peer = Run("accelerate", root / "accelerate") if installed("accelerate") else None
-    found: dict[str, Any] = measure_saves(ours, peer, root, arguments.rounds)
+    peer = Run("accelerate", root / "accelerate", like=ours) if installed("accelerate") else None
+    found: dict[str, Any] = {
+        "save": measure_saves(ours, peer, root, arguments.rounds),
+        "held": measure_held(ours, root, arguments.rounds),
+    }
     found |= measure_loads(ours, peer, root, arguments.rounds)
     found["step"] = measure_steps(ours, arguments.rounds)
     found["memory"] = memory

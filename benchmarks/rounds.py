@@ -53,7 +53,7 @@ class Table:
 
 
 def take_turns(
-    contestants: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1
+    contestants: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1, shown: bool = True
 ) -> dict[str, list[float]]:
     """Run every contestant once a round, each round beginning with another one.
 
@@ -61,6 +61,7 @@ def take_turns(
         contestants: Functions that do their work and return the seconds it took.
         rounds: Rounds that count.
         warmup: Rounds before them that do not.
+        shown: Whether each turn is shown on stderr as it ends.
 
     Returns:
         The seconds of each contestant, one a round, in the contestants' order.
@@ -71,6 +72,12 @@ def take_turns(
         start = number % len(names)
         for name in names[start:] + names[:start]:
             taken = contestants[name]()
+            if shown:
+                print(
+                    f"round {number} of {warmup + rounds - 1}: {name}: {taken:.4g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if number >= warmup:
                 seconds[name].append(taken)
     return seconds

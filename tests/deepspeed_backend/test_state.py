@@ -103,6 +103,33 @@ def test_training_goes_on_from_a_state_as_it_did_also_from_one_before_the_first_
     assert run_ranks(taken_up, stage, mode, num_processes=2) == [[True] * 4] * 2
 
 
+def frozen_meanwhile(stage: int, mode: str) -> list[object]:
+    """A parameter that is frozen while a state is saved, as another model's step leaves it, and loaded."""
+    with backend(stage=stage, mode=mode, config=config(stage)) as one:
+        prepared = prepared_pair(one)
+        fresh = saved(prepared)
+        train(one, prepared, 1.0, -2.0)
+        expected = saved(prepared)
+        first = next(prepared.model.parameters())
+        first.requires_grad_(False)
+        state = saved(prepared)
+        found: list[object] = [whole_values(state) == whole_values(expected)]
+        prepared.load_state_dict(fresh)
+        prepared.load_state_dict(deepcopy(state))
+        first.requires_grad_(True)
+        return [*found, whole_values(saved(prepared)) == whole_values(expected)]
+
+
+def whole_values(state: dict[str, Any]) -> object:
+    model = {name: value.tolist() for name, value in state["model"].items()}
+    return model, averages(state), [group["params"] for group in state["optimizers"][0]["param_groups"]]
+
+
+@pytest.mark.parametrize(("stage", "mode"), [(0, "no"), (1, "no"), (1, "bf16"), (2, "no"), (3, "no")])
+def test_a_parameter_that_is_frozen_for_a_while_keeps_its_state(run_ranks, stage: int, mode: str) -> None:
+    assert run_ranks(frozen_meanwhile, stage, mode, num_processes=2) == [[True, True]] * 2
+
+
 def of_one_alone(stage: int) -> dict[str, list[float]]:
     """Loaded from a state in which b has none, after steps in which it had."""
     with backend(stage=stage, config=config(stage)) as one:

@@ -1,6 +1,7 @@
 """The part that a rank holds of a parameter under ZeRO: which run of its elements, of master or optimizer state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,9 +55,21 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def has_master(parameter: nn.Parameter) -> bool:
-    """Whether an optimizer of ZeRO keeps an fp32 copy of it in parts."""
-    is_optimized = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
-    return parameter.requires_grad and is_optimized
+    """Whether an optimizer of ZeRO keeps an fp32 copy of it in parts: it was trained when the engine was made."""
+    if (optimizer := getattr(parameter, "_z3_optimizer", None)) is not None:  # frozen ones have it too
+        return optimizer.get_param_id(parameter) in optimizer.grad_position
+    return hasattr(parameter, "_hp_mapping")
+
+
+@contextmanager
+def as_trained(parameter: Any) -> Generator[None]:
+    """Reach the master of a parameter also while it is frozen, when stage 3 (0.19) says that it has none."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(before or has_master(parameter))
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
 
 
 def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
@@ -79,10 +92,13 @@ def _own_part_of_stage_3(parameter: Any, key: str | None) -> tuple[int, Tensor]:
 
     if not has_master(parameter):
         part = parameter.ds_tensor.detach()
-    elif key is None:
-        part = utils.safe_get_local_fp32_param(parameter).detach()
     else:
-        part = utils.safe_get_local_optimizer_state(parameter, key).detach()
+        with as_trained(parameter):
+            part = (
+                utils.safe_get_local_fp32_param(parameter)
+                if key is None
+                else utils.safe_get_local_optimizer_state(parameter, key)
+            ).detach()
     start = min(part.numel() * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
     return start, part[: parameter.ds_numel - start]  # the last parts are padded
 
@@ -107,10 +123,11 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
 
     padded = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32, device=own.device)
     padded[: elements.numel()] = elements
-    if key is None:
-        utils.safe_set_local_fp32_param(parameter, padded)
-    else:
-        utils.safe_set_local_optimizer_state(parameter, padded, key)
+    with as_trained(parameter):
+        if key is None:
+            utils.safe_set_local_fp32_param(parameter, padded)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, padded, key)
 
 
 def whole_of_parts(value: Any, parameter: Any) -> Tensor:

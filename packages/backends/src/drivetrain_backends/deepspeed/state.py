@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drivetrain_backends.compiled import load_plain_state, plain_state
 from drivetrain_backends.deepspeed.parts import (
     PartitionedTensor,
+    as_trained,
     has_master,
     is_partitioned,
     own_part,
@@ -45,7 +46,7 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
     state: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):
         for name in group:
-            kept = base.state.get(_partition(engine, index, own[name]), {}) if own[name].requires_grad else {}
+            kept = base.state.get(_partition(engine, index, own[name]), {}) if has_master(own[name]) else {}
             if kept:
                 state[name] = {key: _read_kept(own[name], key, value) for key, value in kept.items()}
     options = [
@@ -90,7 +91,7 @@ def load_state(
     _link_parts(engine)
     for index, group in enumerate(groups):
         for name in group:
-            if own[name].requires_grad:
+            if has_master(own[name]):
                 _load_kept(engine, index, own[name], saved["state"].get(name, {}))
 
 
@@ -122,14 +123,17 @@ def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
         return
     # Stage 3's own writing of a whole tensor fails where ranks do not divide it evenly (0.19).
     group: Any = parameter.ds_process_group
-    part = utils.safe_get_local_fp32_param(parameter)
-    padded = torch.zeros(part.numel() * dist.get_world_size(group), dtype=value.dtype, device=value.device)
-    padded[: value.numel()] = value.flatten()
-    own = padded.narrow(0, part.numel() * dist.get_rank(group), part.numel())
-    if key is None:
-        utils.safe_set_local_fp32_param(parameter, own)
-    else:
-        utils.safe_set_local_optimizer_state(parameter, own, key)
+    with as_trained(parameter):
+        part = utils.safe_get_local_fp32_param(parameter)
+        padded = torch.zeros(
+            part.numel() * dist.get_world_size(group), dtype=value.dtype, device=value.device
+        )
+        padded[: value.numel()] = value.flatten()
+        own = padded.narrow(0, part.numel() * dist.get_rank(group), part.numel())
+        if key is None:
+            utils.safe_set_local_fp32_param(parameter, own)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, own, key)
 
 
 def spread(parameters: Sequence[nn.Parameter]) -> None:
@@ -160,7 +164,7 @@ def _make_room(
     state.clear()
     for index, group in enumerate(groups):
         for name in group:
-            if not own[name].requires_grad or name not in saved:
+            if not has_master(own[name]) or name not in saved:
                 continue
             partition = _partition(engine, index, own[name])
             held, kept = earlier.get(partition, {}), state[partition]
@@ -205,15 +209,16 @@ def _gather_kept(parameter: nn.Parameter, key: str) -> Tensor:
     """An optimizer's state of a parameter. Called on all ranks.
 
     Raises:
-        RuntimeError: The engine was ended, or the parameter frozen, since the state was asked for.
+        RuntimeError: The engine was ended since the state was asked for.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    gathered = safe_get_full_optimizer_state(parameter, key)
+    with as_trained(parameter):
+        gathered = safe_get_full_optimizer_state(parameter, key)
     if gathered is None:
         raise RuntimeError(
-            f"{key} of a parameter of shape {tuple(shape_of(parameter))}: its engine was ended, or the parameter "
-            "frozen, between state_dict() and the gathering; call state_dict() again"
+            f"{key} of a parameter of shape {tuple(shape_of(parameter))}: its engine was ended between state_dict() "
+            "and the gathering; call state_dict() again"
         )
     return gathered
 
@@ -240,7 +245,8 @@ def _gather(parameter: nn.Parameter) -> Tensor:
     from deepspeed.utils import safe_get_full_fp32_param
 
     if has_master(parameter):
-        master = safe_get_full_fp32_param(parameter)
+        with as_trained(parameter):
+            master = safe_get_full_fp32_param(parameter)
         assert master is not None
         return master
     with zero.GatheredParameters([parameter]):
