@@ -62,6 +62,7 @@ def train(
     rank: int,
     log: Path,
     *,
+    steps: int = STEPS,
     on_step: Callable[[int], None] = lambda _: None,
     before_load: Callable[[], None] = lambda: None,
 ) -> None:
@@ -77,7 +78,7 @@ def train(
     with suppress(NoCheckpointError):  # in the first round, or when all of them are damaged
         step = accelerator.load_state()
     with log.open("a") as file:
-        while step < STEPS:
+        while step < steps:
             for items, indices in loader:
                 loss = model(items).square().mean()
                 accelerator.backward(loss)
@@ -91,7 +92,7 @@ def train(
                 file.flush()
                 on_step(step)
                 accelerator.save_state(background=step % 3 == 0)
-                if step == STEPS:
+                if step == steps:
                     break
     accelerator.end_training()
 

@@ -9,7 +9,6 @@ import pytest
 
 from processes import TESTS, rank_environment
 
-DRILL = Path(__file__).with_name("drill.py")
 # How many rounds must have met the fault at least: a disk is not always filled by what a round has left to save.
 CASES = [
     ("kill", 1, 0.5), ("kill", 2, 0.5), ("flip", 2, 0.9), ("cut", 2, 0.9), ("raise", 1, 0.5), ("raise", 2, 0.5),
@@ -27,16 +26,9 @@ def can_mount(directory: Path) -> bool:
     return mounted.returncode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("fault", "num_ranks", "least"), CASES)
-def test_whatever_happens_a_run_goes_on_as_if_it_had_not(
-    fault: str, num_ranks: int, least: float, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    if fault == "full" and not can_mount(tmp_path):
-        pytest.skip("wants the right to mount a disk in memory")
-    rounds = pytestconfig.getoption("--fault-rounds")
-    command = [sys.executable, str(DRILL), fault, str(rounds), str(num_ranks), str(tmp_path), "0"]
+def play(script: str, *arguments: object) -> dict[str, int]:
+    """Run a drill; how many rounds it played, and how many of them met the fault."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
     environment = rank_environment(0, 1, 0, {"PYTHONPATH": str(TESTS)})
     for name in (
         "RANK",
@@ -50,6 +42,30 @@ def test_whatever_happens_a_run_goes_on_as_if_it_had_not(
         del environment[name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("fault", "num_ranks", "least"), CASES)
+def test_whatever_happens_a_run_goes_on_as_if_it_had_not(
+    fault: str, num_ranks: int, least: float, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    if fault == "full" and not can_mount(tmp_path):
+        pytest.skip("wants the right to mount a disk in memory")
+    rounds = pytestconfig.getoption("--fault-rounds")
+    said = play("drill.py", fault, rounds, num_ranks, tmp_path, 0)
     assert said["rounds"] == rounds
     assert said["faults"] >= least * rounds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_killed_run_goes_on_with_other_ranks_where_its_data_ended(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    rounds = pytestconfig.getoption("--fault-rounds")
+    said = play("resized_drill.py", rounds, tmp_path, 0)
+    assert said["rounds"] == rounds
+    assert said["faults"] >= 0.5 * rounds
+    assert said["resized"] >= 0.5 * rounds

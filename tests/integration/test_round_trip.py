@@ -1,12 +1,15 @@
 """A checkpoint goes from one number of ranks to another, and from one backend to another, bit by bit."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_checkpoint import Checkpointer
@@ -94,3 +97,45 @@ def test_nothing_changes_on_the_way(run_ranks, tmp_path: Path, route: list[tuple
         assert now.keys() == first.keys()
         for path, tensor in first.items():
             assert torch.equal(now[path].to(tensor.dtype), tensor), (route[step], path)
+
+
+class Counter:
+    """State of a user's own."""
+
+    def __init__(self) -> None:
+        self.seen = {1: (2.5, b"x")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def save_everything(project_dir: str) -> None:
+    """A run with all that a checkpoint can hold."""
+    with Accelerator(backend="ddp", cpu=True, seed=0, project_dir=project_dir) as accelerator:
+        model = Model()
+        optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        loader = DataLoader(TensorDataset(torch.ones(12, 5)), batch_size=2, shuffle=True)
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+        accelerator.register_for_checkpointing(Counter())
+        for (items,) in loader:
+            accelerator.backward(model(items).square().sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            accelerator.save_state()
+
+
+def test_every_file_is_json_or_safetensors(run_ranks, tmp_path: Path) -> None:
+    run_ranks(save_everything, str(tmp_path), num_processes=2)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len([file for file in files if file.suffix == ".safetensors"]) >= 2 * 3
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:  # refuses what is anything else
+                assert opened.keys() is not None
+        else:
+            json.loads(file.read_text())
