@@ -68,3 +68,18 @@ def test_a_rank_that_never_answers_is_an_error() -> None:
     with pytest.raises(OtherRankFailedError, match=r"did not agree on a step to save at within 0\.2 s"):
         train()
     agreed.close()
+
+
+def test_nobody_is_held_by_a_rank_that_has_taken_its_last_step() -> None:
+    store = HashStore()
+    main, other = (AgreedStep(store, rank=rank, world_size=2, patience_seconds=60) for rank in range(2))
+    other.ask("SIGTERM")
+    begun = time.monotonic()
+    main.reached(1)
+    other.reached(1)
+    main.close()
+    for step in range(2, 60):
+        time.sleep(0.01)
+        assert other.reached(step) is None
+    assert time.monotonic() - begun < 30
+    other.close()

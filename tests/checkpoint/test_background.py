@@ -182,3 +182,27 @@ def test_a_program_that_ends_waits_for_the_commit(
         (0, "main ends\n", "")
     ] * num_processes
     assert Checkpointer(context, tmp_path).load().step == 1
+
+
+def rank_one_has_no_memory(directory: str) -> str:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, directory, settings=IN_BACKGROUND)
+        if context.topology.rank == 1:
+            HostBuffer.stage = lambda *_: (_ for _ in ()).throw(RuntimeError("no memory to pin"))
+        with pytest.raises(RuntimeError) as caught:
+            save(checkpointer, 1, torch.ones(3))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_without_memory_for_its_copies_ends_the_save_at_once(run_ranks_script, tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "from test_background import rank_one_has_no_memory\n"
+        "print(rank_one_has_no_memory(sys.argv[1]))"
+    )
+    folder = tmp_path / "run"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    first, second = run_ranks_script(script, str(folder), *paths, timeout_seconds=60)
+    assert "rank 1 failed with RuntimeError: no memory to pin" in first.stdout, first.stderr
+    assert second.stdout == "RuntimeError: no memory to pin\n"
+    assert not list(folder.glob("step-*"))

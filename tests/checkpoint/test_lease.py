@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +81,52 @@ def test_a_torn_file_is_no_holder_and_is_written_anew(tmp_path: Path) -> None:
         check_shared(tmp_path, "any", rank=1)
     token = Lease(tmp_path).take()
     assert json.loads((tmp_path / LEASE).read_text())["token"] == token
+
+
+def test_a_file_that_was_cleared_away_is_made_again(tmp_path: Path) -> None:
+    held = Lease(tmp_path)
+    held.take()
+    (tmp_path / LEASE).unlink()
+    check_shared(tmp_path, held.take(), rank=1)
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from drivetrain_checkpoint.lease import Lease
+held = Lease(Path(sys.argv[1]))
+held.take()
+if os.fork() == 0:  # as a worker of a loader
+    del held
+    time.sleep(30)
+    os._exit(0)
+print(flush=True)
+if sys.argv[2] == "release":
+    held.release()
+    time.sleep(30)
+if sys.argv[2] == "hold":
+    time.sleep(30)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("end", ["release", "kill", "hold"])
+def test_a_child_does_not_keep_it_and_does_not_end_it(tmp_path: Path, end: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(tmp_path), end],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.3)
+        try:
+            if end == "hold":
+                with pytest.raises(FolderInUseError):
+                    Lease(tmp_path).take()
+            else:
+                Lease(tmp_path).take()
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

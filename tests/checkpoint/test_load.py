@@ -1,9 +1,12 @@
+import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from drivetrain_checkpoint import Checkpointer, CorruptCheckpointError, NoCheckpointError
+from drivetrain_checkpoint.disk import DiskReader
 from drivetrain_state import Context, connect
 
 
@@ -168,3 +171,21 @@ def test_damage_that_one_rank_meets_is_met_by_all(run_ranks, tmp_path: Path) -> 
 
 def test_ranks_that_see_different_checkpoints_are_told(run_ranks, tmp_path: Path) -> None:
     assert run_ranks(two_ranks_load_different_folders, str(tmp_path)) == ["FolderNotSharedError"] * 2
+
+
+def test_a_disk_that_cannot_be_read_any_more_is_passed_over(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(checkpointer, 1)
+    newest = save(checkpointer, 2)
+    read_at = DiskReader.read_at
+
+    def fail(reader: DiskReader, start: int, views: Sequence[memoryview]) -> int:
+        if reader.path.parent == newest:
+            raise OSError(errno.EIO, "Input/output error")
+        return read_at(reader, start, views)
+
+    monkeypatch.setattr(DiskReader, "read_at", fail)
+    assert checkpointer.load().step == 1
+    with pytest.raises(CorruptCheckpointError, match=r"step-2 cannot be read.*load another"):
+        checkpointer.load(newest)

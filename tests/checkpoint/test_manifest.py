@@ -1,9 +1,20 @@
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 
-from drivetrain_checkpoint import Checkpointer, CorruptCheckpointError, StateError, read_manifest
+from drivetrain_checkpoint import (
+    Checkpointer,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    StateError,
+    find_checkpoints,
+    read_manifest,
+)
 from drivetrain_checkpoint.manifest import check_files, encode_plan
 from drivetrain_state import Context
 
@@ -60,3 +71,57 @@ def test_a_plan_holds_plain_values_only() -> None:
         encode_plan({"x": torch.ones(1)})
     with pytest.raises(StateError, match=r"^plan\['f'\]: it is a "):
         encode_plan({"f": print})
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest as a stranger may: with a checksum that fits."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    del content["checksum"]
+    checksum = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+    path.write_text(json.dumps({**content, "checksum": checksum}))
+
+
+def weight(content: dict[str, Any]) -> dict[str, Any]:
+    return content["tensors"]["weights-model"]["weight"]
+
+
+def file_of(content: dict[str, Any]) -> dict[str, Any]:
+    return content["files"]["weights-model.r0.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda content: weight(content).update(pieces=[]), "has pieces of 0 elements"),
+        (lambda content: weight(content).update(shape=[2**40]), "has pieces of 3 elements"),
+        (lambda content: weight(content)["pieces"].append(weight(content)["pieces"][0]), "pieces of 6 elements"),
+        (lambda content: weight(content)["pieces"][0].__setitem__(1, 10**6), "does not reach so far"),
+        (lambda content: weight(content)["pieces"][0].__setitem__(1, -4), "does not reach so far"),
+        (lambda content: weight(content)["pieces"][0].__setitem__(0, "../other"), "does not reach so far"),
+        (lambda content: weight(content)["pieces"][0].__setitem__(2, [1]), "has a piece at"),
+        (lambda content: file_of(content).update(checksums=[]), "has 0 checksums for"),
+        (lambda content: content.pop("world_size"), "world_size"),
+        (lambda content: content.update(step="x"), "step is 'x'"),
+        (lambda content: content.update(metrics={"$pickle": {}}), "metrics|pickle"),
+        (lambda content: content.update(files=3), "contradicts itself"),
+    ],
+)  # fmt: skip
+def test_one_that_contradicts_itself_is_passed_over(
+    saved: Path, tmp_path: Path, context: Context, change: Callable[[dict[str, Any]], None], why: str
+) -> None:
+    rewritten(saved, lambda _: None)
+    assert read_manifest(saved).step == 7
+    rewritten(saved, change)
+    with pytest.raises(CorruptCheckpointError, match=why):
+        read_manifest(saved)
+    assert [one.is_valid for one in find_checkpoints(tmp_path)] == [False]
+    with pytest.raises(NoCheckpointError, match="contradicts itself"):
+        Checkpointer(context, tmp_path).load()
+
+
+def test_a_folder_in_its_place_is_none(saved: Path, tmp_path: Path) -> None:
+    (saved / "manifest.json").unlink()
+    (saved / "manifest.json").mkdir()
+    assert [one.is_valid for one in find_checkpoints(tmp_path)] == [False]

@@ -12,6 +12,7 @@ from drivetrain_checkpoint import (
     Checkpointer,
     CheckpointSettings,
     OtherRankFailedError,
+    Replica,
     StateError,
     find_checkpoints,
 )
@@ -300,3 +301,44 @@ def test_a_disk_error_leaves_the_earlier_checkpoint(tmp_path: Path, context: Con
     with pytest.raises(FileExistsError, match="step-2"):
         save(checkpointer, 2)
     assert checkpointer.load().step == 1
+
+
+def rank_one_has_more(directory: str, what: str) -> str:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(
+            context, directory, settings=CheckpointSettings(keep_last=3, keep_best=1, best_metric="loss")
+        )
+        is_main = context.topology.rank == 0
+        more = {} if is_main or what == "metric" else {"expert": Replica(torch.ones(2))}
+        metrics = {"loss": 1.0} if is_main or what == "tensor" else {"los": 1.0}
+        with pytest.raises((StateError, ValueError, OtherRankFailedError)) as caught:
+            checkpointer.save(1, models={"m": more}, replicated={}, per_rank={}, metrics=metrics)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_tensor_that_rank_zero_does_not_have_is_no_part_of_the_state(run_ranks, tmp_path: Path) -> None:
+    for told in run_ranks(rank_one_has_more, str(tmp_path), "tensor"):
+        assert told.startswith("StateError: rank 1 has a part of 'expert' (weights-m), and rank 0's state")
+
+
+def test_metrics_that_only_one_rank_cannot_use_end_the_save_on_all(run_ranks, tmp_path: Path) -> None:
+    first, second = run_ranks(rank_one_has_more, str(tmp_path), "metric")
+    assert first.startswith("OtherRankFailedError")
+    assert second.startswith("ValueError: metrics={'los': 1.0} lacks best_metric='loss'")
+
+
+def test_nothing_is_deleted_before_the_commit(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=CheckpointSettings(keep_last=1))
+    save(checkpointer, 1)
+
+    def fail(*_: object) -> None:
+        assert [one.folder.name for one in find_checkpoints(tmp_path) if one.is_valid] == ["step-1"]
+        raise OSError("disk full")
+
+    monkeypatch.setattr("drivetrain_checkpoint.save.commit_manifest", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save(checkpointer, 2)
+    assert checkpointer.load().step == 1
+    assert names_in(tmp_path) == ["step-1"]

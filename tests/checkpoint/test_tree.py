@@ -180,11 +180,16 @@ def test_what_needs_code_to_come_back_is_refused_with_path_type_and_hint(
         encode({"training": {3: [value]}}, root="replicated")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_without_plain_data_are_refused() -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
     for value, why in (
         (torch.empty(2, device="meta"), "meta device"),
         (torch.eye(2).to_sparse(), "sparse_coo"),
         (torch.ones(1, dtype=torch.complex128), "complex128"),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "NestedTensor|layout"),
+        (freed, "memory was freed"),
     ):
         with pytest.raises(StateError, match=rf"^state\['x'\]: .*{why}"):
             encode({"x": value}, root="state")

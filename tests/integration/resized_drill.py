@@ -67,7 +67,7 @@ class ResizedDrill(Drill):
             self.play_and_kill(log, after_lines=self.chance.randint(1, 8))
             for said in self.logged(log):
                 self.history.setdefault(said["step"], []).append(said)
-            self.check()
+            self.check(at_least=0 if newest is None else newest.step)
 
     def play_and_kill(self, log: Path, *, after_lines: int) -> None:
         """Let the run go on until it has logged some lines, and kill all of its ranks a moment later."""
@@ -83,9 +83,10 @@ class ResizedDrill(Drill):
         assert set(codes) <= {0, -signal.SIGKILL}, output_of(log)
         self.faults += -signal.SIGKILL in codes
 
-    def check(self) -> None:
+    def check(self, *, at_least: int) -> None:
         """Hold the steps that led to the newest checkpoint against the one order."""
         newest = self.newest()
+        assert at_least <= (0 if newest is None else newest.step)
         if newest is None:
             return
         at = 0

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, Event, Thread
 
@@ -11,6 +12,7 @@ from drivetrain_checkpoint.errors import OtherRankFailedError
 
 _POLL_SECONDS = 0.25  # while nobody asks
 _PAUSE_SECONDS = 0.01  # while somebody does
+_ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +28,16 @@ class Decision:
     reasons: tuple[str, ...]
 
 
-class _StoppedError(Exception):
-    """This rank ends while it waits for others."""
+class _EndedError(Exception):
+    """This rank, or another, takes no steps any more."""
 
 
 class AgreedStep:
     """Each rank's end of the agreement.
 
     Any rank may ask. A thread on every rank then tells the rank's next step and holds the rank there until all have
-    told theirs; the latest of them is agreed. Until somebody asks, a step costs a lock and a comparison.
+    told theirs; the latest of them is agreed. Until somebody asks, a step costs a lock and a comparison. Once a rank
+    has closed its end, nothing is agreed any more.
 
     Args:
         store: A connection to the store that all ranks share, for this object's thread alone; None in one process.
@@ -53,6 +56,7 @@ class AgreedStep:
         self._decision: Decision | None = None
         self._asked: list[str] = []  # appended to by signal handlers: nothing there may wait
         self._stopping = Event()
+        self._is_over = False  # a rank has closed its end
         self._thread: Thread | None = None
         if store is not None:
             self._thread = Thread(
@@ -77,13 +81,15 @@ class AgreedStep:
             self._step = step
             if self._gate is None or step < self._gate:
                 return None
-            if not self._changed.wait_for(lambda: self._decision is not None, self._patience_seconds):
+            is_settled = self._changed.wait_for(
+                lambda: self._decision is not None or self._is_over, self._patience_seconds
+            )
+            if not is_settled:
                 raise OtherRankFailedError(
                     f"the ranks did not agree on a step to save at within {self._patience_seconds:g} s: one of them "
                     "has ended, or does not take steps"
                 )
-            assert self._decision is not None
-            if step < self._decision.step:
+            if self._decision is None or step < self._decision.step:
                 return None
             decision, self._gate, self._decision = self._decision, None, None
             return decision
@@ -98,11 +104,19 @@ class AgreedStep:
         number = 0
         try:
             while not self._stopping.wait(_POLL_SECONDS):
-                number += self._take_turn(PrefixStore(str(number), store))
-        except (DistError, _StoppedError):
-            return  # the store's host is gone, and with it the run; or this rank ends
+                number += self._take_turn(PrefixStore(str(number), store), store)
+            store.set(_ENDED, "")
+        except _EndedError:
+            with suppress(DistError):
+                store.set(_ENDED, "")
+        except DistError:
+            pass  # the store's host is gone, and with it the run
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
 
-    def _take_turn(self, store: Store) -> bool:
+    def _take_turn(self, store: Store, whole: Store) -> bool:
         """Ask if this rank wants to; answer if any has asked. Whether a decision was made, and reached."""
         if self._asked:
             asked, self._asked = self._asked, []
@@ -114,10 +128,12 @@ class AgreedStep:
             self._gate = self._step + 1
         store.set(f"gate/{self._rank}", str(self._gate))
         if self._rank == 0:
-            gates = [int(self._read(store, f"gate/{rank}")) for rank in range(self._world_size)]
-            reasons = [self._read(store, f"reason/{index + 1}") for index in range(store.add("reasons", 0))]
+            gates = [int(self._read(store, f"gate/{rank}", whole)) for rank in range(self._world_size)]
+            reasons = [
+                self._read(store, f"reason/{index + 1}", whole) for index in range(store.add("reasons", 0))
+            ]
             store.set("decision", json.dumps([max(gates), list(dict.fromkeys(reasons))]))
-        step, reasons = json.loads(self._read(store, "decision"))
+        step, reasons = json.loads(self._read(store, "decision", whole))
         with self._changed:
             self._decision = Decision(step, tuple(reasons))
             self._changed.notify_all()
@@ -129,10 +145,14 @@ class AgreedStep:
         """Whether the main thread has not reached the step that was agreed."""
         return self._gate is not None
 
-    def _read(self, store: Store, key: str) -> str:
-        """What another rank says, once it has."""
+    def _read(self, store: Store, key: str, whole: Store) -> str:
+        """What another rank says, once it has.
+
+        Raises:
+            _EndedError: A rank has closed its end, so that this is not said any more.
+        """
         while not store.check([key]):
-            if self._stopping.is_set():
-                raise _StoppedError
+            if self._stopping.is_set() or (whole.check([_ENDED]) and not store.check([key])):
+                raise _EndedError
             time.sleep(_PAUSE_SECONDS)
         return store.get(key).decode()

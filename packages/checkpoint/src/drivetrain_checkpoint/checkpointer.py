@@ -109,13 +109,13 @@ class Checkpointer:
 
         self.wait()
         self._saver = self._saver or Saver(self._context, self.directory)
-        self._check_metrics(metrics)
         content = Content(
             models=models,
             replicated=replicated,
             per_rank=per_rank,
             plan=plan,
             metrics=metrics or {},
+            best_metric=self.settings.best_metric,
             allow_pickle=self.settings.allow_pickle,
         )
         save = self._saver.prepare(step, content)
@@ -132,13 +132,6 @@ class Checkpointer:
     def _mark(self) -> None:
         self._context.watch.mark("write a checkpoint")
 
-    def _check_metrics(self, metrics: Mapping[str, float] | None) -> None:
-        best = self.settings.best_metric
-        if metrics is not None and best is not None and best not in metrics:
-            raise ValueError(
-                f"metrics={dict(metrics)!r} lacks best_metric={best!r}, which is to tell the best"
-            )
-
     def _keep(self) -> "Keep":
         from drivetrain_checkpoint.retention import Keep
 
@@ -146,15 +139,15 @@ class Checkpointer:
 
     def _start(self, save: "Save") -> Place:
         """Copy what this rank writes, then write it in a thread."""
-        from drivetrain_checkpoint.save import run_save
+        from drivetrain_checkpoint.save import run_save, stage_save
         from drivetrain_checkpoint.staging import HostBuffer
         from drivetrain_checkpoint.talk import StoreTalk
 
         if self._buffer is None:
             self._buffer = HostBuffer()
             self._context.before_close(self.close)
-        staged = save.staged(self._buffer)
         context, keep = self._context, self._keep()
+        staged = stage_save(context, save, self._buffer)
         store = side_store(context, "drivetrain_checkpoint")
 
         def run() -> Place:

@@ -24,6 +24,7 @@ class Content:
         per_rank: States that each rank has of its own, by name.
         plan: The effective plan of the run: plain values.
         metrics: Numbers that tell how good it is, by name.
+        best_metric: Which of them must be among them, if there are any.
         allow_pickle: Whether what cannot be expressed otherwise becomes a pickle.
     """
 
@@ -32,6 +33,7 @@ class Content:
     per_rank: Mapping[str, State]
     plan: Mapping[str, Any] | None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    best_metric: str | None = None
     allow_pickle: bool = False
 
 

@@ -40,6 +40,7 @@ class DiskReader:
         path: Where.
 
     Attributes:
+        path: Where.
         size_bytes: Its size.
         num_readers: Two: one hashes, and finds memory to read into, while the other waits for the disk.
     """
@@ -47,6 +48,7 @@ class DiskReader:
     num_readers = 2
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         with ExitStack() as opened:
             self._files = [
                 opened.enter_context(path.open("rb", buffering=0)) for _ in range(self.num_readers)

@@ -4,12 +4,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 from uuid import uuid4
-from weakref import finalize
+from weakref import finalize, ref
 
 from drivetrain_checkpoint import storage
 from drivetrain_checkpoint.errors import FolderInUseError, FolderNotSharedError
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 LEASE = "writer.json"
 _PATIENCE_SECONDS = 2.0  # a run that was just stopped may still be ending
+_PROCESS = uuid4().hex  # a process id alone may be another's, in another container of the host
 
 
 class Lease:
@@ -39,7 +40,8 @@ class Lease:
         self._directory = directory
         self._token = uuid4().hex
         self._descriptor: int | None = None
-        self._close: Callable[[], object] | None = None
+        self._close: finalize[Any, Any] | None = None
+        _forget_in_children(self)
 
     def take(self) -> str:
         """Take the lease, unless it is held already; two writers in one process are one run, and share it.
@@ -50,14 +52,11 @@ class Lease:
         Raises:
             FolderInUseError: Another process has it; the message says which.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
-        if self._descriptor is None:
-            self._descriptor = os.open(self._directory / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
-            self._close = finalize(self, os.close, self._descriptor)
+        descriptor = self._open()
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not _lock(self._descriptor, self._directory):
+        while not _lock(descriptor, self._directory):
             holder = _read(self._directory)
-            if (holder.get("host"), holder.get("pid")) == (gethostname(), os.getpid()):
+            if (holder.get("process"), holder.get("pid")) == (_PROCESS, os.getpid()):
                 return str(holder["token"])
             if time.monotonic() > deadline:
                 raise FolderInUseError(
@@ -67,9 +66,10 @@ class Lease:
             time.sleep(0.05)
         if _read(self._directory).get("token") != self._token:
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            said = {"host": gethostname(), "pid": os.getpid(), "since": since, "token": self._token}
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(said).encode(), 0)
+            process = {"host": gethostname(), "pid": os.getpid(), "process": _PROCESS}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({**process, "since": since, "token": self._token}).encode(), 0)
+            os.fsync(descriptor)  # other hosts must see it
         return self._token
 
     def release(self) -> None:
@@ -77,6 +77,24 @@ class Lease:
         if self._close is not None:
             self._close()
             self._close = self._descriptor = None
+
+    def forget(self) -> None:
+        """Close this process's copy of a file that its parent has locked, and leave the lock alone."""
+        if self._close is not None and self._descriptor is not None:
+            self._close.detach()
+            os.close(self._descriptor)
+            self._close = self._descriptor = None
+
+    def _open(self) -> int:
+        """The file to lock; made again where somebody has cleared it away."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / LEASE
+        if self._descriptor is not None and not _is_open_as(self._descriptor, path):
+            self.release()
+        if self._descriptor is None:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._close = finalize(self, _close, self._descriptor, os.getpid())
+        return self._descriptor
 
 
 def lease_of(directory: Place) -> Lease | None:
@@ -110,6 +128,33 @@ def _lock(descriptor: int, directory: Path) -> bool:
             "%s has no locks (%s): a second run that writes there is not noticed", directory, error
         )
     return True
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _forget_in_children(lease: Lease) -> None:
+    """Have no child hold the lock of a process that is gone: a lock ends when the last to have the file open ends."""
+    parents = ref(lease)
+
+    def forget() -> None:
+        if (own := parents()) is not None:
+            own.forget()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
+
+
+def _close(descriptor: int, opened_by: int) -> None:
+    """Unlock and close a file: a child that was forked meanwhile may have it open too, and would keep the lock."""
+    if fcntl is not None and os.getpid() == opened_by:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _read(directory: Place) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A load: the newest valid checkpoint, or the one that is named, on all ranks the same, every byte checked."""
 
+import errno
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -150,6 +151,11 @@ def _try(context: Context, folder: Place, how: Reading) -> Loaded | CorruptCheck
         except CorruptCheckpointError as error:
             damage = error
             return None, str(error)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            damage = CorruptCheckpointError(f"{folder} cannot be read: {error}; load another checkpoint")
+            return None, str(damage)
         return manifest.save_id, None
 
     answers = on_all_ranks(context, read, doing=f"the load of {folder}")

@@ -10,7 +10,7 @@ import xxhash
 
 from drivetrain_checkpoint import storage
 from drivetrain_checkpoint.boxes import Box
-from drivetrain_checkpoint.errors import CorruptCheckpointError, StateError
+from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
 from drivetrain_checkpoint.files import BLOCK_BYTES, FileRecord, check_size
 from drivetrain_checkpoint.layout import MANIFEST
 from drivetrain_checkpoint.storage import Place
@@ -114,7 +114,7 @@ def read_manifest(folder: Place) -> Manifest:
     path = folder / MANIFEST
     try:
         text = storage.read_whole(path)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise CorruptCheckpointError(
             f"{path} is missing: this save was never completed; load another checkpoint"
         ) from error
@@ -131,7 +131,16 @@ def read_manifest(folder: Place) -> Manifest:
             f"{path} is of format {version}, and this drivetrain-checkpoint reads {FORMAT_VERSION}: use the version "
             f"that wrote it, {content.get('libraries', {}).get('drivetrain-checkpoint')}"
         )
-    return _from_json(content)
+    try:
+        manifest = _from_json(content)
+        _check(manifest)
+    except (
+        KeyError, TypeError, ValueError, AttributeError, RecursionError, CorruptCheckpointError, PickleNotAllowedError
+    ) as error:  # fmt: skip
+        raise CorruptCheckpointError(
+            f"{path} contradicts itself: {error}; load another checkpoint"
+        ) from error
+    return manifest
 
 
 def check_files(folder: Place, manifest: Manifest) -> None:
@@ -223,6 +232,47 @@ def _from_json(content: dict[str, Any]) -> Manifest:
         plan=decode(content["plan"], {}),
         metrics=decode(content["metrics"], {}),
     )
+
+
+def _check(manifest: Manifest) -> None:
+    """Check that what a manifest says can be: a stranger may have written it, with a checksum that fits.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    counts = {"step": manifest.step, "sequence": manifest.sequence, "attempt": manifest.attempt}
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{name} is {count!r}")
+    for record in manifest.files.values():
+        if len(record.checksums) != -(-record.size_bytes // BLOCK_BYTES) or record.size_bytes < 0:
+            raise ValueError(
+                f"{record.name} has {len(record.checksums)} checksums for {record.size_bytes} bytes, one is for each "
+                f"{BLOCK_BYTES}"
+            )
+    for part, tensors in manifest.tensors.items():
+        for name, tensor in tensors.items():
+            _check_pieces(f"{part}: {name!r}", tensor, manifest.files)
+
+
+def _check_pieces(name: str, tensor: StoredTensor, files: Mapping[str, FileRecord]) -> None:
+    """Check that each piece lies in its file and in the tensor, and that all of them are as many elements as it has.
+
+    Raises:
+        ValueError: One does not, or they are not.
+    """
+    for piece in tensor.pieces:
+        size_bytes = piece.box.num_elements * item_bytes_of(tensor.dtype)
+        if piece.file not in files or not 0 <= piece.start <= files[piece.file].size_bytes - size_bytes:
+            raise ValueError(
+                f"{name} lies from byte {piece.start} on in {piece.file}, which does not reach so far"
+            )
+        for start, size, length in zip(piece.box.offsets, piece.box.sizes, tensor.shape, strict=True):
+            if not 0 <= start <= start + size <= length:
+                raise ValueError(f"{name} of shape {tensor.shape} has a piece at {piece.box}")
+    found = sum(piece.box.num_elements for piece in tensor.pieces)
+    if found != prod(tensor.shape) or len({piece.box for piece in tensor.pieces}) != len(tensor.pieces):
+        raise ValueError(f"{name} of shape {tensor.shape} has pieces of {found} elements")
 
 
 def _checksum(content: Mapping[str, Json]) -> str:

@@ -158,7 +158,7 @@ class Saver:
             if type(step) is not int or step < 0:
                 raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
             encode_plan(content.plan)  # what cannot be written is known before anything is
-            _check_metrics(content.metrics)
+            _check_metrics(content.metrics, content.best_metric)
             contents.append(own_content(content, topology.rank))
             return str(step_folder(self._directory, step))
 
@@ -194,6 +194,7 @@ class Saver:
         digests = gather_object(self._context, holdings.digest())
         if self._plan is None or digests != self._digests:
             ranks = gather_object(self._context, holdings)
+            _check_names(ranks)
             tensors = {**ranks[0].shared, **{name: t for rank in ranks for name, t in rank.own.items()}}
             self._plan = plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks])
             self._digests = digests
@@ -274,7 +275,24 @@ def _own_save(own: OwnContent, plan: WritePlan, directory: Place, manifest: Mani
     )
 
 
-def _check_metrics(metrics: Mapping[str, object]) -> None:
+def _check_names(ranks: Sequence[Holdings]) -> None:
+    """Refuse a tensor of models or replicated states that rank 0's state does not have: nothing would load it.
+
+    Raises:
+        StateError: There is one.
+    """
+    for rank, holdings in enumerate(ranks):
+        for name in holdings.shared:
+            if name not in ranks[0].shared:
+                raise StateError(
+                    f"rank {rank} has a part of {name.name!r} ({name.part}), and rank 0's state has no such tensor: "
+                    "give all ranks a state of the same names, or what a rank has of its own as per_rank"
+                )
+
+
+def _check_metrics(metrics: Mapping[str, object], best: str | None) -> None:
+    if metrics and best is not None and best not in metrics:
+        raise ValueError(f"metrics={dict(metrics)!r} lacks best_metric={best!r}, which is to tell the best")
     for name, value in metrics.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise StateError(f"metrics[{name!r}]={value!r}: must be a number; give tensor.item() of a tensor")
@@ -291,6 +309,25 @@ def _warned_of(what: str) -> Generator[None]:
 
 def _delete_unlisted(folder: Place, *, keep: Mapping[str, FileRecord]) -> None:
     storage.remove(path for path in own_files(folder) if path.name not in keep)
+
+
+def stage_save(context: Context, save: Save, buffer: HostBuffer) -> Save:
+    """The same save, of copies of the tensors, which training does not change. Called on all ranks.
+
+    Raises:
+        OtherRankFailedError: Another rank has no memory for its copies; nothing was saved.
+        RuntimeError: This one has none; nothing was saved.
+    """
+    staged: list[Save] = []
+    try:
+        on_all_ranks(
+            context, lambda: staged.append(save.staged(buffer)), doing=f"the save of step {save.step}"
+        )
+    except BaseException:
+        if save.is_main:
+            save.discard()
+        raise
+    return staged[0]
 
 
 def run_save(

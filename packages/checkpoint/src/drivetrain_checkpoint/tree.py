@@ -181,12 +181,14 @@ class _Encoder:
                 path,
                 f"it is a {_type_name(tensor)}; give plain tensors or DTensors: its dequantized or plain form",
             )
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             raise self._refusal(
                 path, f"it is a tensor of layout {tensor.layout}, {tensor.dtype}; store its parts"
             )
         if tensor.is_meta:
             raise self._refusal(path, "it is on the meta device and has no data; materialise it first")
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise self._refusal(path, "its memory was freed, as by storage().resize_(0); gather it first")
         if not is_storable(tensor.dtype):
             raise self._refusal(
                 path, f"safetensors has no {tensor.dtype}; convert it, with torch.view_as_real() for instance"
