@@ -18,7 +18,8 @@ from drivetrain_checkpoint import (
 )
 from drivetrain_checkpoint.content import Content
 from drivetrain_checkpoint.retention import Keep
-from drivetrain_checkpoint.save import Saver, run_save
+from drivetrain_checkpoint.save import run_save
+from drivetrain_checkpoint.saver import Saver
 from drivetrain_state import Context, connect
 from object_store import s3_server
 
@@ -149,7 +150,7 @@ def test_a_save_that_is_given_up_leaves_nothing_at_all(make, context: Context) -
         if len(sent) == 9:  # of 16 MiB: two parts are sent
             raise KeyboardInterrupt
 
-    one = Saver(context, checkpointer.directory).prepare(1, content)
+    one = Saver(context, checkpointer.directory).prepare(1, content, continues=True)
     with pytest.raises(KeyboardInterrupt):
         run_save(context, one, keep=Keep(), on_block=fail_late)
     assert sent[-1] == ["run/step-1/weights-model.r0.safetensors"]
@@ -163,7 +164,8 @@ import torch
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
 from drivetrain_checkpoint.content import Content
 from drivetrain_checkpoint.retention import Keep
-from drivetrain_checkpoint.save import Saver, run_save
+from drivetrain_checkpoint.save import run_save
+from drivetrain_checkpoint.saver import Saver
 from drivetrain_state import connect
 
 context = connect(device="cpu")
@@ -177,7 +179,7 @@ def die_late():
     if len(blocks) == 9:
         os.kill(os.getpid(), signal.SIGKILL)
 
-one = Saver(context, checkpointer.directory).prepare(2, content)
+one = Saver(context, checkpointer.directory).prepare(2, content, continues=True)
 run_save(context, one, keep=Keep(), on_block=die_late)
 """
 

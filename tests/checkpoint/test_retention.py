@@ -86,3 +86,25 @@ def test_files_of_others_survive_with_a_warning(tmp_path: Path, context: Context
     assert [file.name for file in path.iterdir()] == ["notes.txt"]
     assert "step-1 could not be deleted whole" in caplog.text
     assert not any(one.is_valid for one in find_checkpoints(tmp_path))
+
+
+def test_the_checkpoints_of_an_earlier_run_stay_unless_one_was_loaded(
+    tmp_path: Path, context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = CheckpointSettings(keep_last=1)
+    earlier = Checkpointer(context, tmp_path, settings=CheckpointSettings())
+    for step in (50, 60):
+        earlier.save(step, models={}, replicated={}, per_rank={})
+    earlier.close()
+    assert not caplog.records
+    forgotten = Checkpointer(context, tmp_path, settings=settings)
+    for step in (1, 2):
+        forgotten.save(step, models={}, replicated={}, per_rank={})
+    forgotten.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "holds 2 checkpoints of an earlier run, step-60 the newest" in said
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2", "step-50", "step-60"]
+    resumed = Checkpointer(context, tmp_path, settings=settings)
+    resumed.load()
+    resumed.save(3, models={}, replicated={}, per_rank={})
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-3"]

@@ -120,6 +120,22 @@ class PreparedOptimizer(Optimizer):
         return f"PreparedOptimizer({self.optimizer!r})"
 
 
+# Options that schedulers add, and that optimizers fill in where a state of another version has none.
+_OPTIONAL = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+    | {
+        "amsgrad",
+        "capturable",
+        "decoupled_weight_decay",
+        "differentiable",
+        "foreach",
+        "fused",
+        "maximize",
+        "nesterov",
+    }
+)
+
+
 def named_state(optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, Any]:
     """An optimizer's state with parameters under their names, so that it survives another order or subset.
 
@@ -146,7 +162,7 @@ def load_named_state(optimizer: Optimizer, names: dict[Tensor, str], state: dict
         ValueError: The groups hold other parameters than the saved ones; the message names the first few.
     """
     own = named_groups(optimizer, names)
-    check_groups(own, state["param_groups"])
+    check_groups(own, state["param_groups"], optimizer)
     order = [name for group in own for name in group]
     positions = {name: index for index, name in enumerate(order)}
     groups = [
@@ -157,15 +173,19 @@ def load_named_state(optimizer: Optimizer, names: dict[Tensor, str], state: dict
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
 
-def check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:
+def check_groups(
+    own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], optimizer: Optimizer
+) -> None:
     """Hold the parameter groups of an optimizer against saved ones.
 
     Args:
         own: The names of the parameters of each group.
         saved: The groups of a named state.
+        optimizer: Theirs.
 
     Raises:
-        ValueError: They hold other parameters; the message names the first few.
+        ValueError: They hold other parameters, or lack options that this kind of optimizer has; the message names the
+            first few.
     """
     if len(saved) != len(own):
         raise ValueError(
@@ -177,4 +197,10 @@ def check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]
             raise ValueError(
                 f"a parameter group of the optimizer differs from the checkpoint's by {odd[:5]}"
                 f"{' and others' if len(odd) > 5 else ''}; build it over the same parameters"
+            )
+    for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
+        if lacking := sorted(set(group) - set(saved_group) - _OPTIONAL):
+            raise ValueError(
+                f"the optimizer's groups have {lacking}, which the checkpoint's have not: it was saved with another "
+                f"kind of optimizer than {type(optimizer).__name__}; build the one that was saved"
             )

@@ -182,7 +182,7 @@ class TorchPrepared:
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         names = self._names()
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            check_groups(named_groups(optimizer.optimizer, names), saved["param_groups"])
+            check_groups(named_groups(optimizer.optimizer, names), saved["param_groups"], optimizer.optimizer)
         self._load_model(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer.optimizer, names, saved)

@@ -15,7 +15,8 @@ from drivetrain_state import Context, side_store
 if TYPE_CHECKING:
     from drivetrain_checkpoint.load import Like, Loaded
     from drivetrain_checkpoint.retention import Keep
-    from drivetrain_checkpoint.save import Save, Saver
+    from drivetrain_checkpoint.save import Save
+    from drivetrain_checkpoint.saver import Saver
     from drivetrain_checkpoint.staging import HostBuffer
     from drivetrain_checkpoint.tree import State
 
@@ -41,6 +42,8 @@ class Checkpointer:
     Attributes:
         directory: The folder of the checkpoints: a `Path`, or for a URL a `upath.UPath`.
         settings: The `checkpoint` section.
+        continues: Whether this run goes on from what the directory held before it, which retention may then delete;
+            a load from it says so.
         after_commit: Called with a checkpoint's folder once it is committed, on all ranks, by the thread that wrote.
     """
 
@@ -60,6 +63,7 @@ class Checkpointer:
         self._saver: Saver | None = None
         self._buffer: HostBuffer | None = None
         self._background = Background()
+        self.continues = False
         self.after_commit: list[Callable[[Place], object]] = []
 
     def save(
@@ -105,7 +109,8 @@ class Checkpointer:
             OSError: The disk is full, or the folder cannot be written; nothing was saved.
         """
         from drivetrain_checkpoint.content import Content
-        from drivetrain_checkpoint.save import Saver, run_save
+        from drivetrain_checkpoint.save import run_save
+        from drivetrain_checkpoint.saver import Saver
 
         self.wait()
         self._saver = self._saver or Saver(self._context, self.directory)
@@ -118,7 +123,7 @@ class Checkpointer:
             best_metric=self.settings.best_metric,
             allow_pickle=self.settings.allow_pickle,
         )
-        save = self._saver.prepare(step, content)
+        save = self._saver.prepare(step, content, continues=self.continues)
         if self.settings.background if background is None else background:
             return self._start(save)
         return self._tell(run_save(self._context, save, keep=self._keep(), on_block=self._mark))
@@ -217,9 +222,10 @@ class Checkpointer:
         self.wait()
         how = Reading(like or _whole, self.settings.allow_pickle)
         folder = self.directory if path is None else storage.locate(path, self.settings.storage_options)
-        if path is None or holds_checkpoints(self._context, folder):
-            return load_newest(self._context, folder, how)
-        return load_from(self._context, folder, how)
+        newest = path is None or holds_checkpoints(self._context, folder)
+        loaded = (load_newest if newest else load_from)(self._context, folder, how)
+        self.continues |= loaded.path.parent == self.directory
+        return loaded
 
     def latest(self) -> Place | None:
         """The folder of the newest checkpoint, by manifest and file sizes; None if there is none.

@@ -7,6 +7,7 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
+from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.layout import STATE_PART, check_model_names, model_part, rank_part
 from drivetrain_checkpoint.shards import Leaf, Shard, piece_of, shards_of
 from drivetrain_checkpoint.tensor_file import name_of_dtype
@@ -44,10 +45,12 @@ class Holdings:
     Attributes:
         shared: Of models and replicated states; on rank 0 every tensor of them.
         own: Of its own states.
+        aliases: On rank 0, further names of tensors of `shared`, such as a tied weight's.
     """
 
     shared: dict[TensorName, Holding] = field(default_factory=dict[TensorName, Holding])
     own: dict[TensorName, Holding] = field(default_factory=dict[TensorName, Holding])
+    aliases: set[TensorName] = field(default_factory=set[TensorName])
 
     def digest(self) -> str:
         """Equal for equal holdings."""
@@ -79,6 +82,7 @@ def own_content(content: Content, rank: int) -> OwnContent:
     Raises:
         StateError: Something in them cannot be stored; the message names its path and type.
     """
+    _check_kinds(content)
     check_model_names(content.models)
     own = OwnContent()
     states = {model_part(name): (f"models[{name!r}]", dict(state)) for name, state in content.models.items()}
@@ -87,6 +91,7 @@ def own_content(content: Content, rank: int) -> OwnContent:
         encoded = encode(state, root=root, allow_pickle=content.allow_pickle)
         if rank == 0:
             own.trees[part] = encoded.json
+            own.holdings.aliases.update(TensorName(part, name) for name in encoded.leaves.keys() - encoded.tensors)
         for name, leaf in (encoded.tensors if rank == 0 else encoded.leaves).items():
             _add(own, TensorName(part, name), leaf, own.holdings.shared, is_main=rank == 0)
     encoded = encode(dict(content.per_rank), root="per_rank", allow_pickle=content.allow_pickle)
@@ -94,6 +99,23 @@ def own_content(content: Content, rank: int) -> OwnContent:
     for name, leaf in encoded.tensors.items():
         _add(own, TensorName(rank_part(rank), name), leaf, own.holdings.own, is_main=True)
     return own
+
+
+def _check_kinds(content: Content) -> None:
+    """Refuse what is no state.
+
+    Raises:
+        StateError: An argument, or a model's state, is no mapping.
+    """
+    states: dict[str, Any] = {
+        "models": content.models, "replicated": content.replicated, "per_rank": content.per_rank
+    }  # fmt: skip
+    for name, state in states.items():
+        if not isinstance(state, Mapping):
+            raise StateError(f"{name} is a {type(state).__name__}: give a mapping from names to states")
+    for name, state in states["models"].items():
+        if not isinstance(state, Mapping):
+            raise StateError(f"models[{name!r}] is a {type(state).__name__}: give its state_dict()")
 
 
 def _add(

@@ -91,19 +91,31 @@ class HashedWriter:
         view = memoryview(data)
         while len(view):
             piece, view = view[: self._hash.room()], view[self._hash.room() :]
-            self._file.write(piece)
+            with self._named():
+                self._file.write(piece)
             if self._hash.update(piece):
                 self._on_block()
 
     def record(self) -> FileRecord:
         """Make the file whole and durable, and say what it holds."""
-        self._file.finish()
+        with self._named():
+            self._file.finish()
         self._hash.finish()
         return FileRecord(
             name=self._path.name,
             size_bytes=self._hash.size_bytes,
             checksums=tuple(self._hash.checksums),
         )
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        """Have an error of the operating system, such as a full disk, say which file it met."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None and error.errno is not None:
+                error.filename = str(self._path)
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 from drivetrain_checkpoint import storage
 from drivetrain_checkpoint.agreement import on_all_ranks
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
-from drivetrain_checkpoint.layout import MANIFEST, STATE_PART, model_part, rank_part, step_folders
+from drivetrain_checkpoint.layout import (
+    MANIFEST,
+    STATE_PART,
+    model_part,
+    own_files,
+    rank_part,
+    step_folders,
+)
 from drivetrain_checkpoint.manifest import Manifest, check_files, read_manifest
 from drivetrain_checkpoint.read import read_parts
 from drivetrain_checkpoint.shards import Leaf
@@ -88,7 +95,7 @@ def load_from(context: Context, folder: Place, how: Reading) -> Loaded:
     """The checkpoint of a folder. Called on all ranks.
 
     Raises:
-        NoCheckpointError: There is no such folder.
+        NoCheckpointError: There is no such folder, or nothing of a checkpoint in it.
         CorruptCheckpointError: It is damaged, for this rank or another; the message names the file.
     """
     doing = f"the load of {folder}"
@@ -98,8 +105,21 @@ def load_from(context: Context, folder: Place, how: Reading) -> Loaded:
         )
     answer = _try(context, folder, how)
     if isinstance(answer, CorruptCheckpointError):
+        if why := on_all_ranks(context, lambda: _why_none(folder), doing=doing)[0]:
+            raise NoCheckpointError(why)
         raise answer
     return answer
+
+
+def _why_none(folder: Place) -> str | None:
+    """Why a folder is no checkpoint at all, nor what is left of one; None if it may be."""
+    if storage.is_file(folder / MANIFEST) or own_files(folder):
+        return None
+    if step_folders(folder / "checkpoints"):
+        return f"{folder} is no checkpoint, but {folder / 'checkpoints'} holds some: load from there"
+    if any(name.endswith(".safetensors") for name in storage.sizes_in(folder)):
+        return f"{folder} is no checkpoint; it holds a model alone, which load_model() loads"
+    return f"{folder} is no checkpoint: name the folder of one, such as .../step-100, or one that holds some"
 
 
 def holds_checkpoints(context: Context, folder: Place) -> bool:

@@ -67,6 +67,7 @@ def locate(where: Place | str, options: Mapping[str, Any] | None = None) -> Plac
 
     Raises:
         ImportError: What its kind of URL needs is not installed; the message names it.
+        TypeError: It is no path and no URL at all.
         ValueError: It is no path and no URL that can be known.
     """
     if isinstance(where, Path):
@@ -74,6 +75,8 @@ def locate(where: Place | str, options: Mapping[str, Any] | None = None) -> Plac
             raise ValueError(f"{str(where)!r}: a Path takes a slash from a URL; give the URL as text")
         return where.expanduser().absolute()
     if not isinstance(where, str):
+        if not hasattr(where, "protocol"):
+            raise TypeError(f"{where!r}: a folder or a URL is allowed, as text or as a path")
         return locate(where.path) if where.protocol in _ON_DISK else where
     protocol, separator, rest = where.partition("://")
     if not separator:

@@ -107,6 +107,7 @@ class StoreTalk:
                     f"the save was given up: rank {rank} has not answered, and no rank has written anything for "
                     f"{self._stall_seconds:g} s; rank {rank} may have died, or its disk hangs (if it is only slow, "
                     "raise checkpoint.stall_seconds)"
+                    + ("" if rank else "; rank 0 commits: the newest checkpoint tells whether it has")
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

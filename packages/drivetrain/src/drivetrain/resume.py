@@ -116,11 +116,12 @@ def save(
     return path
 
 
-def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) -> tuple[int, str]:
+def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) -> tuple[int, Place, str]:
     """Take up a saved run. Called on all ranks.
 
     Returns:
-        The optimizer step it was saved at, and what became of the random number generators, for the plan.
+        The optimizer step it was saved at, the checkpoint's folder, and what became of the random number generators,
+        for the plan.
 
     Raises:
         ValueError: The checkpoint holds another number of models, loaders or registered objects than are prepared.
@@ -138,7 +139,7 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         loader.load_state_dict(state)
     for name, obj in run.custom.items():
         obj.load_state_dict(saved["custom"][name])
-    return loaded.step, _restore_generators(run, loaded)
+    return loaded.step, loaded.path, _restore_generators(run, loaded)
 
 
 def _restore_generators(run: RunState, loaded: "Loaded") -> str:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from drivetrain import migration, resume
 from drivetrain.compose import Parts
@@ -77,9 +77,13 @@ class Saving:
             The folder of this checkpoint; None where it was put off.
 
         Raises:
+            RuntimeError: Nothing was prepared or registered.
             OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
         checkpointer = self._parts.checkpointer(output_dir)  # without a folder, an error at once
+        self._check_prepared("save_state")
+        if metrics is not None and not isinstance(cast("object", metrics), Mapping):
+            raise TypeError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
         if not self._parts.backend.window.closing:
             self._put_off.append(_Asked(output_dir, tuple((metrics or {}).items()), background))
             return None
@@ -148,6 +152,7 @@ class Saving:
         Returns:
             The optimizer step it was saved at.
         """
+        self._check_prepared("load_state")
         self.wait_for_save()
         for hook in self._hooks:
             hook.before_load()
@@ -156,7 +161,8 @@ class Saving:
         if folder is not None:
             step, became = migration.take_over(run, folder)
         else:
-            step, became = resume.load(run, checkpointer, input_dir)
+            step, path, became = resume.load(run, checkpointer, input_dir)
+            self._parts.checkpointer(path.parent).continues = True
         self._parts.facts["random generators"] = became
         if self._parts.context.topology.is_main:
             store_plan(self.plan, self._parts.settings)
@@ -179,6 +185,17 @@ class Saving:
                 "training ended in an open accumulation window: the save asked for in it was not made"
             )
             self._put_off = []
+
+    def _check_prepared(self, name: str) -> None:
+        """Refuse to save or load a run that has nothing in it.
+
+        Raises:
+            RuntimeError: Nothing was prepared or registered.
+        """
+        if not (self._prepared.all or self._loaders or self._custom):
+            raise RuntimeError(
+                f"{name}() before prepare(): there is nothing of this run yet; prepare models first"
+            )
 
     def _run_state(self) -> resume.RunState:
         return resume.RunState(

@@ -134,6 +134,7 @@ class Agent(LocalElasticAgent):
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
         pids = start(worker_group)
         self._signals.take_over()
+        self._signals.hand_on(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]

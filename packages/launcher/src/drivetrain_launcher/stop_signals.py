@@ -1,7 +1,10 @@
-"""The signals that stop a launch: one press of Ctrl-C may arrive twice, and counts once."""
+"""The signals of a launch: those that stop it, of which two presses of Ctrl-C are one, and those for its ranks."""
 
+import os
 import signal
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -22,6 +25,25 @@ class StopSignals:
             handler = signal.getsignal(number)
             if getattr(handler, "__module__", "").startswith("torch.distributed.elastic"):
                 signal.signal(number, self._raise)
+
+    def hand_on(self, pids: Collection[int]) -> None:
+        """Hand SIGUSR1 and SIGUSR2, which batch systems send to ask for a save, on to the ranks.
+
+        Called in the main thread.
+
+        Args:
+            pids: Of the ranks that run now.
+        """
+
+        def hand(number: int, frame: FrameType | None) -> None:
+            del frame
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+        for name in ("SIGUSR1", "SIGUSR2"):
+            if hasattr(signal, name):  # Windows has none
+                signal.signal(getattr(signal, name), hand)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         del frame

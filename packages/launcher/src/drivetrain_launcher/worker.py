@@ -17,6 +17,8 @@ from drivetrain_launcher.as_main import run_as_main, show_error
 
 # How often a worker looks whether its launcher still lives, in seconds.
 _LOOK_INTERVAL_SECONDS = 1.0
+# What a rank whose launcher has died has to end by itself, in seconds.
+_STOP_SECONDS = 30.0
 
 
 def main() -> None:
@@ -83,6 +85,10 @@ def _stop_with(launcher: int) -> None:
         time.sleep(_LOOK_INTERVAL_SECONDS)
     sys.stderr.write(f"drivetrain: the launcher (process {launcher}) of this rank died; the rank stops\n")
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_STOP_SECONDS)  # to save, where the script handles the signal and its ranks can still agree
+    if os.getpgrp() == os.getpid():  # what it has started goes too
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

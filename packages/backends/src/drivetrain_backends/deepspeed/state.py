@@ -77,7 +77,7 @@ def load_state(
         groups = [
             [names[p] for p in group["params"]] for group in engine.optimizer.param_groups
         ]  # some were added
-    check_groups(groups, saved["param_groups"])
+    check_groups(groups, saved["param_groups"], getattr(engine.optimizer, "optimizer", engine.optimizer))
     if not engine.zero_optimization():
         load_plain_state(engine.module, state["model"])
         load_named_state(engine.optimizer, dict(names), saved)

@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain_checkpoint import storage
 from drivetrain_checkpoint.commands.given import DIRECTORY_HELP, directory_of, told
-from drivetrain_checkpoint.commands.printing import age_text, size_text, table, time_text
+from drivetrain_checkpoint.commands.printing import age_text, metrics_as_json, size_text, table, time_text
 from drivetrain_checkpoint.layout import step_of
 from drivetrain_checkpoint.survey import Found, find_checkpoints
 from drivetrain_config import Command
@@ -32,7 +32,7 @@ def run(arguments: ListArguments) -> int:
     newest = next((one for one in found if one.is_valid), None)
     if arguments.json:
         listed = [_as_json(one, is_newest=one is newest) for one in found]
-        sys.stdout.write(f"{json.dumps(listed, indent=2)}\n")
+        sys.stdout.write(f"{json.dumps(listed, indent=2, allow_nan=False)}\n")
     else:
         sys.stdout.write(_as_text(found, newest, datetime.now(UTC)))
     return 0
@@ -47,7 +47,7 @@ def _as_json(one: Found, *, is_newest: bool) -> dict[str, Any]:
         "size_bytes": _size_bytes(one),
         "ranks": manifest and manifest.world_size,
         "models": manifest and list(manifest.models),
-        "metrics": manifest and dict(manifest.metrics),
+        "metrics": manifest and metrics_as_json(manifest.metrics),
         "committed": one.committed,
         "valid": one.is_valid,
         "problem": one.problem,

@@ -1,7 +1,8 @@
 """Sizes, ages and tables as a terminal shows them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from math import isfinite
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -40,3 +41,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def counted(number: int, noun: str) -> str:
     """A number and its noun: "1 file", "2 files"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def metrics_as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics for programs: JSON has no infinity and no NaN, which are null."""
+    return {name: value if isfinite(value) else None for name, value in metrics.items()}

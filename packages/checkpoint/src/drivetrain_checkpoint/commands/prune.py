@@ -89,8 +89,18 @@ class PrunePlan:
 
 
 def plan_of(directory: Place, keep: Keep) -> PrunePlan:
-    """Look at a directory, and decide."""
+    """Look at a directory, and decide.
+
+    Raises:
+        ValueError: No checkpoint has the metric that is to tell the best.
+    """
     found = find_checkpoints(directory)
+    known = {name for one in found if one.manifest for name in one.manifest.metrics}
+    if keep.best and keep.metric not in known and any(one.is_valid for one in found):
+        raise ValueError(
+            f"best_metric={keep.metric!r}: no checkpoint of {directory} was saved with it; they have "
+            f"{', '.join(sorted(known)) or 'no metrics'}"
+        )
     chosen = set(plan_retention(found, keep))
     going = [one for one in found if one.folder in chosen]
     return PrunePlan(

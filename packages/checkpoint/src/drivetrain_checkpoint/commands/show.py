@@ -8,7 +8,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from drivetrain_checkpoint.commands.given import CHECKPOINT_HELP, checkpoint_of, told
-from drivetrain_checkpoint.commands.printing import age_text, counted, size_text, table, time_text
+from drivetrain_checkpoint.commands.printing import (
+    age_text,
+    counted,
+    metrics_as_json,
+    size_text,
+    table,
+    time_text,
+)
 from drivetrain_checkpoint.manifest import Manifest, StoredTensor, encode_plan, read_manifest
 from drivetrain_checkpoint.storage import Place
 from drivetrain_checkpoint.survey import inspect
@@ -35,7 +42,7 @@ def run(arguments: ShowArguments) -> int:
     manifest = read_manifest(folder)
     problem = inspect(folder).problem
     if arguments.json:
-        sys.stdout.write(f"{json.dumps(_as_json(folder, manifest, problem), indent=2)}\n")
+        sys.stdout.write(f"{json.dumps(_as_json(folder, manifest, problem), indent=2, allow_nan=False)}\n")
         return 0
     sys.stdout.write(_summary(folder, manifest, problem))
     files = [(record.name, size_text(record.size_bytes)) for record in manifest.files.values()]
@@ -57,7 +64,7 @@ def _as_json(folder: Place, manifest: Manifest, problem: str | None) -> dict[str
         "ranks": manifest.world_size,
         "mesh": dict(manifest.mesh),
         "models": list(manifest.models),
-        "metrics": dict(manifest.metrics),
+        "metrics": metrics_as_json(manifest.metrics),
         "libraries": dict(manifest.libraries),
         "size_bytes": manifest.size_bytes,
         "problem": problem,
