@@ -223,6 +223,16 @@ class TestPrune:
         assert prune.run(arguments) == 0
         assert names(tmp_path) == ["step-10", "step-11", "step-20", "step-21"]
 
+    def test_a_metric_that_no_checkpoint_has_deletes_nothing(
+        self, tmp_path: Path, context: Context, capsys
+    ) -> None:
+        save(context, tmp_path, 10, 11)
+        arguments = prune.PruneArguments(directory=str(tmp_path), keep_last=1, keep_best=1, best_metric="lss")
+        assert prune.run(arguments) == 2
+        assert "best_metric='lss': no checkpoint of" in (told := capsys.readouterr().err)
+        assert "they have loss" in told
+        assert names(tmp_path) == ["step-10", "step-11"]
+
     @pytest.mark.parametrize(
         ("given", "told"),
         [

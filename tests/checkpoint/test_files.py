@@ -1,3 +1,4 @@
+import errno
 import random
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drivetrain_checkpoint.disk import DiskWriter
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.files import BLOCK_BYTES, FileRecord, HashedReader, HashedWriter, check_size
 
@@ -128,3 +130,15 @@ def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
     write(tmp_path / "file", b"first")
     with pytest.raises(FileExistsError, match="file"):
         HashedWriter(tmp_path / "file")
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DiskWriter, "write", fill)
+    with (
+        HashedWriter(tmp_path / "weights") as writer,
+        pytest.raises(OSError, match=r"No space left on device: '.*/weights'"),
+    ):
+        writer.write(b"abc")

@@ -3,12 +3,13 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_backends import AccumulationError, PairingError, UnknownBackendError
+from drivetrain_checkpoint import NoCheckpointError
 from drivetrain_checkpoint.files import HashedWriter
 from drivetrain_checkpoint.lease import Lease
 from drivetrain_config import ConfigError
@@ -403,3 +404,47 @@ def test_a_sharded_model_is_not_unwrapped_without_its_precision(run_ranks) -> No
     for said in run_ranks(unwrap_a_sharded_model):
         assert said.startswith("Linear is sharded")
         assert "inside accelerator.gathered(model), load model.state_dict()" in said
+
+
+def test_a_state_of_another_kind_of_optimizer_is_refused(tmp_path) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as accelerator:
+        model = nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        accelerator.save_state()
+    with Accelerator(cpu=True, project_dir=tmp_path) as accelerator:
+        model = nn.Linear(1, 1)
+        before = model.weight.item()
+        accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=r"\['dampening', 'momentum'\], .* kind of optimizer than SGD"):
+            accelerator.load_state()
+        assert model.weight.item() == before
+
+
+def test_nothing_can_be_saved_or_loaded_before_prepare(tmp_path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    with pytest.raises(RuntimeError, match=r"save_state\(\) before prepare\(\).*prepare models first"):
+        accelerator.save_state()
+    with pytest.raises(RuntimeError, match=r"load_state\(\) before prepare\(\)"):
+        accelerator.load_state()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_what_is_no_folder_and_what_are_no_metrics_is_said(tmp_path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    parts(accelerator)
+    with pytest.raises(TypeError, match=r"^5: a folder or a URL is allowed"):
+        accelerator.save_state(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^metrics=0\.3: give numbers by name"):
+        accelerator.save_state(metrics=0.3)  # type: ignore[arg-type]
+    path = accelerator.save_state()
+    assert path is not None
+    with pytest.raises(ValueError, match="is a checkpoint itself: name the folder that holds"):
+        accelerator.save_state(path)
+    with pytest.raises(NoCheckpointError, match=r"is no checkpoint, but .*/checkpoints holds some"):
+        accelerator.load_state(tmp_path)
+    (tmp_path / "export").mkdir()
+    accelerator.save_model(accelerator._prepared.all[0].model, tmp_path / "export")
+    with pytest.raises(NoCheckpointError, match=r"a model alone, which load_model\(\) loads"):
+        accelerator.load_state(tmp_path / "export")

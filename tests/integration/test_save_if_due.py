@@ -122,9 +122,11 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_the_run(
         assert accelerator.load_state() == step
 
 
-@pytest.mark.parametrize("to_launcher", [True, False])
+@pytest.mark.parametrize(
+    ("to_launcher", "number"), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGUSR1)]
+)
 def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
-    tmp_path: Path, to_launcher: bool
+    tmp_path: Path, to_launcher: bool, number: signal.Signals
 ) -> None:
     script, project = tmp_path / "train.py", tmp_path / "project"
     # In one piece: both ranks write to one pipe.
@@ -149,7 +151,7 @@ def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
         try:
             assert launcher.stdout is not None
             pids = [int(launcher.stdout.readline()) for _ in range(2)]
-            os.kill(launcher.pid if to_launcher else pids[1], signal.SIGTERM)
+            os.kill(launcher.pid if to_launcher else pids[1], number)
             out, err = launcher.communicate(timeout=60)
         finally:
             launcher.kill()

@@ -187,6 +187,26 @@ def test_ranks_stop_when_their_launcher_dies(started: Callable, script: Callable
     assert not any(map(is_running, ranks))
 
 
+@pytest.mark.slow
+def test_a_rank_that_does_not_stop_is_killed_when_its_launcher_has_died(
+    started: Callable, script: Callable
+) -> None:
+    script(
+        "import os, signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "child = subprocess.Popen(['sleep', '200'])\n"
+        "os.write(1, b'%d %d\\n' % (os.getpid(), child.pid))\n"
+        "while True: time.sleep(1)"
+    )
+    process = started("launch", "--num-processes", "2", "--threads-per-process", "1", "script.py")
+    pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
+    process.kill()
+    deadline = time.monotonic() + 60
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
+
+
 def is_running(pid: int) -> bool:
     """Whether a process is there and no zombie."""
     try:
