@@ -81,19 +81,18 @@ class Checkpointer:
 
         When this returns it is committed and on the disk. In the background, it returns when what this rank is to
         write has been copied to the host's memory: as many bytes again, kept for the next save. A thread then writes
-        and commits. The next call of any method waits for it and raises what went wrong, as do `wait` and `close`.
-        The interpreter does not end before it.
+        and commits, before the interpreter ends; the next call of any method waits for it and raises what went wrong.
 
         A state may hold tensors, NumPy arrays and plain values in any nesting of dicts, lists, tuples and sets; also
-        DTensors and what is a `FlatShard` or a `Replica`, of which each rank writes parts. Whatever happens before
-        the commit, earlier checkpoints are untouched, one of the same step too. Old ones are deleted after it.
+        DTensors and what is a `FlatShard` or a `Replica`, of which each rank writes parts. Until the commit earlier
+        checkpoints are untouched, one of the same step too. Old ones are deleted after it.
 
         Args:
             step: The optimizer step, the same on all ranks; it names the folder.
             models: Each model's `state_dict()` by the model's name; rank 0's are written.
             replicated: States that are the same on all ranks, by name; rank 0's are written.
             per_rank: States that each rank has of its own, by name.
-            plan: The effective plan of the run, without secrets: plain values, kept in the manifest.
+            plan: The effective plan of the run, without secrets: plain values, for the manifest.
             metrics: Numbers that tell how good it is, for `settings.keep_best`; the same on all ranks.
             background: Whether training goes on while it is written; None takes `settings.background`.
 

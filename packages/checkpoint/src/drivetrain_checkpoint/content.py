@@ -91,7 +91,9 @@ def own_content(content: Content, rank: int) -> OwnContent:
         encoded = encode(state, root=root, allow_pickle=content.allow_pickle)
         if rank == 0:
             own.trees[part] = encoded.json
-            own.holdings.aliases.update(TensorName(part, name) for name in encoded.leaves.keys() - encoded.tensors)
+            own.holdings.aliases.update(
+                TensorName(part, name) for name in encoded.leaves.keys() - encoded.tensors
+            )
         for name, leaf in (encoded.tensors if rank == 0 else encoded.leaves).items():
             _add(own, TensorName(part, name), leaf, own.holdings.shared, is_main=rank == 0)
     encoded = encode(dict(content.per_rank), root="per_rank", allow_pickle=content.allow_pickle)
