@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import signal
@@ -85,9 +86,14 @@ def test_a_torn_file_is_no_holder_and_is_written_anew(tmp_path: Path) -> None:
 
 def test_a_file_that_was_cleared_away_is_made_again(tmp_path: Path) -> None:
     held = Lease(tmp_path)
-    held.take()
+    first = held.take()
     (tmp_path / LEASE).unlink()
-    check_shared(tmp_path, held.take(), rank=1)
+    with pytest.raises(FolderNotSharedError):
+        check_shared(tmp_path, first, rank=1)
+    token = held.take()
+    assert json.loads((tmp_path / LEASE).read_text())["token"] == token
+    with (tmp_path / LEASE).open() as file, pytest.raises(BlockingIOError):  # the new file is locked
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 FORKS = """
@@ -127,6 +133,7 @@ def test_a_child_does_not_keep_it_and_does_not_end_it(tmp_path: Path, end: str) 
                 with pytest.raises(FolderInUseError):
                     Lease(tmp_path).take()
             else:
-                Lease(tmp_path).take()
+                token = Lease(tmp_path).take()
+                assert json.loads((tmp_path / LEASE).read_text())["token"] == token
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -11,19 +11,9 @@ from torch.utils.data import DataLoader
 from accelerate_layout import write_accelerate_state
 from drivetrain import Accelerator
 from drivetrain_checkpoint import Checkpointer, ForeignStateError, read_manifest
+from registered import Kept
 
 BATCHES = torch.arange(48.0).reshape(6, 4, 2) / 48
-
-
-class Kept:
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
 
 
 def built(seed: int = 0, width: int = 3):

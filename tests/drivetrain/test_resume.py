@@ -7,17 +7,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, CheckpointHook, ConfigError
-
-
-class Kept:
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
+from registered import Kept
 
 
 def test_what_has_no_state_is_refused() -> None:

@@ -5,7 +5,7 @@ from torch import nn
 from torch._dynamo import register_backend
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, Chosen, FSDPBackend, FSDPSettings
+from drivetrain_backends import AccumulationWindow, Chosen, FSDPBackend, FSDPSettings, Prepared
 from drivetrain_backends.states import whole
 from drivetrain_precision import choose_policy
 from drivetrain_state import ParallelDims, StateSettings, connect
@@ -163,12 +163,8 @@ def test_the_runs_own_mesh_is_what_models_are_sharded_over(run_ranks) -> None:
         assert "parallelism says data=2 and shard=2" in said
 
 
-def tied_over_blocks(tied: bool) -> tuple[bool, dict[str, str], list[float]]:
-    backend = fsdp(wrap=("Block", "Embedding", "Linear"))
-    model = stack(tied=True)
-    if tied:
-        model.blocks[1].linear.weight = model.blocks[0].linear.weight
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+def three_steps(backend: FSDPBackend, prepared: Prepared) -> list[float]:
+    """The losses of three steps on the same tokens."""
     losses: list[float] = []
     for _ in range(3):
         backend.window.begin()
@@ -177,6 +173,16 @@ def tied_over_blocks(tied: bool) -> tuple[bool, dict[str, str], list[float]]:
         prepared.optimizers[0].step()
         prepared.optimizers[0].zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+def tied_over_blocks(tied: bool) -> tuple[bool, dict[str, str], list[float]]:
+    backend = fsdp(wrap=("Block", "Embedding", "Linear"))
+    model = stack(tied=True)
+    if tied:
+        model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    losses = three_steps(backend, prepared)
     same = model.head.weight is model.embedding.weight
     if tied:
         same &= model.blocks[1].linear.weight is model.blocks[0].linear.weight
@@ -216,14 +222,7 @@ def trained_in_blocks(options: dict[str, object]) -> tuple[list[str], object, li
     torch.manual_seed(0)
     model = KnownBlocks()
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-    losses: list[float] = []
-    for _ in range(3):
-        backend.window.begin()
-        loss = prepared.model(tokens(0)).square().mean()
-        prepared.backward(loss)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
-        losses.append(loss.item())
+    losses = three_steps(backend, prepared)
     blocks, told = list(prepared.sharded.plan.blocks), backend.applied()["wrap"]
     backend.close()
     return blocks, told, losses

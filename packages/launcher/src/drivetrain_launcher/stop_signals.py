@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from threading import current_thread, main_thread
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -29,11 +30,13 @@ class StopSignals:
     def hand_on(self, pids: Collection[int]) -> None:
         """Hand SIGUSR1 and SIGUSR2, which batch systems send to ask for a save, on to the ranks.
 
-        Called in the main thread.
+        Outside the main thread, which alone may handle signals, nothing is handed on.
 
         Args:
             pids: Of the ranks that run now.
         """
+        if current_thread() is not main_thread():
+            return
 
         def hand(number: int, frame: FrameType | None) -> None:
             del frame
