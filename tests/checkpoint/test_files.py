@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain_checkpoint.disk import DiskWriter
+from drivetrain_checkpoint.disk_writer import DiskWriter
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.files import BLOCK_BYTES, FileRecord, HashedReader, HashedWriter, check_size
 

@@ -1,36 +1,10 @@
-"""A local disk: files that are whole and durable when they are finished, and one that appears in one piece."""
+"""A local disk: files that are read at places, one that appears in one piece, and folders."""
 
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-
-_BUFFER_BYTES = 2**20  # gathers small tensors into one system call; larger pieces pass it by
-
-
-class DiskWriter:
-    """A new file.
-
-    Args:
-        path: Where; it must not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=_BUFFER_BYTES)
-
-    def write(self, data: memoryview) -> None:
-        """Append to it."""
-        self._file.write(data)
-
-    def finish(self) -> None:
-        """Force it to the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Let go of it, as it is."""
-        self._file.close()
 
 
 class DiskReader:

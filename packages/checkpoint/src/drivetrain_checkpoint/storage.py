@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
 
 from drivetrain_checkpoint import disk, remote
-from drivetrain_checkpoint.disk import DiskReader, DiskWriter
+from drivetrain_checkpoint.disk import DiskReader
+from drivetrain_checkpoint.disk_writer import DiskWriter
 
 if TYPE_CHECKING:
     from upath import UPath
