@@ -52,3 +52,32 @@ def on_all_ranks(
     if failures:
         raise OtherRankFailedError(f"{doing} was given up on every rank: {'; '.join(failures)}")
     return [cast("Value", value) for value, _ in outcomes]
+
+
+def on_each_rank(context: Context, action: Callable[[], Value], *, doing: str) -> Value:
+    """The same, where what `action` returns stays on its rank. Called on all ranks.
+
+    Returns:
+        This rank's result.
+
+    Raises:
+        Exception: Whatever `action` raised on this rank.
+        OtherRankFailedError: It raised on another rank; the message holds that rank's error.
+    """
+    results: list[Value] = []
+    on_all_ranks(context, lambda: results.append(action()), doing=doing)
+    return results[0]
+
+
+def on_main(context: Context, action: Callable[[], Value], *, doing: str) -> Value:
+    """The same, where rank 0 alone does it. Called on all ranks.
+
+    Returns:
+        Rank 0's result, on every rank.
+
+    Raises:
+        Exception: Whatever `action` raised on rank 0, there.
+        OtherRankFailedError: The same elsewhere; the message holds that error.
+    """
+    is_main = context.topology.is_main
+    return cast("Value", on_all_ranks(context, lambda: action() if is_main else None, doing=doing)[0])

@@ -4,12 +4,11 @@ Shards of DTensors are boxes; ZeRO's are ranges of a flattened tensor, which cut
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Box:
+class Box(NamedTuple):
     """A part of a tensor.
 
     Attributes:

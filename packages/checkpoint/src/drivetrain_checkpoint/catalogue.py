@@ -1,4 +1,4 @@
-"""Which file of a checkpoint holds what: a plan of writing, as files and as the manifest's list of tensors. Pure."""
+"""Which file of a checkpoint holds what: a plan of writing, as files and as the manifest's list of tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from drivetrain_checkpoint.layout import tensor_file
 from drivetrain_checkpoint.manifest import Piece, StoredTensor
 from drivetrain_checkpoint.tensor_file import Entry as FileEntry
 from drivetrain_checkpoint.tensor_file import FileLayout, plan_file
-from drivetrain_checkpoint.write_plan import Entry, WritePlan
+from drivetrain_checkpoint.write_plan import Entry, TensorName, WritePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,56 +16,72 @@ class PlannedFile:
     """A tensor file that a rank is to write.
 
     Attributes:
-        name: In the checkpoint's folder.
         part: The part of the checkpoint whose tensors it holds.
+        rank: Who writes it.
         entries: What it holds.
         layout: Where each of them lies.
     """
 
-    name: str
     part: str
+    rank: int
     entries: tuple[Entry, ...]
     layout: FileLayout
 
-
-def files_of(plan: WritePlan, rank: int, attempt: int) -> tuple[PlannedFile, ...]:
-    """The tensor files that a rank writes: one for each part of the checkpoint of which it writes something."""
-    by_part: dict[str, list[Entry]] = {}
-    for entry in plan.entries[rank]:
-        by_part.setdefault(entry.tensor.part, []).append(entry)
-    return tuple(
-        PlannedFile(
-            name=tensor_file(part, rank, attempt),
-            part=part,
-            entries=tuple(entries),
-            layout=plan_file(_described(plan, entries)),
-        )
-        for part, entries in by_part.items()
-    )
+    def name(self, attempt: int) -> str:
+        """In the checkpoint's folder."""
+        return tensor_file(self.part, self.rank, attempt)
 
 
-def tensors_of(
-    plan: WritePlan, files: Iterable[PlannedFile], parts: Iterable[str]
-) -> Mapping[str, Mapping[str, StoredTensor]]:
-    """The manifest's list of tensors, by part and name, from the files of all ranks."""
-    pieces: dict[str, dict[str, list[Piece]]] = {part: {} for part in parts}
-    for name in plan.tensors:
-        pieces[name.part][name.name] = []
-    for file in files:
-        for entry, start in zip(file.entries, file.layout.starts, strict=True):
-            pieces[file.part][entry.tensor.name].append(Piece(file.name, start, entry.box))
-    described = {(name.part, name.name): tensor for name, tensor in plan.tensors.items()}
-    return {
-        part: {
-            name: StoredTensor(
-                described[part, name].dtype,
-                described[part, name].shape,
-                tuple(sorted(found, key=lambda piece: piece.box)),
+class Catalogue:
+    """The files of a plan, worked out when they are asked for, and then kept: the next save has the same.
+
+    Args:
+        plan: Who writes what.
+    """
+
+    def __init__(self, plan: WritePlan) -> None:
+        self._plan = plan
+        self._files: dict[int, tuple[PlannedFile, ...]] = {}
+
+    def files_of(self, rank: int) -> tuple[PlannedFile, ...]:
+        """The tensor files that a rank writes: one for each part of the checkpoint of which it writes something."""
+        if rank not in self._files:
+            by_part: dict[str, list[Entry]] = {}
+            for entry in self._plan.entries[rank]:
+                by_part.setdefault(entry.tensor.part, []).append(entry)
+            self._files[rank] = tuple(
+                PlannedFile(part, rank, tuple(entries), plan_file(_described(self._plan, entries)))
+                for part, entries in by_part.items()
             )
-            for name, found in tensors.items()
+        return self._files[rank]
+
+    def tensors(self, parts: Iterable[str], attempt: int) -> Mapping[str, Mapping[str, StoredTensor]]:
+        """The manifest's list of tensors, by part and name.
+
+        Args:
+            parts: All parts of the checkpoint.
+            attempt: The number in the files' names.
+        """
+        pieces: dict[str, dict[str, list[Piece]]] = {part: {} for part in parts}
+        for part, name in self._plan.tensors:
+            pieces[part][name] = []
+        for rank in range(len(self._plan.entries)):
+            for file in self.files_of(rank):
+                name = file.name(attempt)
+                for entry, start in zip(file.entries, file.layout.starts, strict=True):
+                    pieces[file.part][entry.tensor.name].append(Piece(name, start, entry.box))
+        described = self._plan.tensors
+        return {
+            part: {
+                name: StoredTensor(
+                    described[TensorName(part, name)].dtype,
+                    described[TensorName(part, name)].shape,
+                    tuple(sorted(found, key=lambda piece: piece.box)),
+                )
+                for name, found in tensors.items()
+            }
+            for part, tensors in pieces.items()
         }
-        for part, tensors in pieces.items()
-    }
 
 
 def _described(plan: WritePlan, entries: Iterable[Entry]) -> list[FileEntry]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from drivetrain_checkpoint import storage
-from drivetrain_checkpoint.agreement import on_all_ranks
+from drivetrain_checkpoint.agreement import on_all_ranks, on_main
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
 from drivetrain_checkpoint.layout import (
     MANIFEST,
@@ -105,7 +105,7 @@ def load_from(context: Context, folder: Place, how: Reading) -> Loaded:
         )
     answer = _try(context, folder, how)
     if isinstance(answer, CorruptCheckpointError):
-        if why := on_all_ranks(context, lambda: _why_none(folder), doing=doing)[0]:
+        if why := on_main(context, lambda: _why_none(folder), doing=doing):
             raise NoCheckpointError(why)
         raise answer
     return answer
@@ -126,10 +126,9 @@ def holds_checkpoints(context: Context, folder: Place) -> bool:
     """Whether a folder is no checkpoint itself but holds some, as rank 0 sees it. Called on all ranks."""
 
     def look() -> bool:
-        is_none = context.topology.is_main and not storage.is_file(folder / MANIFEST)
-        return is_none and bool(step_folders(folder))
+        return not storage.is_file(folder / MANIFEST) and bool(step_folders(folder))
 
-    return on_all_ranks(context, look, doing=f"the load of {folder}")[0]
+    return on_main(context, look, doing=f"the load of {folder}")
 
 
 def newest(context: Context, directory: Place) -> Place | None:
@@ -140,10 +139,8 @@ def newest(context: Context, directory: Place) -> Place | None:
 def _candidates(context: Context, directory: Place, problems: list[str]) -> list[Place]:
     """What rank 0 sees: the folders that may be loaded, newest first; what is wrong with the others is noted."""
 
-    def look() -> tuple[
-        list[str], list[str]
-    ]:  # names: a place on another host may come with credentials of its own
-        found = find_checkpoints(directory) if context.topology.is_main else ()
+    def look() -> tuple[list[str], list[str]]:  # names: a place on another host may have its own credentials
+        found = find_checkpoints(directory)
         for one in found:
             if one.problem is not None and one.committed:
                 logger.warning("%s is passed over: %s", one.folder, one.problem)
@@ -152,7 +149,7 @@ def _candidates(context: Context, directory: Place, problems: list[str]) -> list
             [one.problem for one in found if one.problem],
         )
 
-    names, told = on_all_ranks(context, look, doing=f"the search of {directory}")[0]
+    names, told = on_main(context, look, doing=f"the search of {directory}")
     problems.extend(told)
     return [directory / name for name in names]
 

@@ -11,13 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain_checkpoint import storage
-from drivetrain_checkpoint.agreement import Outcome, on_all_ranks
-from drivetrain_checkpoint.catalogue import PlannedFile
+from drivetrain_checkpoint.agreement import Outcome, on_all_ranks, on_each_rank
+from drivetrain_checkpoint.catalogue import Catalogue, PlannedFile
 from drivetrain_checkpoint.errors import FolderNotSharedError
 from drivetrain_checkpoint.files import FileRecord, HashedWriter
-from drivetrain_checkpoint.layout import (
-    own_files,
-)
+from drivetrain_checkpoint.layout import own_files
 from drivetrain_checkpoint.manifest import Manifest, commit_manifest
 from drivetrain_checkpoint.retention import Keep, delete, plan_retention
 from drivetrain_checkpoint.staging import HostBuffer, on_host
@@ -37,7 +35,8 @@ class Save:
     Attributes:
         directory: The folder of the checkpoints.
         folder: The checkpoint's.
-        manifest: What it will say, but for the files and the time.
+        manifest: What it will say, but for the files, the tensors and the time.
+        catalogue: The tensor files of all ranks.
         files: The tensor files that this rank writes, with their tensors.
         trees: The other files that this rank writes.
         is_main: Whether this rank commits.
@@ -47,6 +46,7 @@ class Save:
     directory: Place
     folder: Place
     manifest: Manifest
+    catalogue: Catalogue
     files: tuple[tuple[PlannedFile, tuple[Tensor, ...]], ...]
     trees: Mapping[str, Json]
     is_main: bool
@@ -68,7 +68,8 @@ class Save:
         """Write this rank's files; they are on the disk when this returns."""
         records: list[FileRecord] = []
         for file, tensors in self.files:
-            with HashedWriter(self.folder / file.name, on_block=on_block) as writer:
+            path = self.folder / file.name(self.manifest.attempt)
+            with HashedWriter(path, on_block=on_block) as writer:
                 writer.write(file.layout.header)
                 for index in file.layout.order:
                     staged = on_host(tensors[index])
@@ -89,8 +90,13 @@ class Save:
                 f"rank 0 does not see in {self.folder} what was written there, {lost[0]} for one: save into a folder "
                 "that every host mounts, or a store that every process reaches"
             )
-        saved_at = datetime.now(UTC).isoformat(timespec="seconds")
-        commit_manifest(self.folder, replace(self.manifest, files=files, saved_at=saved_at))
+        manifest = replace(
+            self.manifest,
+            files=files,
+            tensors=self.catalogue.tensors(self.manifest.tensors, self.manifest.attempt),
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        commit_manifest(self.folder, manifest)
 
     def discard(self) -> None:
         """Delete its files, unless it was committed after all. Called on rank 0."""
@@ -133,16 +139,12 @@ def stage_save(context: Context, save: Save, buffer: HostBuffer) -> Save:
         OtherRankFailedError: Another rank has no memory for its copies; nothing was saved.
         RuntimeError: This one has none; nothing was saved.
     """
-    staged: list[Save] = []
     try:
-        on_all_ranks(
-            context, lambda: staged.append(save.staged(buffer)), doing=f"the save of step {save.step}"
-        )
+        return on_each_rank(context, lambda: save.staged(buffer), doing=f"the save of step {save.step}")
     except BaseException:
         if save.is_main:
             save.discard()
         raise
-    return staged[0]
 
 
 def run_save(

@@ -8,8 +8,8 @@ from typing import Any
 from uuid import uuid4
 
 from drivetrain_checkpoint import storage
-from drivetrain_checkpoint.agreement import on_all_ranks
-from drivetrain_checkpoint.catalogue import files_of, tensors_of
+from drivetrain_checkpoint.agreement import on_each_rank, on_main
+from drivetrain_checkpoint.catalogue import Catalogue
 from drivetrain_checkpoint.content import Content, Holdings, OwnContent, own_content
 from drivetrain_checkpoint.errors import FolderNotSharedError, StateError
 from drivetrain_checkpoint.layout import (
@@ -28,7 +28,7 @@ from drivetrain_checkpoint.manifest import Manifest, encode_plan
 from drivetrain_checkpoint.save import Save
 from drivetrain_checkpoint.storage import Place
 from drivetrain_checkpoint.survey import find_checkpoints, inspect
-from drivetrain_checkpoint.write_plan import WritePlan, plan_writes
+from drivetrain_checkpoint.write_plan import plan_writes
 from drivetrain_state import Context, gather_object
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Saver:
         self._context = context
         self._directory = directory
         self._digests: list[str] = []
-        self._plan: WritePlan | None = None
+        self._catalogue: Catalogue | None = None
         self._sequences: dict[str, int] = {}  # by folder
         self._spared: frozenset[str] | None = None
         self._lease = lease_of(directory)
@@ -68,61 +68,72 @@ class Saver:
         """
         context, topology = self._context, self._context.topology
         doing = f"the save of step {step}"
-        contents: list[OwnContent] = []
-
-        def encode() -> str:
-            if type(step) is not int or step < 0:
-                raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
-            encode_plan(content.plan)  # what cannot be written is known before anything is
-            _check_metrics(content.metrics, content.best_metric)
-            contents.append(own_content(content, topology.rank))
-            if topology.is_main and storage.is_file(self._directory / MANIFEST):
-                raise ValueError(
-                    f"{self._directory} is a checkpoint itself: name the folder that holds the checkpoints"
-                )
-            return str(step_folder(self._directory, step))
-
-        folders = on_all_ranks(context, encode, doing=doing)
-        if len(set(folders)) > 1:
-            shown = ", ".join(f"rank {rank}: {folder}" for rank, folder in enumerate(folders))
-            raise ValueError(
-                f"save() would write different folders ({shown}); save the same step into the same directory on all "
-                "ranks"
-            )
-        [own] = contents
-        plan = self._plan_for(own.holdings)
+        own = on_each_rank(context, lambda: self._encode(step, content), doing=doing)
+        catalogue = self._agree(step_folder(self._directory, step), own.holdings)
         if self._spared is None and topology.is_main:
             self._spared = frozenset() if continues else self._of_an_earlier_run()
-        started = on_all_ranks(
-            context, lambda: self._start(step, content, plan) if topology.is_main else None, doing=doing
-        )[0]
-        assert started is not None
-        manifest, token = started
-        save = _own_save(own, plan, self._directory, manifest, topology.rank, self._spared or frozenset())
+        manifest, token = on_main(context, lambda: self._start(step, content), doing=doing)
+        save = Save(
+            directory=self._directory,
+            folder=step_folder(self._directory, step),
+            manifest=manifest,
+            catalogue=catalogue,
+            files=tuple(
+                (file, tuple(map(own.tensor, file.entries))) for file in catalogue.files_of(topology.rank)
+            ),
+            trees={tree_file(part, manifest.attempt): tree for part, tree in own.trees.items()},
+            is_main=topology.is_main,
+            spared=self._spared or frozenset(),
+        )
         try:
-            on_all_ranks(context, lambda: self._check_visible(save.folder, token), doing=doing)
+            on_each_rank(context, lambda: self._check_visible(save.folder, token), doing=doing)
         except BaseException:
             if topology.is_main:
                 save.discard()
             raise
         return save
 
-    def _plan_for(self, holdings: Holdings) -> WritePlan:
+    def _encode(self, step: int, content: Content) -> OwnContent:
+        """What this rank contributes. What cannot be written is known before anything is.
+
+        Raises:
+            StateError: There is something of that kind.
+            ValueError: The step, the folder or the metrics can be none.
+        """
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
+        encode_plan(content.plan)
+        _check_metrics(content.metrics, content.best_metric)
+        if self._context.topology.is_main and storage.is_file(self._directory / MANIFEST):
+            raise ValueError(
+                f"{self._directory} is a checkpoint itself: name the folder that holds the checkpoints"
+            )
+        return own_content(content, self._context.topology.rank)
+
+    def _agree(self, folder: Place, holdings: Holdings) -> Catalogue:
         """Who writes what, planned anew where ranks hold other parts than at the last save.
 
         Raises:
             StateError: The ranks' parts are no whole tensors.
+            ValueError: The ranks mean different folders.
         """
-        digests = gather_object(self._context, holdings.digest())
-        if self._plan is None or digests != self._digests:
+        told = gather_object(self._context, (str(folder), holdings.digest()))
+        if len({folder for folder, _ in told}) > 1:
+            shown = ", ".join(f"rank {rank}: {folder}" for rank, (folder, _) in enumerate(told))
+            raise ValueError(
+                f"save() would write different folders ({shown}); save the same step into the same directory on all "
+                "ranks"
+            )
+        digests = [digest for _, digest in told]
+        if self._catalogue is None or digests != self._digests:
             ranks = gather_object(self._context, holdings)
             _check_names(ranks)
             tensors = {**ranks[0].shared, **{name: t for rank in ranks for name, t in rank.own.items()}}
-            self._plan = plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks])
+            self._catalogue = Catalogue(plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks]))
             self._digests = digests
-        return self._plan
+        return self._catalogue
 
-    def _start(self, step: int, content: Content, plan: WritePlan) -> tuple[Manifest, str | None]:
+    def _start(self, step: int, content: Content) -> tuple[Manifest, str | None]:
         """Make the folder. Files of a committed checkpoint of this step stay until the new ones are committed.
 
         Raises:
@@ -136,7 +147,6 @@ class Saver:
         attempt, world_size = next_attempt(folder), self._context.topology.world_size
         storage.make_folder(folder)
         parts = [*map(model_part, content.models), STATE_PART, *map(rank_part, range(world_size))]
-        files = [file for rank in range(world_size) for file in files_of(plan, rank, attempt)]
         mesh = self._context.mesh
         manifest = Manifest(
             step=step,
@@ -148,7 +158,7 @@ class Saver:
             attempt=attempt,
             models=tuple(content.models),
             files={},
-            tensors=tensors_of(plan, files, parts),
+            tensors={part: {} for part in parts},
             libraries={"python": platform.python_version()}
             | {name: version(name) for name in ("torch", "safetensors", "drivetrain-checkpoint")},
             plan=content.plan,
@@ -196,22 +206,6 @@ class Saver:
         """Let others write into the directory."""
         if self._lease is not None:
             self._lease.release()
-
-
-def _own_save(
-    own: OwnContent, plan: WritePlan, directory: Place, manifest: Manifest, rank: int, spared: frozenset[str]
-) -> Save:
-    return Save(
-        directory=directory,
-        folder=step_folder(directory, manifest.step),
-        manifest=manifest,
-        files=tuple(
-            (file, tuple(map(own.tensor, file.entries))) for file in files_of(plan, rank, manifest.attempt)
-        ),
-        trees={tree_file(part, manifest.attempt): tree for part, tree in own.trees.items()},
-        is_main=rank == 0,
-        spared=spared,
-    )
 
 
 def _check_names(ranks: Sequence[Holdings]) -> None:

@@ -6,6 +6,7 @@ to nobody; what is needed here is the greedy choice below and a header that is k
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from drivetrain_checkpoint.boxes import Box, overlap, whole
 from drivetrain_checkpoint.errors import StateError
@@ -13,16 +14,14 @@ from drivetrain_checkpoint.errors import StateError
 _LEAST_CUT_BYTES = 2**20  # a smaller tensor is not worth a second entry
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TensorName:
+class TensorName(NamedTuple):
     """Which tensor: the part of the checkpoint that it belongs to, and its name in there."""
 
     part: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """What a rank can write of a tensor.
 
     Attributes:
@@ -38,8 +37,7 @@ class Holding:
     boxes: tuple[Box, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A box of a tensor that a rank writes."""
 
     tensor: TensorName

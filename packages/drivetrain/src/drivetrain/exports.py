@@ -18,7 +18,7 @@ from drivetrain_checkpoint import (
     plan_export,
     write_export,
 )
-from drivetrain_checkpoint.agreement import on_all_ranks
+from drivetrain_checkpoint.agreement import on_all_ranks, on_each_rank
 from drivetrain_state import Context
 
 
@@ -115,7 +115,7 @@ def save(
                 pass
 
     context.watch.mark("export")
-    on_all_ranks(context, write_on_main, doing=doing)
+    on_each_rank(context, write_on_main, doing=doing)
     context.watch.mark("exported")
     return plan
 

@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from drivetrain.foreign_state import match_model, match_optimizer, steps_of
 from drivetrain.resume import RunState
 from drivetrain_backends import Prepared, PreparedOptimizer
 from drivetrain_checkpoint import AccelerateState, find_accelerate_state, read_accelerate_state
-from drivetrain_checkpoint.agreement import on_all_ranks
+from drivetrain_checkpoint.agreement import on_each_rank, on_main
 from drivetrain_checkpoint.storage import Place
 from drivetrain_state import gather_object, load_rng_state, reseed
 
@@ -35,10 +35,9 @@ def find(run: RunState, place: Place) -> Path | None:
     """
 
     def look() -> Path | None:
-        is_looked_at = run.context.topology.is_main and isinstance(place, Path)
-        return find_accelerate_state(cast("Path", place)) if is_looked_at else None
+        return find_accelerate_state(place) if isinstance(place, Path) else None
 
-    return on_all_ranks(run.context, look, doing=f"the load of {place}")[0]
+    return on_main(run.context, look, doing=f"the load of {place}")
 
 
 def take_over(run: RunState, folder: Path) -> tuple[int, str]:
@@ -58,9 +57,7 @@ def take_over(run: RunState, folder: Path) -> tuple[int, str]:
     """
     run.context.watch.mark(f"read {folder.name}")
     own = [one.state_dict() for one in run.prepared]  # by all ranks together, before one can fail
-    matched: list[_Matched] = []
-    on_all_ranks(run.context, lambda: matched.append(_read(run, folder, own)), doing=f"the load of {folder}")
-    ((saved, states),) = matched
+    saved, states = on_each_rank(run.context, lambda: _read(run, folder, own), doing=f"the load of {folder}")
     for one, state in zip(run.prepared, states, strict=True):
         one.load_state_dict(state)
     notes = [*saved.left_out, *_load_scale(run, saved), *_notes_on_schedules(run, saved)]
