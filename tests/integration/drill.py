@@ -1,6 +1,6 @@
 """Training that is killed, whose disk fills, whose files are damaged: round after round, against a run that is not.
 
-    python drill.py FAULT ROUNDS WORLD_SIZE DIRECTORY SEED
+    python drill.py FAULT ROUNDS WORLD_SIZE DIRECTORY SEED [BACKEND]
 
 Each round goes on where the newest good checkpoint is, in processes that are forked off this one, which has imported
 everything. What every rank logs, loss and samples of each step, must be what the unbroken run logged, bit by bit, and
@@ -43,7 +43,7 @@ from drivetrain_state import Context, Topology
 from processes import free_port, rank_environment
 
 STEPS = 30
-LONGEST_SECONDS = 1.2  # of a round that is killed
+LONGEST_SECONDS = 1.2  # that a round which is killed has trained
 WIDTH = 160
 
 
@@ -62,13 +62,14 @@ def train(
     rank: int,
     log: Path,
     *,
+    backend: str = "auto",
     steps: int = STEPS,
     on_step: Callable[[int], None] = lambda _: None,
     before_load: Callable[[], None] = lambda: None,
 ) -> None:
     """Train from the newest checkpoint to the last step, saving after each."""
     quiet = {"checkpoint": {"keep_last": 2, "stall_seconds": 3}, "state": {"watchdog": False}}
-    accelerator = Accelerator(cpu=True, project_dir=directory, seed=3, sections=quiet)
+    accelerator = Accelerator(cpu=True, backend=backend, project_dir=directory, seed=3, sections=quiet)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
     optimizer = AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(Samples(), batch_size=3, shuffle=True)
@@ -86,8 +87,9 @@ def train(
                 optimizer.zero_grad()
                 step += 1
                 said = {"rank": rank, "step": step, "loss": loss.item().hex(), "samples": indices.tolist()}
+                weights = accelerator.get_state_dict(model)
                 if rank == 0:
-                    said["weights"] = digest(accelerator.unwrap_model(model).state_dict())
+                    said["weights"] = digest(weights)
                 file.write(json.dumps(said) + "\n")
                 file.flush()
                 on_step(step)
@@ -155,14 +157,17 @@ class Drill:
         world_size: Ranks of the run.
         directory: An empty folder.
         seed: Of all that is left to chance.
+        backend: What the run trains by.
     """
 
-    def __init__(self, world_size: int, directory: Path, seed: int) -> None:
+    def __init__(self, world_size: int, directory: Path, seed: int, backend: str = "auto") -> None:
         self.world_size = world_size
+        self.backend = backend
         self.root = directory
         self.run = directory / "run"
         self.chance = random.Random(seed)
         self.faults = 0
+        self.steps = 0
         self.expected = self._unbroken()
 
     @property
@@ -186,7 +191,11 @@ class Drill:
         """What a rank does."""
         where = directory or self.run
         return lambda rank: train(
-            where, rank, log.with_suffix(f".{rank}"), on_step=lambda step: on_step(rank, step)
+            where,
+            rank,
+            log.with_suffix(f".{rank}"),
+            backend=self.backend,
+            on_step=lambda step: on_step(rank, step),
         )
 
     def logged(self, log: Path) -> Iterator[dict[str, Any]]:
@@ -206,6 +215,7 @@ class Drill:
                 newest = None
             fault(self, log)
             steps = [said["step"] for said in self.logged(log)]
+            self.steps += len(steps)
             for said in self.logged(log):
                 assert said == self.expected[said["step"], said["rank"]], (index, said)
             if steps:
@@ -228,9 +238,13 @@ class Drill:
         return None if newest is None else Checkpointer(context, self.checkpoints).load(newest)
 
     def play(self, log: Path, *, seconds: float | None = None, victims: int = 1) -> list[int]:
-        """Let the run go on, and kill some of its ranks after a time."""
+        """Let the run go on, and kill some of its ranks when it has trained for a time."""
         pids = fork_ranks(self.world_size, self.work(log), log)
         if seconds is not None:
+            deadline = time.monotonic() + 60
+            while not log.with_suffix(".0").exists():  # it has loaded what there was
+                assert time.monotonic() < deadline, output_of(log)
+                time.sleep(0.002)
             time.sleep(seconds)
             for pid in self.chance.sample(pids, victims):
                 os.kill(pid, signal.SIGKILL)
@@ -383,15 +397,18 @@ def small_disk(directory: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def main(fault: str, rounds: int, world_size: int, directory: Path, seed: int) -> None:
-    """Play the rounds, and say how many of them met the fault."""
+def main(fault: str, rounds: int, world_size: int, directory: Path, seed: int, backend: str) -> None:
+    """Play the rounds, and say how many of them met the fault, and how many steps all ranks have logged in them."""
     torch.set_num_threads(1)
-    drill = Drill(world_size, directory, seed)
+    if backend == "fsdp":  # imported once, before the forks, and longer in coming than a round lasts
+        import drivetrain_backends.fsdp.backend  # noqa: F401
+    drill = Drill(world_size, directory, seed, backend)
     with small_disk(directory / "disk") if fault == "full" else nullcontext(directory) as disk:
         drill.run = disk / "run"
         drill.rounds(rounds, FAULTS[fault], damages=fault in ("flip", "cut"))
-    print(json.dumps({"rounds": rounds, "faults": drill.faults}))
+    print(json.dumps({"rounds": rounds, "faults": drill.faults, "steps": drill.steps}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+    fault, rounds, world_size, directory, seed, *backend = sys.argv[1:]
+    main(fault, int(rounds), int(world_size), Path(directory), int(seed), *backend or ["auto"])

@@ -11,8 +11,8 @@ from processes import TESTS, rank_environment
 
 # How many rounds must have met the fault at least: a disk is not always filled by what a round has left to save.
 CASES = [
-    ("kill", 1, 0.5), ("kill", 2, 0.5), ("flip", 2, 0.9), ("cut", 2, 0.9), ("raise", 1, 0.5), ("raise", 2, 0.5),
-    ("full", 1, 0.2), ("full", 2, 0.2), ("twice", 1, 0.5), ("twice", 2, 0.5),
+    ("kill", 1, 0.5), ("kill", 2, 0.5), ("flip", 1, 0.9), ("flip", 2, 0.9), ("cut", 1, 0.9), ("cut", 2, 0.9),
+    ("raise", 1, 0.5), ("raise", 2, 0.5), ("full", 1, 0.2), ("full", 2, 0.2), ("twice", 1, 0.5), ("twice", 2, 0.5),
 ]  # fmt: skip
 
 
@@ -57,6 +57,19 @@ def test_whatever_happens_a_run_goes_on_as_if_it_had_not(
     said = play("drill.py", fault, rounds, num_ranks, tmp_path, 0)
     assert said["rounds"] == rounds
     assert said["faults"] >= least * rounds
+    assert said["steps"] >= rounds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_whose_weights_are_divided_goes_on_as_if_it_had_not_been_killed(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    rounds = pytestconfig.getoption("--fault-rounds")
+    said = play("drill.py", "kill", rounds, 2, tmp_path, 0, "fsdp")
+    assert said["rounds"] == rounds
+    assert said["faults"] >= 0.5 * rounds
+    assert said["steps"] >= rounds
 
 
 @pytest.mark.slow
