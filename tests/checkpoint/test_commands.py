@@ -277,7 +277,9 @@ sys.stdin.read()
         (lambda runs: pruned(runs / "empty", 1), "empty holds no checkpoints"),
         (lambda runs: verified(runs / "empty"), "empty holds no checkpoints"),
         (lambda runs: verified(runs / "step-7"), "step-7 is a save that was never completed"),
-        (lambda runs: shown(runs), "is a folder of checkpoints: name one in it, such as "),
+        (lambda runs: shown(runs), "is no checkpoint but holds some: name one, such as "),
+        (lambda runs: listed(runs / "project"), "/project/checkpoints, which does"),
+        (lambda runs: shown(runs / "project"), "such as "),
         (lambda runs: shown(runs / "empty"), "empty is no checkpoint, for it has no manifest.json"),
         (lambda runs: shown(runs / "step-9"), "manifest.json is damaged"),
         (lambda runs: merged(runs / "step-9", runs / "out"), "manifest.json is damaged"),
@@ -288,6 +290,7 @@ sys.stdin.read()
 )
 def test_a_mistake_is_one_line_and_exit_code_2(runs: Path, capsys, run, told: str) -> None:
     (runs / "empty").mkdir()
+    (runs / "project" / "checkpoints" / "step-1").mkdir(parents=True)
     (runs / "step-9" / "manifest.json").write_text("{}")
     assert run(runs) == 2
     said = capsys.readouterr()

@@ -74,6 +74,8 @@ def directory_of(text: str) -> Place:
     if storage.is_file(place / MANIFEST) or step_of(place) is not None:
         raise NoCheckpointError(f"{place} is a checkpoint: name the folder that it is in, {place.parent}")
     if not step_folders(place):
+        if step_folders(place / "checkpoints"):
+            raise NoCheckpointError(f"{place} holds no checkpoints: name {place / 'checkpoints'}, which does")
         raise NoCheckpointError(
             f"{place} holds no checkpoints: name the folder in which step-1, step-2 and so on lie"
         )
@@ -89,8 +91,8 @@ def checkpoint_of(text: str) -> Place:
     place = place_of(text)
     if storage.is_file(place / MANIFEST):
         return place
-    if inside := step_folders(place):
-        raise NoCheckpointError(f"{place} is a folder of checkpoints: name one in it, such as {inside[-1]}")
+    if inside := step_folders(place) or step_folders(place / "checkpoints"):
+        raise NoCheckpointError(f"{place} is no checkpoint but holds some: name one, such as {inside[-1]}")
     why = "a save that was never completed" if step_of(place) is not None else "no checkpoint"
     raise NoCheckpointError(
         f"{place} is {why}, for it has no {MANIFEST}: name a folder such as runs/step-100"
