@@ -15,9 +15,10 @@ from drivetrain_checkpoint import (
     Replica,
     StateError,
     find_checkpoints,
+    read_manifest,
 )
 from drivetrain_checkpoint.lease import LEASE
-from drivetrain_state import Context, connect
+from drivetrain_state import Context, ParallelDims, connect
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -148,6 +149,15 @@ def test_each_rank_writes_its_own_and_rank_zero_the_rest(run_ranks, tmp_path: Pa
     ]  # fmt: skip
     assert run_ranks(two_ranks_save, str(tmp_path), 2) == [files, files]
     assert names_in(tmp_path) == ["step-2", "step-3"]
+
+
+def save_on_a_mesh(directory: str) -> dict[str, int]:
+    with connect(device="cpu", parallelism=ParallelDims(data=1, shard=2)) as context:
+        return dict(read_manifest(save(Checkpointer(context, directory), 2)).mesh)
+
+
+def test_the_mesh_stands_in_the_manifest(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(save_on_a_mesh, str(tmp_path)) == [{"data": 1, "shard": 2}] * 2
 
 
 def test_a_rank_that_fails_aborts_the_save_on_every_rank_with_its_error(run_ranks, tmp_path: Path) -> None:
