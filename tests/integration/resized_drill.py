@@ -64,7 +64,8 @@ class ResizedDrill(Drill):
                 step: said for step, said in self.history.items() if newest and step <= newest.step
             }
             log = self.root / f"round-{index}"
-            self.play_and_kill(log, after_lines=self.chance.randint(1, 8))
+            lines_left = self.world_size * (STEPS - (0 if newest is None else newest.step))
+            self.play_and_kill(log, after_lines=min(self.chance.randint(1, 8), lines_left))
             for said in self.logged(log):
                 self.history.setdefault(said["step"], []).append(said)
             self.check(at_least=0 if newest is None else newest.step)
