@@ -3,3 +3,7 @@
 
 class TiedParametersError(ValueError):
     """Names that are to share one parameter do not fit together, or are not in the model."""
+
+
+class DeviceMapError(ValueError):
+    """A map of devices does not fit the model or the machine."""

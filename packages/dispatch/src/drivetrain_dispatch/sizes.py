@@ -38,7 +38,7 @@ def compute_module_sizes(
     sizes = {name: 0 for name, _ in model.named_modules(remove_duplicate=False)}
     counted: set[tuple[str, object]] = set()
     for name, tensor in tensors:
-        size = tensor.numel() * _dtype_after(tensor, dtype, special.get(name)).itemsize
+        size = tensor.numel() * dtype_after(tensor, dtype, special.get(name)).itemsize
         sizes[name] = size
         for module in enclosing_modules(name):
             if (module, identity(tensor)) not in counted:
@@ -68,7 +68,8 @@ def identity(tensor: Tensor) -> object:
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _dtype_after(tensor: Tensor, dtype: torch.dtype | None, special: torch.dtype | None) -> torch.dtype:
+def dtype_after(tensor: Tensor, dtype: torch.dtype | None, special: torch.dtype | None) -> torch.dtype:
+    """What a tensor will be, where floating-point and complex ones are converted to `dtype` unless it is special."""
     if special is not None:
         return special
     converts = tensor.is_floating_point() or tensor.is_complex()

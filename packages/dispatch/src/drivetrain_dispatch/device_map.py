@@ -1,0 +1,131 @@
+"""Which part of a model goes where: a dict from names to devices that can be checked, looked up and printed."""
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
+
+# What users write: the number of an accelerator, or "cuda:1", "cpu", "disk", or torch's own object.
+Device: TypeAlias = int | str | torch.device
+# The same without choice: "disk" holds what is computed elsewhere.
+Place: TypeAlias = torch.device | Literal["disk"]
+
+_NUM_SHOWN = 5  # names in an error message
+
+
+class DeviceMap(dict[str, Device]):
+    """Names of modules, parameters or buffers, each with the device that holds it; `""` is the whole model.
+
+    The longest name that a tensor's name begins with decides. It is a plain dict, and prints as a table.
+
+    Args:
+        devices: Device by name.
+        sizes: Bytes by name, for the table.
+        seconds: Predicted time of one forward by name, for the table.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, Device],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(devices)
+        self.sizes = dict(sizes or {})
+        self.seconds = dict(seconds or {})
+
+    def __str__(self) -> str:
+        """A line a name: module, device, size, predicted time."""
+        lines = [("module", "device", "size", "time")]
+        for name, device in self.items():
+            size = f"{self.sizes[name] / 1e6:,.1f} MB" if name in self.sizes else ""
+            time = f"{self.seconds[name] * 1e3:,.2f} ms" if name in self.seconds else ""
+            lines.append((name or "(the model)", str(device), size, time))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {device:<{widths[1]}}  {size:>{widths[2]}}  {time:>{widths[3]}}".rstrip()
+            for name, device, size, time in lines
+        )
+
+
+def place_of(device: Device) -> Place:
+    """The device that a user means.
+
+    Raises:
+        DeviceMapError: There is no such kind of device.
+    """
+    if device == "disk":
+        return "disk"
+    if isinstance(device, int) and not isinstance(device, bool):
+        found = torch.accelerator.current_accelerator()
+        return torch.device("cuda" if found is None else found.type, device)
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceMapError(
+            f"{device!r} is no device: give the number of an accelerator, a name such as 'cuda:0' or 'cpu', or 'disk'"
+        ) from error
+
+
+def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[str, Place]:
+    """Where each parameter and buffer of a model goes, by every name that it has. Pure.
+
+    Args:
+        model: The model; may be on the meta device.
+        devices: Device by the name of a module, parameter or buffer.
+
+    Raises:
+        DeviceMapError: A name is not in the model, a tensor has no device, or there is no such kind of device.
+    """
+    tensors = [name for name, _ in named_tensors(model)]
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    if unknown := sorted(devices.keys() - modules - set(tensors)):
+        raise DeviceMapError(
+            f"device_map: the model has no {_shown(unknown)}{_meant(unknown[0], [*modules, *tensors])}"
+        )
+    places = {name: place_of(device) for name, device in devices.items()}
+    chosen = {name: _longest(name, places) for name in tensors}
+    if left := [name for name, key in chosen.items() if key is None]:
+        raise DeviceMapError(
+            f'device_map: no device for {_shown(left)}: name them or a module around them; "" is all that is left'
+        )
+    return {name: places[key] for name, key in chosen.items() if key is not None}
+
+
+def check_places(places: Iterable[Place]) -> None:
+    """Check that this machine has the devices.
+
+    Raises:
+        DeviceMapError: It lacks one.
+    """
+    for place in dict.fromkeys(places):
+        if place == "disk" or place.type in ("cpu", "meta"):
+            continue
+        found = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count() if found is not None and found.type == place.type else 0
+        if (place.index or 0) >= count:
+            here = f"{count} of the kind {place.type}" if count else f"none of the kind {place.type}"
+            raise DeviceMapError(f"device_map: {place} is not here: this machine has {here}")
+
+
+def _longest(name: str, places: Mapping[str, Place]) -> str | None:
+    """The longest name of a map that a tensor's name is or begins with."""
+    if name in places:
+        return name
+    return next((outer for outer in reversed(list(enclosing_modules(name))) if outer in places), None)
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return f"{', '.join(map(repr, names[:_NUM_SHOWN]))}{more}"
+
+
+def _meant(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; see model.named_modules()"
