@@ -51,7 +51,7 @@ def blocks_of(
             f"no_split_module_classes={unknown}: the model has no module of such a class; name classes as "
             "type(module).__name__ does"
         )
-    names = list(_names("", model, kept))
+    names = list(_names(model, kept))
     places = {name: index for index, name in enumerate(names)}
     sizes = [0] * len(names)
     groups = list(range(len(names)))
@@ -71,18 +71,22 @@ def blocks_of(
     return [Block(name, sizes[index], _first(groups, index)) for index, name in enumerate(names)]
 
 
-def _names(name: str, module: nn.Module, kept: frozenset[str]) -> Iterator[str]:
-    """The names of the blocks in a module, those of a module that stands in two places twice."""
-    children = [(child_name, child) for child_name, child in module._modules.items() if child is not None]
-    if not children or type(module).__name__ in kept:
-        yield name
-        return
-    prefix = f"{name}." if name else ""
-    for own, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
+def _names(model: nn.Module, kept: frozenset[str]) -> Iterator[str]:
+    """The names of the blocks, those of a module that stands in two places twice."""
+    inside: str | None = None  # how the names begin that are part of the last block
+    for name, module in model.named_modules(remove_duplicate=False):
+        if inside is not None and name.startswith(inside):
+            continue
+        prefix = f"{name}." if name else ""
+        if type(module).__name__ in kept or next(module.children(), None) is None:
+            inside = prefix
+            yield name
+            continue
+        for own, _ in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
             yield prefix + own
-    for child_name, child in children:
-        yield from _names(prefix + child_name, child, kept)
 
 
 def _place_of(name: str, places: Mapping[str, int]) -> int:

@@ -89,7 +89,7 @@ def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[s
         raise DeviceMapError(
             f"device_map: the model has no {_shown(unknown)}{_meant(unknown[0], [*modules, *tensors])}"
         )
-    places = {name: place_of(device) for name, device in devices.items()}
+    places: dict[str, Place] = {name: place_of(device) for name, device in devices.items()}
     chosen = {name: _longest(name, places) for name in tensors}
     if left := [name for name, key in chosen.items() if key is None]:
         raise DeviceMapError(
