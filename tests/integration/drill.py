@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
-import drivetrain_backends.ddp  # noqa: F401 - imported once, before the forks
 from drivetrain import Accelerator
 from drivetrain_checkpoint import (
     Checkpointer,
@@ -42,6 +42,12 @@ from drivetrain_checkpoint.files import HashedReader, HashedWriter
 from drivetrain_state import Context, Topology
 from processes import free_port, rank_environment
 
+# Imported once, before the forks, what a run imports when it comes to it: torch's optimizers at their first step
+# alone take longer than a round.
+IMPORTS = [
+    "torch._dynamo", "drivetrain_backends.ddp", "drivetrain_backends.single", "drivetrain_checkpoint.saver",
+    "drivetrain_checkpoint.load", "drivetrain_checkpoint.read", "drivetrain_checkpoint.talk",
+]  # fmt: skip
 STEPS = 30
 LONGEST_SECONDS = 1.2  # that a round which is killed has trained
 WIDTH = 160
@@ -397,11 +403,16 @@ def small_disk(directory: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
+def get_ready(more_imports: Sequence[str] = ()) -> None:
+    """Import what the rounds will need; a rank has one thread."""
+    torch.set_num_threads(1)
+    for name in (*IMPORTS, *more_imports):
+        import_module(name)
+
+
 def main(fault: str, rounds: int, world_size: int, directory: Path, seed: int, backend: str) -> None:
     """Play the rounds, and say how many of them met the fault, and how many steps all ranks have logged in them."""
-    torch.set_num_threads(1)
-    if backend == "fsdp":  # imported once, before the forks, and longer in coming than a round lasts
-        import drivetrain_backends.fsdp.backend  # noqa: F401
+    get_ready(["drivetrain_backends.fsdp.backend"] if backend == "fsdp" else [])
     drill = Drill(world_size, directory, seed, backend)
     with small_disk(directory / "disk") if fault == "full" else nullcontext(directory) as disk:
         drill.run = disk / "run"

@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from drill import STEPS, Drill, Samples, digest, fork_ranks, output_of, train, wait_for
+from drill import STEPS, Drill, Samples, digest, fork_ranks, get_ready, output_of, train, wait_for
 
 BATCH = 3  # samples of a rank's step, as drill.train has it
 EPOCH = len(Samples())
@@ -106,7 +105,7 @@ class ResizedDrill(Drill):
 
 def main(rounds: int, directory: Path, seed: int) -> None:
     """Play the rounds, and say how many were killed, and how many went on with another number of ranks."""
-    torch.set_num_threads(1)
+    get_ready()
     drill = ResizedDrill(directory, seed)
     drill.play_rounds(rounds)
     print(json.dumps({"rounds": rounds, "faults": drill.faults, "resized": drill.resized}))
