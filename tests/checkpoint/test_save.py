@@ -1,3 +1,4 @@
+import errno
 import random
 import re
 import shutil
@@ -49,6 +50,33 @@ def test_a_run_started_over_does_not_lose_its_new_checkpoints_to_old_higher_step
     save(checkpointer, 500)
     save(checkpointer, 100)
     assert names_in(tmp_path) == ["step-100"]
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"weight": torch.arange(2000.0)},
+        {"weight": torch.arange(1000, dtype=torch.int32)},
+        {"weight": torch.arange(1000.0), "bias": torch.ones(3)},
+        {"weight": torch.arange(1000.0).view(10, 100)},
+        {"bias": torch.arange(1000.0)},
+        {},
+    ],
+    ids=["shape", "dtype", "more", "dimensions", "name", "less"],
+)
+def test_a_state_that_has_changed_is_planned_anew(
+    tmp_path: Path, context: Context, now: dict[str, torch.Tensor]
+) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    checkpointer.save(1, models={"model": {"weight": torch.arange(1000.0)}}, replicated={}, per_rank={})
+    checkpointer.save(2, models={"model": now}, replicated={}, per_rank={"own": now})
+    loaded = checkpointer.load()
+    assert loaded.per_rank is not None
+    for state in (loaded.models["model"], loaded.per_rank["own"]):
+        assert state.keys() == now.keys()
+        for name, tensor in now.items():
+            assert (state[name].dtype, state[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(state[name], tensor)
 
 
 def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, context: Context) -> None:
@@ -135,6 +163,17 @@ def rank_one_cannot_store_its_state(directory: str) -> str:
     return "saved"
 
 
+def the_main_rank_cannot_look(directory: str) -> str:
+    def fail(_: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with connect(device="cpu") as context, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drivetrain_checkpoint.saver.find_checkpoints", fail)
+        with pytest.raises((OSError, OtherRankFailedError)) as caught:
+            save(Checkpointer(context, directory), 2)
+        return type(caught.value).__name__
+
+
 def ranks_mean_different_steps(directory: str) -> str:
     with connect(device="cpu") as context:
         with pytest.raises(ValueError, match="different folders") as caught:
@@ -167,6 +206,10 @@ def test_a_rank_that_fails_aborts_the_save_on_every_rank_with_its_error(run_rank
         "OtherRankFailedError: the save of step 2 was given up on every rank: rank 1 failed"
     )
     assert names_in(tmp_path) == ["step-1"]
+
+
+def test_what_the_main_rank_alone_meets_is_told_on_all_ranks(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(the_main_rank_cannot_look, str(tmp_path)) == ["OSError", "OtherRankFailedError"]
 
 
 def test_ranks_that_mean_different_steps_are_shown(run_ranks, tmp_path: Path) -> None:

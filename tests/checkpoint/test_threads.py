@@ -49,3 +49,18 @@ def test_a_task_keeps_its_failure_until_it_is_asked() -> None:
     task.wait()
     with pytest.raises(KeyboardInterrupt, match="asked to stop"):
         task.result()
+
+
+def test_where_no_thread_can_be_had_the_call_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert Task(lambda: 7).result() == 7
+    assert list(in_threads(lambda item: item + 1, range(3), most=2)) == [1, 2, 3]
+    with pytest.raises(OSError, match="no space"):
+        Task(lambda: fail(OSError("no space"))).result()
+
+
+def fail(error: Exception) -> None:
+    raise error

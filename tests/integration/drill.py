@@ -35,6 +35,7 @@ from drivetrain_checkpoint import (
     Found,
     NoCheckpointError,
     OtherRankFailedError,
+    disk_writer,
     find_checkpoints,
     lease,
 )
@@ -49,7 +50,7 @@ IMPORTS = [
     "drivetrain_checkpoint.load", "drivetrain_checkpoint.read", "drivetrain_checkpoint.talk",
 ]  # fmt: skip
 STEPS = 30
-LONGEST_SECONDS = 1.2  # that a round which is killed has trained
+LONGEST_SECONDS = 0.1  # from the line that a kill waits for to the kill: some saves
 WIDTH = 160
 
 
@@ -173,7 +174,7 @@ class Drill:
         self.run = directory / "run"
         self.chance = random.Random(seed)
         self.faults = 0
-        self.steps = 0
+        self.trained = 0
         self.expected = self._unbroken()
 
     @property
@@ -221,7 +222,7 @@ class Drill:
                 newest = None
             fault(self, log)
             steps = [said["step"] for said in self.logged(log)]
-            self.steps += len(steps)
+            self.trained += bool(steps)
             for said in self.logged(log):
                 assert said == self.expected[said["step"], said["rank"]], (index, said)
             if steps:
@@ -243,22 +244,28 @@ class Drill:
         newest = next(good, None)
         return None if newest is None else Checkpointer(context, self.checkpoints).load(newest)
 
-    def play(self, log: Path, *, seconds: float | None = None, victims: int = 1) -> list[int]:
-        """Let the run go on, and kill some of its ranks when it has trained for a time."""
+    def play(self, log: Path, *, victims: int = 0, after_lines: int = 0) -> list[int]:
+        """Let the run go on; when it has logged some lines, if it comes to that, kill some of its ranks."""
         pids = fork_ranks(self.world_size, self.work(log), log)
-        if seconds is not None:
-            deadline = time.monotonic() + 60
-            while not log.with_suffix(".0").exists():  # it has loaded what there was
-                assert time.monotonic() < deadline, output_of(log)
-                time.sleep(0.002)
-            time.sleep(seconds)
-            for pid in self.chance.sample(pids, victims):
+        if not victims:
+            return wait_for(pids)
+        deadline = time.monotonic() + 60
+        while sum(1 for _ in self.logged(log)) < after_lines and not any(map(has_ended, pids)):
+            assert time.monotonic() < deadline, output_of(log)
+            time.sleep(0.002)
+        time.sleep(self.chance.uniform(0, LONGEST_SECONDS))
+        for pid in self.chance.sample(pids, victims):
+            os.kill(pid, signal.SIGKILL)
+        if victims < len(pids):  # what the launcher does
+            time.sleep(0.05)
+            for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            if victims < len(pids):  # what the launcher does
-                time.sleep(0.05)
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
         return wait_for(pids)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has, which is still to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def is_whole(found: Found) -> bool:
@@ -281,7 +288,7 @@ def output_of(log: Path) -> str:
 def kill(drill: Drill, log: Path) -> None:
     """kill -9 of one rank or of all, at a random moment."""
     victims = drill.chance.randint(1, drill.world_size)
-    codes = drill.play(log, seconds=drill.chance.uniform(0, LONGEST_SECONDS), victims=victims)
+    codes = drill.play(log, victims=victims, after_lines=drill.chance.randint(1, 12 * drill.world_size))
     assert set(codes) <= {0, 1, 3, -signal.SIGKILL}, output_of(log)
     drill.faults += -signal.SIGKILL in codes
 
@@ -339,7 +346,7 @@ def fail_midway(drill: Drill, log: Path) -> None:
     def work(rank: int) -> None:
         if rank == victim:
             HashedWriter.write = failing
-        train(drill.run, rank, log.with_suffix(f".{rank}"))
+        train(drill.run, rank, log.with_suffix(f".{rank}"), backend=drill.backend)
 
     codes = wait_for(fork_ranks(drill.world_size, work, log))
     assert set(codes) <= {0, 3}, output_of(log)
@@ -367,12 +374,18 @@ def write_twice(drill: Drill, log: Path) -> None:
             time.sleep(0.005)
 
     def work(rank: int) -> None:
-        train(drill.run, rank, second.with_suffix(f".{rank}"), before_load=wait_until_the_first_has_saved)
+        train(
+            drill.run,
+            rank,
+            second.with_suffix(f".{rank}"),
+            backend=drill.backend,
+            before_load=wait_until_the_first_has_saved,
+        )
 
     others = fork_ranks(drill.world_size, work, second)
     pids = fork_ranks(drill.world_size, drill.work(log, on_step=lambda *_: time.sleep(0.02)), log)
     wait_until_the_first_has_saved()
-    time.sleep(drill.chance.uniform(0, LONGEST_SECONDS / 4))
+    time.sleep(drill.chance.uniform(0, 3 * LONGEST_SECONDS))
     for pid in pids if drill.chance.random() < 0.5 else ():
         os.kill(pid, signal.SIGKILL)
     codes = wait_for([*pids, *others])
@@ -404,20 +417,21 @@ def small_disk(directory: Path) -> Iterator[Path]:
 
 
 def get_ready(more_imports: Sequence[str] = ()) -> None:
-    """Import what the rounds will need; a rank has one thread."""
+    """Import what the rounds need. A rank has one thread, and writes pieces of which its small files have several."""
     torch.set_num_threads(1)
+    disk_writer.BUFFER_BYTES = 2**15
     for name in (*IMPORTS, *more_imports):
         import_module(name)
 
 
 def main(fault: str, rounds: int, world_size: int, directory: Path, seed: int, backend: str) -> None:
-    """Play the rounds, and say how many of them met the fault, and how many steps all ranks have logged in them."""
+    """Play the rounds, and say how many of them met the fault, and in how many a step was made."""
     get_ready(["drivetrain_backends.fsdp.backend"] if backend == "fsdp" else [])
     drill = Drill(world_size, directory, seed, backend)
     with small_disk(directory / "disk") if fault == "full" else nullcontext(directory) as disk:
         drill.run = disk / "run"
         drill.rounds(rounds, FAULTS[fault], damages=fault in ("flip", "cut"))
-    print(json.dumps({"rounds": rounds, "faults": drill.faults, "steps": drill.steps}))
+    print(json.dumps({"rounds": rounds, "faults": drill.faults, "trained": drill.trained}))
 
 
 if __name__ == "__main__":

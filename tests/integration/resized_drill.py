@@ -33,9 +33,8 @@ class ResizedDrill(Drill):
     def __init__(self, directory: Path, seed: int) -> None:
         super().__init__(1, directory, seed)
         self.order = self._order()
-        self.history: dict[
-            int, list[dict[str, Any]]
-        ] = {}  # of each step since the beginning, what its ranks logged
+        # Of each step since the beginning, what its ranks logged.
+        self.history: dict[int, list[dict[str, Any]]] = {}
         self.resized = 0
 
     def _order(self) -> list[int]:

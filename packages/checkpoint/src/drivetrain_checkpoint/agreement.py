@@ -55,7 +55,7 @@ def on_all_ranks(
 
 
 def on_each_rank(context: Context, action: Callable[[], Value], *, doing: str) -> Value:
-    """The same, where what `action` returns stays on its rank. Called on all ranks.
+    """Do something on every rank and wait until all have done it; each keeps its own result. Called on all ranks.
 
     Returns:
         This rank's result.
@@ -70,7 +70,7 @@ def on_each_rank(context: Context, action: Callable[[], Value], *, doing: str) -
 
 
 def on_main(context: Context, action: Callable[[], Value], *, doing: str) -> Value:
-    """The same, where rank 0 alone does it. Called on all ranks.
+    """Do something on rank 0 while the others wait for its result. Called on all ranks.
 
     Returns:
         Rank 0's result, on every rank.

@@ -1,7 +1,7 @@
 """Writing a file past the operating system's cache.
 
-Nobody reads a checkpoint soon. In the cache it takes the place of what training reads, and the pages for it cost the
-processor several times what handing the bytes to the disk does (benchmarks/results/checkpoint.md).
+Nobody reads a checkpoint soon. In the cache it takes the place of what training reads, and where the machine has no
+pages at hand, finding them costs the processor more than handing the bytes to the disk.
 """
 
 import ctypes
@@ -18,7 +18,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-_BUFFER_BYTES = 8 * 2**20  # there are two
+BUFFER_BYTES = 8 * 2**20  # there are two
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _ALIGNMENT = 4096  # of places, sizes and memory that pass the cache by: a multiple of what disks ask for
 
 
@@ -35,7 +36,9 @@ class DiskWriter:
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
         self._passes_cache = _pass_cache(self._file, True)
-        self._gathered = mmap(-1, _BUFFER_BYTES)
+        self._gathered = mmap(
+            -1, BUFFER_BYTES
+        )  # shared with forked children: never copied while it is under way
         self._size_bytes = 0  # of what is gathered
         self._spare: mmap | None = None
         self._under_way: Task[None] | None = None
@@ -47,7 +50,7 @@ class DiskWriter:
             _copy(data[: len(room)], room)
             self._size_bytes += len(room)
             data = data[len(room) :]
-            if self._size_bytes == _BUFFER_BYTES:
+            if self._size_bytes == BUFFER_BYTES:
                 self._set_off()
 
     def finish(self) -> None:
@@ -70,7 +73,7 @@ class DiskWriter:
         self._arrive()
         full = self._gathered
         self._under_way = Task(lambda: self._put(memoryview(full)))
-        self._gathered, self._spare = self._spare or mmap(-1, _BUFFER_BYTES), full
+        self._gathered, self._spare = self._spare or mmap(-1, BUFFER_BYTES), full
         self._size_bytes = 0
 
     def _arrive(self) -> None:
@@ -80,7 +83,9 @@ class DiskWriter:
             OSError: It did not get there.
         """
         if self._under_way is not None:
-            task, self._under_way = self._under_way, None
+            task = self._under_way
+            task.wait()
+            self._under_way = None
             task.result()
 
     def _put(self, data: memoryview) -> None:
@@ -90,7 +95,7 @@ class DiskWriter:
             except OSError as error:
                 # A file system may refuse only now, and so it does what is left of a write that the disk had not
                 # quite room for.
-                if error.errno != errno.EINVAL or not self._passes_cache:
+                if error.errno not in _REFUSALS or not self._passes_cache:
                     raise
                 self._use_cache()
 
@@ -108,7 +113,7 @@ def _pass_cache(file: FileIO, wanted: bool) -> bool:
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _REFUSALS:
             raise
         return False
     return wanted

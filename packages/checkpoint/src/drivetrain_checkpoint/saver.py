@@ -70,9 +70,7 @@ class Saver:
         doing = f"the save of step {step}"
         own = on_each_rank(context, lambda: self._encode(step, content), doing=doing)
         catalogue = self._agree(step_folder(self._directory, step), own.holdings)
-        if self._spared is None and topology.is_main:
-            self._spared = frozenset() if continues else self._of_an_earlier_run()
-        manifest, token = on_main(context, lambda: self._start(step, content), doing=doing)
+        manifest, token = on_main(context, lambda: self._start(step, content, continues), doing=doing)
         save = Save(
             directory=self._directory,
             folder=step_folder(self._directory, step),
@@ -133,12 +131,14 @@ class Saver:
             self._digests = digests
         return self._catalogue
 
-    def _start(self, step: int, content: Content) -> tuple[Manifest, str | None]:
+    def _start(self, step: int, content: Content, continues: bool) -> tuple[Manifest, str | None]:
         """Make the folder. Files of a committed checkpoint of this step stay until the new ones are committed.
 
         Raises:
             FolderInUseError: Another run writes into the directory.
         """
+        if self._spared is None:
+            self._spared = frozenset() if continues else self._of_an_earlier_run()
         token = self._lease.take() if self._lease is not None else None
         folder = step_folder(self._directory, step)
         if not storage.is_file(folder / MANIFEST):

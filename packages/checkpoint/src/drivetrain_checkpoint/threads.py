@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from threading import Thread
+from threading import Event, Thread
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -12,6 +12,9 @@ Item = TypeVar("Item")
 class Task(Generic[Value]):
     """A call that has begun in a thread of its own: a save in the background may still be at work at the very end.
 
+    Where no thread can be had it has ended already: the process has as many as it may, or it is ending and its Python
+    (3.12.0 and 3.12.1) starts none any more.
+
     Args:
         call: What to do.
     """
@@ -20,12 +23,15 @@ class Task(Generic[Value]):
         self._call = call
         self._values: list[Value] = []
         self._failure: BaseException | None = None
-        self._thread = Thread(target=self._run, name="drivetrain checkpoint", daemon=True)
-        self._thread.start()
+        self._ended = Event()
+        try:
+            Thread(target=self._run, name="drivetrain checkpoint", daemon=True).start()
+        except RuntimeError:
+            self._run()
 
     def wait(self) -> None:
         """Wait until it has ended, however."""
-        self._thread.join()
+        self._ended.wait()
 
     def result(self) -> Value:
         """Wait for what it returns.
@@ -43,6 +49,8 @@ class Task(Generic[Value]):
             self._values.append(self._call())
         except BaseException as error:  # noqa: BLE001 - raised by result()
             self._failure = error
+        finally:
+            self._ended.set()
 
 
 def in_threads(function: Callable[[Item], Value], items: Iterable[Item], *, most: int) -> Iterator[Value]:

@@ -75,7 +75,7 @@ def directory_of(text: str) -> Place:
         raise NoCheckpointError(f"{place} is a checkpoint: name the folder that it is in, {place.parent}")
     if not step_folders(place):
         if step_folders(place / "checkpoints"):
-            raise NoCheckpointError(f"{place} holds no checkpoints: name {place / 'checkpoints'}, which does")
+            raise NoCheckpointError(f"{place} holds no checkpoints itself: name {place / 'checkpoints'}")
         raise NoCheckpointError(
             f"{place} holds no checkpoints: name the folder in which step-1, step-2 and so on lie"
         )
