@@ -3,13 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Source = Literal["device", "host", "disk"]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A part of a model in the order of its forward.
 
     Attributes:
@@ -36,8 +35,7 @@ class Rates:
     from_disk: float
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """When a part's weights are read, copied and used: begin and end, in seconds; (0, 0) where that is not needed.
 
     Attributes:
