@@ -7,3 +7,7 @@ class TiedParametersError(ValueError):
 
 class DeviceMapError(ValueError):
     """A map of devices does not fit the model or the machine."""
+
+
+class WeightFilesError(ValueError):
+    """The files of a model's weights are missing, damaged, or no longer what they were."""

@@ -1,0 +1,113 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from drivetrain_dispatch.errors import WeightFilesError
+from drivetrain_dispatch.weight_files import MappedFile, find_weights
+
+
+def write(path: Path, **tensors: torch.Tensor) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two shards and their index."""
+    write(tmp_path / "model-1.safetensors", a=torch.ones(3))
+    write(tmp_path / "model-2.safetensors", b=torch.zeros(2, 2), c=torch.arange(4))
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_one_file_an_index_and_their_folders_will_do(sharded: Path, tmp_path_factory) -> None:
+    single = write(tmp_path_factory.mktemp("single") / "model.safetensors", a=torch.ones(1))
+    assert find_weights(single) == find_weights(str(single.parent)) == {"a": single}
+    places = {
+        name: sharded / f"model-{number}.safetensors" for name, number in (("a", 1), ("b", 2), ("c", 2))
+    }
+    assert find_weights(sharded) == find_weights(sharded / "model.safetensors.index.json") == places
+
+
+def test_a_tensor_is_the_files_pages_and_the_file_is_never_written_to(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.safetensors", w=torch.arange(1000.0))
+    tensor = MappedFile(path).tensor("w")
+    assert torch.equal(tensor, torch.arange(1000.0))
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    bounds = [[int(end, 16) for end in line.split()[0].split("-")] for line in mapped]
+    assert any(start <= tensor.data_ptr() < end for start, end in bounds)
+    tensor.zero_()
+    assert torch.equal(MappedFile(path).tensor("w"), torch.arange(1000.0))
+
+
+@pytest.mark.parametrize("change", ["replace", "write", "delete"])
+def test_a_file_that_has_changed_is_told(tmp_path: Path, change: str) -> None:
+    path = write(tmp_path / "one.safetensors", w=torch.ones(3))
+    mapped = MappedFile(path)
+    mapped.check_unchanged()
+    if change == "delete":
+        path.unlink()
+    elif change == "replace":
+        write(tmp_path / "new", w=torch.ones(3)).replace(path)
+    else:
+        os.utime(path, ns=(0, 0))
+    with pytest.raises(
+        WeightFilesError, match=r"one.safetensors has changed since the model was loaded from it"
+    ):
+        mapped.check_unchanged()
+
+
+@pytest.mark.parametrize(
+    ("hurt", "told"),
+    [
+        (lambda folder: (folder / "model-2.safetensors").unlink(), r"model-2.safetensors is missing"),
+        (
+            lambda folder: os.truncate(folder / "model-2.safetensors", 150),
+            r"model-2.safetensors is no whole safetensors file \(.*\): it was cut or damaged",
+        ),
+        (
+            lambda folder: (folder / "model-1.safetensors").write_bytes(b"\0" * 100),
+            r"model-1.safetensors is no whole safetensors file",
+        ),
+        (
+            lambda folder: write(folder / "model-2.safetensors", b=torch.ones(1)),
+            r"index.json names tensors that their files do not hold: 'c' \(model-2.safetensors\)",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+            r"model.safetensors.index.json is no JSON",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+            r'has no "weight_map" from tensors to files',
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'),
+            r"names the file '../x': must be one beside it",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_damaged_is_named(sharded: Path, hurt, told: str) -> None:
+    hurt(sharded)
+    with pytest.raises(WeightFilesError, match=told):
+        find_weights(sharded)
+
+
+def test_what_is_no_weights_is_told(tmp_path: Path) -> None:
+    with pytest.raises(WeightFilesError, match=r"holds no \*.safetensors file"):
+        find_weights(tmp_path)
+    with pytest.raises(WeightFilesError, match=r"gone.safetensors is missing"):
+        find_weights(tmp_path / "gone.safetensors")
+    with pytest.raises(WeightFilesError, match=r"model.onnx is no model's weights: name a .safetensors file"):
+        find_weights(tmp_path / "model.onnx")
+    for name in ("x", "y"):
+        write(tmp_path / f"{name}.safetensors", a=torch.ones(1))
+    with pytest.raises(
+        WeightFilesError, match=r"holds several weights \(x.safetensors, y.safetensors\): name one"
+    ):
+        find_weights(tmp_path)
