@@ -96,8 +96,8 @@ def plan_places(
     if not found:
         raise DeviceMapError(_why_not(groups, budgets))
     best, way = min(found, key=lambda pair: (pair[0].seconds, pair[0].depth))
-    placed = _some_come(groups, budgets, way._replace(first_stay=True))
-    assert placed is not None
+    if (placed := _some_come(groups, budgets, way._replace(first_stay=True))) is None:
+        return best
     other = _plan(blocks, costs, groups, placed, rates, depth=way.depth)
     return other if other.seconds < best.seconds else best
 
