@@ -113,8 +113,10 @@ class Replaced:
         self.end()
 
 
-def measure_saves(ours: Run, peer: Run | None, root: Path, rounds: int) -> Mapping[str, list[float]]:
-    """Seconds of saves until they are on the disk."""
+def measure_saves(
+    ours: Run, peer: Run | None, root: Path, rounds: int
+) -> dict[str, Mapping[str, list[float]]]:
+    """Seconds of saves until they are on the disk, and what they take of the processor on this rank."""
     import torch.distributed.checkpoint as dcp
 
     raw, folder = Raw(ours.tensors(), root), Replaced(root / "dcp")
@@ -131,11 +133,22 @@ def measure_saves(ours: Run, peer: Run | None, root: Path, rounds: int) -> Mappi
     if peer is not None:
         contestants["Accelerate"] = lambda: Replaced(peer.folder).save(peer.accelerator.save_state)
     contestants["DCP"] = lambda: folder.save(lambda where: dcp.save(dcp_state(ours), checkpoint_id=where))
-    return take_turns(
-        {name: timed(call, before=lambda: evict(root)) for name, call in contestants.items()},
+    spent: dict[str, list[float]] = {name: [] for name in contestants}
+
+    def counting(name: str) -> Callable[[], None]:
+        def call() -> None:
+            before = time.process_time()
+            contestants[name]()
+            spent[name].append(time.process_time() - before)
+
+        return call
+
+    seconds = take_turns(
+        {name: timed(counting(name), before=lambda: evict(root)) for name in contestants},
         rounds=rounds,
         shown=rank() == 0,
     )
+    return {"save": seconds, "processor": {name: each[-rounds:] for name, each in spent.items()}}
 
 
 def measure_held(ours: Run, root: Path, rounds: int) -> Mapping[str, list[float]]:
@@ -253,10 +266,8 @@ def work(arguments: argparse.Namespace) -> None:
     ours = Run("drivetrain", root / "drivetrain")
     memory = measure_memory(ours)
     peer = Run("accelerate", root / "accelerate", like=ours) if installed("accelerate") else None
-    found: dict[str, Any] = {
-        "save": measure_saves(ours, peer, root, arguments.rounds),
-        "held": measure_held(ours, root, arguments.rounds),
-    }
+    found: dict[str, Any] = {**measure_saves(ours, peer, root, arguments.rounds)}
+    found["held"] = measure_held(ours, root, arguments.rounds)
     found |= measure_loads(ours, peer, root, arguments.rounds)
     found["step"] = measure_steps(ours, arguments.rounds)
     found["memory"] = memory
@@ -281,6 +292,7 @@ def tables_of(found: Mapping[str, Any], ranks: int) -> list[Table]:
     size = f"{found['bytes'] / 1e9:.1f} GB, {ranks} rank{'s' if ranks > 1 else ''}"
     return [
         Table(title=f"Save, {size}, until it is on the disk", unit="s", measured=found["save"]),
+        Table(title=f"Save, {size}: processor time of a rank", unit="s", measured=found["processor"]),
         Table(title=f"Save, {size}: how long training is held", unit="s", measured=found["held"]),
         Table(title=f"Load, {size}, from the disk", unit="s", measured=found["cold"]),
         Table(title=f"Load, {size}, from the cache", unit="s", measured=found["warm"]),

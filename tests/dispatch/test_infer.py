@@ -1,0 +1,100 @@
+import pytest
+import torch
+from torch import nn
+
+from drivetrain_dispatch.device_map import places_of_tensors
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.infer import infer_auto_device_map
+from drivetrain_dispatch.plan import Cost
+from drivetrain_dispatch.timeline import Rates
+
+RATES = Rates(to_device=1e6, from_disk=1e5)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)  # 256 bytes
+        self.second = nn.Linear(8, 8, bias=False)
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)  # 1024 bytes
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.norm = nn.LayerNorm(8)  # 64 bytes
+        self.head = nn.Linear(8, 32, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_what_fits_is_one_line() -> None:
+    found = infer_auto_device_map(Model(), {0: 10_000, "cpu": 10_000}, rates=RATES)
+    assert found == {"": 0}
+    assert found.sizes == {"": 1024 + 4 * 512 + 64 + 1024}
+
+
+def test_accelerators_are_filled_in_order_and_names_are_as_short_as_may_be() -> None:
+    found = infer_auto_device_map(Model(), {0: 2400, 1: 5000}, rates=RATES)
+    assert found == {
+        "embed": 0, "layers.0": 0, "layers.1": 0, "layers.2.first": 0, "layers.2.second": 1, "layers.3": 1,
+        "norm": 1, "head": 1,
+    }  # fmt: skip
+    whole = infer_auto_device_map(Model(), {0: 2400, 1: 5000}, rates=RATES, no_split_module_classes=["Layer"])
+    assert whole == {
+        "embed": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "norm": 1, "head": 1
+    }  # fmt: skip
+
+
+def test_the_rest_goes_to_the_host_and_then_to_the_disk() -> None:
+    budgets = {0: 3400, "cpu": 600}
+    found = infer_auto_device_map(Model(), budgets, rates=RATES, no_split_module_classes=["Layer"])
+    assert set(found.values()) == {0, "cpu", "disk"}
+    for device, most in budgets.items():
+        assert sum(found.sizes[name] for name, there in found.items() if there == device) <= most
+    places_of_tensors(Model(), found)  # every tensor has a place
+
+
+def test_without_accelerators_the_host_computes() -> None:
+    assert infer_auto_device_map(Model(), {"cpu": 10_000}, rates=RATES) == {"": "cpu"}
+    found = infer_auto_device_map(Model(), {"cpu": 3000}, rates=RATES)
+    assert set(found.values()) == {"cpu", "disk"}
+
+
+def test_shared_weights_stay_together() -> None:
+    for first in range(1500, 4000, 100):
+        found = infer_auto_device_map(Model(tied=True), {0: first, 1: 5000, "cpu": 500}, rates=RATES)
+        places = places_of_tensors(Model(tied=True), found)
+        assert places["embed.weight"] == places["head.weight"]
+
+
+def test_dtypes_and_costs_count() -> None:
+    budgets = {0: 2200, "cpu": 10_000}
+    half = infer_auto_device_map(Model(), budgets, rates=RATES, dtype=torch.bfloat16)
+    assert half == {"": 0}
+    costs = {"head": Cost(peak_bytes=500)}
+    assert infer_auto_device_map(Model(), budgets, rates=RATES, dtype=torch.bfloat16, costs=costs) != {"": 0}
+
+
+def test_times_are_those_of_the_parts() -> None:
+    costs = {
+        "embed": Cost(seconds=0.5),
+        "layers.0.first": Cost(seconds=1.0),
+        "layers.1.second": Cost(seconds=2.0),
+    }
+    found = infer_auto_device_map(Model(), {0: 2400, 1: 5000}, rates=RATES, costs=costs)
+    assert {name: seconds for name, seconds in found.seconds.items() if seconds} == {
+        "embed": 0.5, "layers.0": 1.0, "layers.1": 2.0
+    }  # fmt: skip
+
+
+def test_a_device_that_is_too_small_is_told_by_the_block_that_does_not_fit() -> None:
+    with pytest.raises(DeviceMapError, match=r"max_memory: 'embed' takes 1.02 kB"):
+        infer_auto_device_map(Model(), {0: 100, "cpu": 10_000}, rates=RATES)
+
+
+def test_a_model_without_memory_will_do() -> None:
+    with torch.device("meta"):
+        model = Model()
+    assert infer_auto_device_map(model, {0: 10_000}, rates=RATES) == {"": 0}
