@@ -72,7 +72,7 @@ def test_a_few_large_ones_stay_where_room_for_them_would_cost_more() -> None:
 @pytest.mark.parametrize(
     ("budgets", "told"),
     [
-        (Budgets(devices=(90,), host=1000), r"'layer.0' takes 100 B and 0 B for its activations, 0 B stay"),
+        (Budgets(devices=(90,), host=1000), r"'layer.0' takes 100 B, activations up to 0 B, 0 B stay"),
         (Budgets(devices=(150,), host=10, disk=20), r"the model takes 400 B and the devices may hold 180 B"),
     ],
 )  # fmt: skip
@@ -85,9 +85,34 @@ def test_the_block_that_is_too_large_is_named_with_what_it_needs() -> None:
     blocks = [*layers(3, 10**9), Block("head", 6 * 10**9, 3)]
     costs = {"head": Cost(peak_bytes=5 * 10**8, kept_bytes=0)}
     with pytest.raises(
-        DeviceMapError, match=r"'head' takes 6.00 GB and 500.00 MB .* give one at least 6.50 GB"
+        DeviceMapError, match=r"'head' takes 6.00 GB, activations up to 500.00 MB.* give one at least 6.50 GB"
     ):
         plan_places(blocks, costs, Budgets(devices=(4 * 10**9,), host=10**12), RATES)
+
+
+@pytest.mark.parametrize("devices", [(50, 800), (800, 50), (50, 0, 800, 90)])
+def test_a_device_without_room_for_a_block_leaves_it_to_the_others(devices: tuple[int, ...]) -> None:
+    blocks = layers(12)
+    alone = plan_places(blocks, costs_of(blocks), Budgets(devices=(800,), host=10_000), RATES)
+    plan = plan_places(blocks, costs_of(blocks), Budgets(devices=devices, host=10_000), RATES)
+    assert plan.sources == alone.sources
+    assert {devices[at] for at in plan.devices} == {800}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=15)
+)
+def test_what_an_error_asks_for_is_enough(model: list[tuple[int, int, int]]) -> None:
+    blocks = [Block(f"{index}", size_bytes, index) for index, (size_bytes, _, _) in enumerate(model)]
+    costs = {
+        f"{index}": Cost(peak_bytes=peak, kept_bytes=kept) for index, (_, peak, kept) in enumerate(model)
+    }
+    asked = (
+        max(size for size, _, _ in model)
+        + max(peak for _, peak, _ in model)
+        + sum(kept for _, _, kept in model)
+    )
+    plan_places(blocks, costs, Budgets(devices=(1, asked), host=0), RATES)
 
 
 models = st.lists(

@@ -25,7 +25,7 @@ def infer_auto_device_map(
     special_dtypes: Mapping[str, torch.dtype] | None = None,
     costs: Mapping[str, Cost] | None = None,
 ) -> DeviceMap:
-    """Plan where each part of a model goes, for the shortest predicted forward. Nothing is moved or loaded.
+    """Plan where each part of a model goes, and predict how long a forward takes. Nothing is moved or loaded.
 
     What fits on the accelerators stays there, filled in the order given. Of a larger model, what does not fit goes to
     `"cpu"`, and beyond its budget to `"disk"`, spread evenly over the forward; accelerators compute it all the same.

@@ -68,11 +68,12 @@ class PlacePlan:
 def plan_places(
     blocks: Sequence[Block], costs: Mapping[str, Cost], budgets: Budgets, rates: Rates
 ) -> PlacePlan:
-    """Plan where the blocks of a model are, for the shortest predicted forward within every budget at its peak.
+    """Plan where the blocks of a model are, within every budget at its peak.
 
     If everything can stay, the devices are filled in their order, so that activations go from one to the next seldom.
     Otherwise as much as possible stays, and what does not is spread evenly between: the weights of one block come
-    while those before it compute.
+    while those before it compute. Of several numbers of blocks on their way, the one with the shortest predicted
+    forward is taken. A device that has no room for a block on its way computes nothing.
 
     Args:
         blocks: In the order of the forward. Those of a group stay together.
@@ -184,24 +185,28 @@ def _limits(groups: Sequence[_Group]) -> list[int]:
 
 def _some_come(groups: Sequence[_Group], budgets: Budgets, way: _Way) -> _Placed | None:
     """As much as fits on the devices, the rest spread evenly over the forward; None if it does not fit."""
-    segments = _segments(groups, budgets.devices)
-    placed: _Placed = []
-    for at, (budget, segment) in enumerate(zip(budgets.devices, segments, strict=True)):
-        peak = max((group.cost.peak_bytes for group in segment), default=0)
-        kept = sum(group.cost.kept_bytes for group in segment)
-        sources = _spread(segment, budget - peak - kept - (way.depth + 1) * way.largest, way)
-        if sources is None:
-            return None
-        placed.extend((source, at) for source in sources)
-    return _to_disk(groups, placed, budgets, way)
+    devices = list(budgets.devices)
+    while any(devices):
+        placed: _Placed = []
+        for at, segment in enumerate(_segments(groups, devices)):
+            peak = max((group.cost.peak_bytes for group in segment), default=0)
+            kept = sum(group.cost.kept_bytes for group in segment)
+            sources = _spread(segment, devices[at] - peak - kept - (way.depth + 1) * way.largest, way)
+            if sources is None:
+                devices[at] = 0  # too small for its part: the others compute that
+                break
+            placed.extend((source, at) for source in sources)
+        else:
+            return _to_disk(groups, placed, budgets, way)
+    return None
 
 
 def _segments(groups: Sequence[_Group], budgets: Sequence[int]) -> list[Sequence[_Group]]:
     """The groups that each device computes: one after the other, by bytes in the proportion of the budgets."""
     total, whole = sum(group.size_bytes for group in groups), sum(budgets)
     passed = list(accumulate(group.size_bytes for group in groups))
-    ends = [bisect_right(passed, total * end / whole) if whole else 0 for end in accumulate(budgets)]
-    ends[-1] = len(groups)
+    # In integers: shares as floats may miss the last group.
+    ends = [bisect_right(passed, total * end // whole) if end else 0 for end in accumulate(budgets)]
     return [groups[start:end] for start, end in pairwise([0, *ends])]
 
 
@@ -213,6 +218,8 @@ def _spread(segment: Sequence[_Group], room: int, way: _Way) -> list[Source] | N
         room: Bytes for what stays.
         way: How to offload.
     """
+    if not segment:
+        return []
     due = 1.0 if way.first_stay else 0.5
     fixed = sum(group.size_bytes for group in segment if group.size_bytes > way.largest)
     free = sum(group.size_bytes for group in segment) - fixed
@@ -300,13 +307,13 @@ def _why_not(groups: Sequence[_Group], budgets: Budgets) -> str:
             f"max_memory: the model takes {_shown(total)} and the devices may hold {_shown(held)} together: give "
             "them more, or leave the disk's budget out"
         )
-    group = max(groups, key=lambda group: group.size_bytes + group.cost.peak_bytes)
+    group = max(groups, key=lambda group: group.size_bytes)
+    peak = max(group.cost.peak_bytes for group in groups)
     kept = sum(group.cost.kept_bytes for group in groups)
-    needed = group.size_bytes + group.cost.peak_bytes
     return (
-        f"max_memory: {group.name!r} takes {_shown(group.size_bytes)} and {_shown(group.cost.peak_bytes)} for its "
-        f"activations, {_shown(kept)} stay for the whole model, and no device may hold more than "
-        f"{_shown(max(budgets.devices))}: give one at least {_shown(needed + kept)}, or let the block be split"
+        f"max_memory: {group.name!r} takes {_shown(group.size_bytes)}, activations up to {_shown(peak)}, "
+        f"{_shown(kept)} stay for the whole model, and no device may hold more than {_shown(max(budgets.devices))}: "
+        f"give one at least {_shown(group.size_bytes + peak + kept)}, or let the block be split"
     )
 
 

@@ -59,7 +59,7 @@ def play(works: Sequence[Work], rates: Rates, *, depth: int) -> list[Turn]:
     Args:
         works: The parts, in order.
         rates: How fast weights come.
-        depth: How many offloaded parts may be on their way beside the one that is computed: from 1 on.
+        depth: How many offloaded parts may be on their way beside the one that is computed: from 0 on.
     """
     turns: list[Turn] = []
     disk = link = compute = 0.0

@@ -4,7 +4,6 @@ A tensor of such a file is the file's pages: it takes no memory of its own, and 
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,7 +134,7 @@ def _indexed(index: Path) -> dict[str, Path]:
         raise WeightFilesError(f'{index} has no "weight_map" from tensors to files')
     held: dict[str, frozenset[str]] = {}
     for file in sorted(set(names.values())):
-        if os.path.basename(file) != file:
+        if Path(file).name != file:
             raise WeightFilesError(f"{index} names the file {file!r}: must be one beside it")
         held[file] = MappedFile(index.parent / file).names
     if lacking := sorted(name for name, file in names.items() if name not in held[file]):
