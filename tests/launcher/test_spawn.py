@@ -1,4 +1,5 @@
 import os
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +49,18 @@ def test_functions_of_a_notebook_run_on_several_processes(run_source: Callable) 
     # torch 2.9's gloo prints who is connected.
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert lines == ["[30, 30]", "[6, 6, 6]"], done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts a process's children in /proc")
+def test_no_rank_runs_before_all_are_forked(run_source: Callable) -> None:
+    # A fork while the store in the parent answers a rank may inherit a lock that nobody gives back.
+    source = """
+def siblings():
+    return len(open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split())
+print(debug_launcher(siblings, num_processes=12))
+"""
+    done = run_source(NOTEBOOK + source)
+    assert done.stdout == f"{[12] * 12}\n", done.stderr
 
 
 def test_a_failing_rank_is_shown_and_the_interpreter_goes_on(run_source: Callable) -> None:

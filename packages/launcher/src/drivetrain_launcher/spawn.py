@@ -1,10 +1,12 @@
 """Start a function, not a script, on several processes: from a notebook, or to try a loop on a laptop."""
 
+import multiprocessing
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -105,15 +107,17 @@ def _start(
     place = meeting.bootstrap_store_info
     assert place is not None
     ranks = range(count)
+    all_forked = multiprocessing.get_context("fork").Event()
     with TemporaryDirectory(prefix="drivetrain_") as scratch, _signals_restored(), torch_silenced():
         context = start_processes(
             name="rank",
             entrypoint=_call,
-            args={rank: (function, tuple(args)) for rank in ranks},
+            args={rank: (all_forked, function, tuple(args)) for rank in ranks},
             envs={rank: {**_environment(rank, count, place.master_port), **said} for rank in ranks},
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
             start_method="fork",
         )
+        all_forked.set()
         try:
             result = context.wait(period=0.05)
         except SignalException as stop:
@@ -135,11 +139,16 @@ def _start(
     return [result.return_values[rank] for rank in ranks]
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What each process runs. A fork has no OpenMP threads left of its parent's, and would wait for them."""
+def _call(all_forked: Event, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What each process runs.
+
+    It waits until all are forked: where one connects, the store's thread in the parent looks up its name under a lock
+    of the C library, and a process forked meanwhile would inherit that lock held, and wait at its own first lookup.
+    """
     import torch
 
-    torch.set_num_threads(1)
+    all_forked.wait()
+    torch.set_num_threads(1)  # a fork has no OpenMP threads left of its parent's, and would wait for them
     return function(*args)
 
 
