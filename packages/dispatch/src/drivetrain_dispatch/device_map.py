@@ -27,6 +27,7 @@ class DeviceMap(dict[str, Device]):
         devices: Device by name.
         sizes: Bytes by name, for the table.
         seconds: Predicted time of one forward by name, for the table.
+        depth: How many offloaded parts may be on their way beside the one that computes; None if not planned.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class DeviceMap(dict[str, Device]):
         *,
         sizes: Mapping[str, int] | None = None,
         seconds: Mapping[str, float] | None = None,
+        depth: int | None = None,
     ) -> None:
         super().__init__(devices)
         self.sizes = dict(sizes or {})
         self.seconds = dict(seconds or {})
+        self.depth = depth
 
     def __str__(self) -> str:
         """A line a name: module, device, size, predicted time."""

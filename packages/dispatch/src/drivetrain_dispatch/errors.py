@@ -11,3 +11,7 @@ class DeviceMapError(ValueError):
 
 class WeightFilesError(ValueError):
     """The files of a model's weights are missing, damaged, or no longer what they were."""
+
+
+class OffloadedError(RuntimeError):
+    """Something was asked of a model whose weights are offloaded that it cannot do until remove_hooks(model)."""

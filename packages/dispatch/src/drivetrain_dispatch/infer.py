@@ -69,7 +69,7 @@ def infer_auto_device_map(
     for block, turn in zip(blocks, plan.turns, strict=True):
         sizes[outermost[block.name]] += block.size_bytes
         seconds[outermost[block.name]] += turn.computed[1] - turn.computed[0]
-    return DeviceMap(merged, sizes=sizes, seconds=seconds)
+    return DeviceMap(merged, sizes=sizes, seconds=seconds, depth=plan.depth)
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:

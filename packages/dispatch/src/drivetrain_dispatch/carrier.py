@@ -1,0 +1,121 @@
+"""Who brings weights to the device that computes: a thread beside the forward, on a stream beside its stream."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CHUNK_BYTES = 16 << 20  # of pinned memory: large enough for the link's full rate
+_NUM_CHUNKS = 3  # one is being filled, one is on its way, one may wait
+
+
+class Parcel(NamedTuple):
+    """A tensor that is to be brought.
+
+    Attributes:
+        home: Its values, on the host: memory, pinned memory or the pages of a file.
+        device: Where it is computed.
+        dtype: As what.
+    """
+
+    home: Tensor
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Arrival:
+    """Tensors on their way.
+
+    Args:
+        work: What a thread does.
+    """
+
+    def __init__(self, work: "Future[tuple[list[Tensor], torch.Event | None]]") -> None:
+        self._work = work
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, ready for what this thread computes next on their device.
+
+        Raises:
+            Exception: Whatever kept the thread from bringing them, such as no memory on the device.
+        """
+        tensors, event = self._work.result()
+        if event is not None:
+            for tensor in tensors:
+                stream = torch.accelerator.current_stream(tensor.device)
+                stream.wait_event(event)
+                # The memory came from another stream's pool: it is free again when this stream is through with it.
+                tensor.record_stream(stream)
+        return tensors
+
+
+class Carrier:
+    """Brings tensors in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drivetrain-offload")
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._chunks: _Chunks | None = None
+
+    def bring(self, parcels: Sequence[Parcel]) -> Arrival:
+        """Begin to bring tensors."""
+        return Arrival(self._thread.submit(self._bring, parcels))
+
+    def close(self) -> None:
+        """Bring nothing more."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _bring(self, parcels: Sequence[Parcel]) -> tuple[list[Tensor], torch.Event | None]:
+        with torch.no_grad():
+            if parcels[0].device.type == "cpu":
+                return [parcel.home.to(parcel.dtype, copy=True) for parcel in parcels], None
+            return self._copy(parcels)
+
+    def _copy(self, parcels: Sequence[Parcel]) -> tuple[list[Tensor], torch.Event]:
+        device = parcels[0].device
+        stream = self._streams.setdefault(device, torch.Stream(device))
+        event = torch.Event(device)
+        with stream:
+            tensors = [self._copied(parcel, stream) for parcel in parcels]
+            event.record(stream)
+        return tensors, event
+
+    def _copied(self, parcel: Parcel, stream: torch.Stream) -> Tensor:
+        home = parcel.home
+        if home.is_pinned() or home.device.type != "cpu" or not home.is_contiguous():
+            arrived = home.to(parcel.device, non_blocking=True)
+        else:
+            self._chunks = self._chunks or _Chunks()
+            arrived = self._chunks.copied(home, parcel.device, stream)
+        return arrived.to(parcel.dtype)
+
+
+class _Chunks:
+    """A few pieces of pinned memory through which everything goes that is not pinned itself."""
+
+    def __init__(self) -> None:
+        self._chunks = [
+            torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_CHUNKS)
+        ]
+        self._events: list[torch.Event | None] = [None] * _NUM_CHUNKS
+        self._next = 0
+
+    def copied(self, home: Tensor, device: torch.device, stream: torch.Stream) -> Tensor:
+        """A copy of a contiguous tensor on a device; the last pieces may be on their way still."""
+        arrived = torch.empty_like(home, device=device)
+        source = home.view(-1).view(torch.uint8)
+        target = arrived.view(-1).view(torch.uint8)
+        for start in range(0, source.numel(), _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, source.numel() - start)
+            chunk, at = self._chunks[self._next][:size], self._next
+            self._next = (self._next + 1) % _NUM_CHUNKS
+            if (sent := self._events[at]) is not None:
+                sent.synchronize()  # what it held is on the device
+            chunk.copy_(source[start : start + size])
+            target[start : start + size].copy_(chunk, non_blocking=True)
+            event = torch.Event(device)
+            event.record(stream)
+            self._events[at] = event
+        return arrived

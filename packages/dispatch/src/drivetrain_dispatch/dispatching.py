@@ -1,0 +1,224 @@
+"""Put a model's weights where a device map says, and have them come when they are used."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain_dispatch.carrier import Parcel
+from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
+from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
+from drivetrain_dispatch.hooks import Listener, listen
+from drivetrain_dispatch.in_place import InPlace
+from drivetrain_dispatch.moving import Moving
+from drivetrain_dispatch.pages import Pages
+from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
+from drivetrain_dispatch.settling import settle
+from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.streaming import OffloadStats, Seat, Streaming
+from drivetrain_dispatch.units import Unit, units_of
+from drivetrain_dispatch.weight_files import MappedFile
+
+_CPU = torch.device("cpu")
+_DEPTH = 2  # units on their way where a map does not say: one is copied while one is read
+_RECORD = "_drivetrain_dispatch"  # the model's attribute
+
+
+class _Engine(Listener, Protocol):
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Dispatch:
+    """What was done to a model."""
+
+    engines: list[_Engine] = field(default_factory=list[_Engine])
+    handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+
+    def listen(self, model: nn.Module, units: Sequence[Unit], engine: _Engine) -> None:
+        self.engines.append(engine)
+        self.handles.extend(listen(model, [unit.module for unit in units], engine))
+
+    def move(self, model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]) -> None:
+        """Have inputs follow: into the model, and from one device's part to the next one's."""
+        devices = {placement.device for placement in placements.values()}
+        if devices <= {_CPU}:
+            return
+        modules = dict(model.named_modules())
+        for name, device in _parts(modules, placements).items():
+            outermost = name == ""
+            moving = Moving(modules[name], device, skip_keys, returns=outermost)
+            self.handles.extend(moving.handles)
+
+    def __reduce__(self) -> NoReturn:
+        raise OffloadedError(
+            "a dispatched model cannot be copied or pickled as a whole: save its state_dict(), or call "
+            "remove_hooks(model) first"
+        )
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    *,
+    main_device: Device | None = None,
+    offload_dir: Path | str | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] = (),
+    skip_keys: Collection[str] = (),
+    mapped: Mapping[str, MappedFile] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> nn.Module:
+    """Put each part of a model where a device map says; offloaded weights come while those before them compute.
+
+    What the map keeps on `"cpu"` or `"disk"` is computed by the accelerator that it names before, or by the host if
+    it names none. The host uses weights of the disk where they are, in the pages of their file.
+
+    Args:
+        model: The model, with its weights; changed in place.
+        device_map: Device by the name of a module, parameter or buffer; `""` is all that is left.
+        main_device: The accelerator that computes what the map names before any; the map's first unless said.
+        offload_dir: Where weights of the disk are written to, if they are in no file yet.
+        offload_buffers: Whether buffers are kept away too.
+        preload_module_classes: Names of module classes whose weights come all at once: a layer that is compiled, or
+            that uses the weights of modules inside it without calling them.
+        skip_keys: Keyword arguments that no device's part of the model moves to itself.
+        mapped: Of weights that are the pages of a file already, that file.
+        dtypes: Of weights that are computed in another dtype than they are kept in, that dtype. Running statistics
+            of norms keep theirs.
+
+    Returns:
+        The same model. Its attribute `hf_device_map` is the map.
+
+    Raises:
+        DeviceMapError: The map does not fit the model or the machine, a device has no room, or the disk no folder.
+        WeightFilesError: The weights could not be written to the disk.
+        OffloadedError: The model is dispatched already.
+        ValueError: A class is named that the model does not have.
+
+    After an error the model is what it was.
+    """
+    if dispatched(model):
+        raise OffloadedError(
+            "the model is dispatched already: call remove_hooks(model) before it is dispatched anew"
+        )
+    placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
+    check_places([place for placement in placements.values() for place in placement])
+    tensors = dict(named_tensors(model))
+    if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise DeviceMapError(
+            f"{empty[0]!r} and {len(empty) - 1} more are on the meta device: load weights first, or with "
+            "load_checkpoint_and_dispatch at once"
+        )
+    wanted = {name: dtype for name, dtype in (dtypes or {}).items() if name not in running_statistics(model)}
+    coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
+    files = settle(tensors, placements, mapped or {}, offload_dir)
+    depth = device_map.depth if isinstance(device_map, DeviceMap) and device_map.depth is not None else _DEPTH
+    record = _Dispatch()
+    setattr(model, _RECORD, record)
+    if coming:
+        record.listen(model, coming, _streaming(coming, placements, wanted, files, depth=depth))
+    if in_place := units_of(model, _in_place(placements, files, coming)):
+        pages = [[Pages(tensor) for tensor in unit.tensors.values()] for unit in in_place]
+        record.listen(model, in_place, InPlace(pages, _files_of(in_place, files)))
+    record.move(model, placements, skip_keys)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment] as users of such libraries look it up
+    return model
+
+
+def remove_hooks(model: nn.Module) -> nn.Module:
+    """Make a dispatched model an ordinary one again.
+
+    Its hooks are gone, and its weights are ordinary tensors with the values they have: those that were offloaded on
+    the host, those of the disk still the pages of their file, the others where they are. Nothing happens to a model
+    that is not dispatched.
+    """
+    record: _Dispatch | None = model.__dict__.pop(_RECORD, None)
+    if record is not None:
+        for handle in record.handles:
+            handle.remove()
+        for engine in record.engines:
+            engine.close()
+        model.__dict__.pop("hf_device_map", None)
+    return model
+
+
+def dispatched(model: nn.Module) -> bool:
+    """Whether a model is dispatched."""
+    return _RECORD in model.__dict__
+
+
+def offload_stats(model: nn.Module) -> OffloadStats:
+    """What the forwards of a dispatched model have brought, and how often they stood still for it.
+
+    Raises:
+        OffloadedError: The model is not dispatched.
+    """
+    record: _Dispatch | None = model.__dict__.get(_RECORD)
+    if record is None:
+        raise OffloadedError("the model is not dispatched: nothing was brought")
+    each = [engine.stats for engine in record.engines if isinstance(engine, Streaming)]
+    return OffloadStats(
+        num_brought=sum(stats.num_brought for stats in each),
+        num_missed=sum(stats.num_missed for stats in each),
+        bytes_brought=sum(stats.bytes_brought for stats in each),
+    )
+
+
+def _coming(placements: Mapping[str, Placement], dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """The tensors that are brought when they are used."""
+    return [
+        name
+        for name, placement in placements.items()
+        if name in dtypes or not (placement.stays or placement.device == _CPU)
+    ]
+
+
+def _in_place(
+    placements: Mapping[str, Placement], files: Mapping[str, MappedFile], coming: Sequence[Unit]
+) -> list[str]:
+    """The tensors that the host uses where they are in their file."""
+    brought = {name for unit in coming for name in unit.tensors}
+    return [name for name in placements if name in files and name not in brought]
+
+
+def _streaming(
+    units: Sequence[Unit],
+    placements: Mapping[str, Placement],
+    dtypes: Mapping[str, torch.dtype],
+    files: Mapping[str, MappedFile],
+    *,
+    depth: int,
+) -> Streaming:
+    seats: dict[int, Seat] = {}
+    for unit in units:
+        for name, tensor in unit.tensors.items():
+            parcel = Parcel(tensor.data, placements[name].device, dtypes.get(name, tensor.dtype))
+            seats.setdefault(id(tensor), Seat(tensor, parcel))
+    each = [[seats[id(tensor)] for tensor in unit.tensors.values()] for unit in units]
+    return Streaming([list(dict.fromkeys(unit)) for unit in each], depth=depth, files=_files_of(units, files))
+
+
+def _files_of(units: Sequence[Unit], files: Mapping[str, MappedFile]) -> list[MappedFile]:
+    return list(dict.fromkeys(files[name] for unit in units for name in unit.tensors if name in files))
+
+
+def _parts(modules: Mapping[str, nn.Module], placements: Mapping[str, Placement]) -> dict[str, torch.device]:
+    """The model, and of several devices the outermost modules that one of them computes alone."""
+    inside: dict[str, set[torch.device]] = {}
+    first: dict[str, torch.device] = {}
+    for name, placement in placements.items():
+        for outer in enclosing_modules(name):
+            inside.setdefault(outer, set()).add(placement.device)
+            first.setdefault(outer, placement.device)
+    chosen = {"": first[""]}
+    for name in modules:
+        around = list(enclosing_modules(name)) if name else []
+        alone = len(inside.get(name, ())) == 1
+        if name and alone and all(len(inside[outer]) > 1 for outer in around):
+            chosen[name] = first[name]
+    return chosen

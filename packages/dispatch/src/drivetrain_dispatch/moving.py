@@ -1,0 +1,91 @@
+"""Inputs that follow their module to its device, and outputs that come back."""
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """A nested value with its tensors on a device.
+
+    Lists, tuples, named tuples, mappings and dataclasses are looked into; of anything else, such as a cache of keys
+    and values, its owner takes care.
+    """
+    if isinstance(value, Tensor):
+        return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
+    if isinstance(value, list | tuple):
+        items = cast("list[Any] | tuple[Any, ...]", value)
+        moved = [move(item, device) for item in items]
+        if all(one is other for one, other in zip(items, moved, strict=True)):
+            return items
+        if isinstance(items, list):
+            return moved
+        make = cast("Callable[..., Any] | None", getattr(items, "_make", None))
+        return tuple(moved) if make is None else make(moved)
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        moved = {key: move(item, device) for key, item in mapping.items()}
+        if all(moved[key] is item for key, item in mapping.items()):
+            return mapping
+        return moved if type(mapping) is dict else cast("Callable[[object], object]", type(mapping))(moved)
+    if is_dataclass(value) and not isinstance(value, type):
+        moved = {
+            field.name: move(getattr(value, field.name), device) for field in fields(value) if field.init
+        }
+        if all(moved[name] is getattr(value, name) for name in moved):
+            return value
+        return replace(value, **moved)
+    return value
+
+
+class Moving:
+    """Moves the inputs of a module to its device at each call, and its outputs back to where the inputs were.
+
+    Args:
+        module: The module.
+        device: Where it computes.
+        skip_keys: Keyword arguments that stay where they are.
+        returns: Whether outputs go back; else they stay, for the module that comes next.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, skip_keys: Collection[str], *, returns: bool
+    ) -> None:
+        self._device = device
+        self._skip_keys = frozenset(skip_keys)
+        self._own = threading.local()  # of each thread, where the inputs of its calls came from
+        self.handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        ]
+        if returns:
+            self.handles.append(module.register_forward_hook(self._after))
+
+    def _before(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._own.came_from = _first_device((args, kwargs))
+        moved = {
+            name: value if name in self._skip_keys else move(value, self._device)
+            for name, value in kwargs.items()
+        }
+        return move(args, self._device), moved
+
+    def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        came_from: torch.device | None = self._own.came_from
+        return output if came_from is None else move(output, came_from)
+
+
+def _first_device(value: Any) -> torch.device | None:
+    if isinstance(value, Tensor):
+        return value.device
+    if isinstance(value, Mapping):
+        value = list(cast("Mapping[str, Any]", value).values())
+    if isinstance(value, list | tuple):
+        found = (_first_device(item) for item in cast("list[Any]", value))
+        return next((device for device in found if device is not None), None)
+    return None
