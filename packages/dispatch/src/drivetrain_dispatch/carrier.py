@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _CHUNK_BYTES = 16 << 20  # of pinned memory: large enough for the link's full rate
+_SMALL_BYTES = 64 << 10
 _NUM_CHUNKS = 3  # one is being filled, one is on its way, one may wait
 
 
@@ -25,15 +26,21 @@ class Parcel(NamedTuple):
     dtype: torch.dtype
 
 
+class _Brought(NamedTuple):
+    tensors: list[Tensor]
+    event: torch.Event | None  # recorded behind their copies, on the stream that copies
+
+
 class Arrival:
     """Tensors on their way.
 
     Args:
-        work: What a thread does.
+        work: What a thread does, or what was done at once.
     """
 
-    def __init__(self, work: "Future[tuple[list[Tensor], torch.Event | None]]") -> None:
+    def __init__(self, work: "Future[_Brought] | _Brought") -> None:
         self._work = work
+        self._waited: set[int] = set()  # streams that the copies come before
 
     def wait(self) -> list[Tensor]:
         """The tensors, ready for what this thread computes next on their device.
@@ -41,14 +48,22 @@ class Arrival:
         Raises:
             Exception: Whatever kept the thread from bringing them, such as no memory on the device.
         """
-        tensors, event = self._work.result()
-        if event is not None:
+        work = self._work
+        if isinstance(work, Future):
+            work = self._work = work.result()
+        if work.event is not None:
+            self._order(work.tensors, work.event)
+        return work.tensors
+
+    def _order(self, tensors: Sequence[Tensor], event: torch.Event) -> None:
+        """Have this thread's stream wait for the copies, once."""
+        stream = torch.accelerator.current_stream(tensors[0].device)
+        if stream.stream_id not in self._waited:
+            self._waited.add(stream.stream_id)
+            stream.wait_event(event)
             for tensor in tensors:
-                stream = torch.accelerator.current_stream(tensor.device)
-                stream.wait_event(event)
                 # The memory came from another stream's pool: it is free again when this stream is through with it.
                 tensor.record_stream(stream)
-        return tensors
 
 
 class Carrier:
@@ -60,27 +75,30 @@ class Carrier:
         self._chunks: _Chunks | None = None
 
     def bring(self, parcels: Sequence[Parcel]) -> Arrival:
-        """Begin to bring tensors."""
+        """Begin to bring tensors; what takes less time than to ask a thread for it is done at once."""
+        if all(parcel.home.nbytes <= _SMALL_BYTES or parcel.home.is_pinned() for parcel in parcels):
+            with torch.inference_mode(mode=False):
+                return Arrival(self._bring(parcels))
         return Arrival(self._thread.submit(self._bring, parcels))
 
     def close(self) -> None:
         """Bring nothing more."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _bring(self, parcels: Sequence[Parcel]) -> tuple[list[Tensor], torch.Event | None]:
+    def _bring(self, parcels: Sequence[Parcel]) -> _Brought:
         with torch.no_grad():
             if parcels[0].device.type == "cpu":
-                return [parcel.home.to(parcel.dtype, copy=True) for parcel in parcels], None
+                return _Brought([parcel.home.to(parcel.dtype, copy=True) for parcel in parcels], None)
             return self._copy(parcels)
 
-    def _copy(self, parcels: Sequence[Parcel]) -> tuple[list[Tensor], torch.Event]:
+    def _copy(self, parcels: Sequence[Parcel]) -> _Brought:
         device = parcels[0].device
         stream = self._streams.setdefault(device, torch.Stream(device))
         event = torch.Event(device)
         with stream:
             tensors = [self._copied(parcel, stream) for parcel in parcels]
             event.record(stream)
-        return tensors, event
+        return _Brought(tensors, event)
 
     def _copied(self, parcel: Parcel, stream: torch.Stream) -> Tensor:
         home = parcel.home

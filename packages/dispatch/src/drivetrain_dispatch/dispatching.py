@@ -7,15 +7,13 @@ from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.carrier import Parcel
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.hooks import Listener, listen
+from drivetrain_dispatch.hooks import Listener, Listening
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
-from drivetrain_dispatch.pages import Pages
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
 from drivetrain_dispatch.settling import settle
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
@@ -28,6 +26,10 @@ _DEPTH = 2  # units on their way where a map does not say: one is copied while o
 _RECORD = "_drivetrain_dispatch"  # the model's attribute
 
 
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
 class _Engine(Listener, Protocol):
     def close(self) -> None: ...
 
@@ -37,11 +39,11 @@ class _Dispatch:
     """What was done to a model."""
 
     engines: list[_Engine] = field(default_factory=list[_Engine])
-    handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+    handles: list[_Handle] = field(default_factory=list[_Handle])
 
     def listen(self, model: nn.Module, units: Sequence[Unit], engine: _Engine) -> None:
         self.engines.append(engine)
-        self.handles.extend(listen(model, [unit.module for unit in units], engine))
+        self.handles.append(Listening(model, [unit.module for unit in units], engine))
 
     def move(self, model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]) -> None:
         """Have inputs follow: into the model, and from one device's part to the next one's."""
@@ -123,8 +125,7 @@ def dispatch_model(
     if coming:
         record.listen(model, coming, _streaming(coming, placements, wanted, files, depth=depth))
     if in_place := units_of(model, _in_place(placements, files, coming)):
-        pages = [[Pages(tensor) for tensor in unit.tensors.values()] for unit in in_place]
-        record.listen(model, in_place, InPlace(pages, _files_of(in_place, files)))
+        record.listen(model, (), InPlace(in_place, _files_of(in_place, files)))
     record.move(model, placements, skip_keys)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment] as users of such libraries look it up
     return model
@@ -137,13 +138,14 @@ def remove_hooks(model: nn.Module) -> nn.Module:
     the host, those of the disk still the pages of their file, the others where they are. Nothing happens to a model
     that is not dispatched.
     """
-    record: _Dispatch | None = model.__dict__.pop(_RECORD, None)
+    record: _Dispatch | None = model.__dict__.get(_RECORD)
     if record is not None:
-        for handle in record.handles:
+        for handle in reversed(record.handles):
             handle.remove()
         for engine in record.engines:
             engine.close()
-        model.__dict__.pop("hf_device_map", None)
+        del model.hf_device_map
+        delattr(model, _RECORD)
     return model
 
 
@@ -163,7 +165,7 @@ def offload_stats(model: nn.Module) -> OffloadStats:
         raise OffloadedError("the model is not dispatched: nothing was brought")
     each = [engine.stats for engine in record.engines if isinstance(engine, Streaming)]
     return OffloadStats(
-        num_brought=sum(stats.num_brought for stats in each),
+        num_used=sum(stats.num_used for stats in each),
         num_missed=sum(stats.num_missed for stats in each),
         bytes_brought=sum(stats.bytes_brought for stats in each),
     )

@@ -1,12 +1,16 @@
-"""How a model tells that its parts are used: hooks of torch on the model and on the modules that bring weights."""
+"""How a model tells that its parts are used: a call around the forward of the model and of each part.
+
+Around, not torch's hooks: those cost a module more than the rest of what is done here, and cannot undo what they
+began when a hook before them fails.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from functools import update_wrapper
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.errors import OffloadedError
 
@@ -15,7 +19,8 @@ class Listener(Protocol):
     """What is told; in this order, by every thread that uses the model.
 
     1. `begin` when the whole model is called. 2. `enter` and `leave` around each part, which may be one inside
-    another, and out of order. 3. `end`, also when the forward failed. A part may be called with no forward around it.
+    another, and out of order. 3. `end`. What began well is ended, also when the forward fails. A part may be called
+    with no forward around it.
     """
 
     def begin(self) -> None:
@@ -27,24 +32,28 @@ class Listener(Protocol):
         ...
 
     def leave(self, index: int) -> None:
-        """It has returned, or failed; also called if `enter` failed."""
+        """It has returned, or failed."""
         ...
 
     def end(self, *, whole: bool) -> None:
-        """The forward is over; `whole` if it did not fail. Also called if `begin` failed."""
+        """The forward is over; `whole` if it did not fail."""
         ...
 
 
-class _Hook:
-    """A hook of a model that cannot be copied or pickled with it.
+class _Around:
+    """Stands in for the forward of a module; cannot be copied or pickled with it.
 
-    Attributes:
-        tell: What it calls.
+    Args:
+        module: The module.
     """
 
-    def __init__(self, tell: Callable[..., None], index: int = 0) -> None:
-        self.tell = tell
-        self._index = index
+    def __init__(self, module: nn.Module) -> None:
+        self.inner: Callable[..., Any] = module.forward
+        self._module = module
+        self._was_own = "forward" in module.__dict__
+        # Whoever asks for the signature gets the module's.
+        update_wrapper(cast("Callable[..., Any]", self), self.inner, updated=())
+        module.forward = cast("Callable[..., Any]", self)
 
     def __reduce__(self) -> NoReturn:
         raise OffloadedError(
@@ -52,52 +61,84 @@ class _Hook:
             "remove_hooks(model) first"
         )
 
+    def remove(self) -> None:
+        """Give the module back its forward.
 
-class _Begin(_Hook):
-    """The first one that is called. Others that a compiler meets are hidden from it: it would trace what they do."""
+        Raises:
+            OffloadedError: Somebody has put another one around it since.
+        """
+        if self._module.forward is not self:
+            raise OffloadedError(
+                f"the forward of {type(self._module).__name__} was replaced after the model was dispatched: undo "
+                "that before remove_hooks(model)"
+            )
+        if self._was_own:
+            self._module.forward = self.inner
+        else:
+            del self._module.forward
 
-    def __init__(self, tell: Callable[..., None], others: Sequence[_Hook]) -> None:
-        super().__init__(tell)
-        self._others = others
+
+class _AroundPart(_Around):
+    """Around the forward of a part."""
+
+    def __init__(self, module: nn.Module, listener: Listener, index: int) -> None:
+        super().__init__(module)
+        self.enter: Callable[[int], None] = listener.enter
+        self.leave: Callable[[int], None] = listener.leave
+        self._index = index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.enter(self._index)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self.leave(self._index)
+
+    def hide(self) -> None:
+        """Hide what is told from torch's compiler, which would trace it."""
+        self.enter = cast("Callable[[int], None]", torch.compiler.disable(self.enter))
+        self.leave = cast("Callable[[int], None]", torch.compiler.disable(self.leave))
+
+
+class _AroundModel(_Around):
+    """Around the forward of the whole model."""
+
+    def __init__(self, module: nn.Module, listener: Listener, parts: Sequence[_AroundPart]) -> None:
+        super().__init__(module)
+        self._listener = listener
+        self._parts = parts
         self._hidden = False
 
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Where nothing was compiled yet, to ask torch for it would import the compiler: seconds.
         if not self._hidden and "torch._dynamo" in sys.modules:
             self._hidden = True
-            for hook in self._others:
-                hook.tell = torch.compiler.disable(hook.tell)
-        self.tell()
+            for part in self._parts:
+                part.hide()
+        whole = False
+        self._listener.begin()
+        try:
+            output = self.inner(*args, **kwargs)
+            whole = True
+        finally:
+            self._listener.end(whole=whole)
+        return output
 
 
-class _End(_Hook):
-    def __call__(self, _module: nn.Module, _args: Any, output: object) -> None:
-        # After a failure torch calls without an output.
-        self.tell(whole=output is not None)
+class Listening:
+    """Tells a listener of every use of a model and its parts, until it is removed.
 
-
-class _Enter(_Hook):
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
-        self.tell(self._index)
-
-
-class _Leave(_Hook):
-    def __call__(self, _module: nn.Module, _args: Any, _output: object) -> None:
-        self.tell(self._index)
-
-
-def listen(model: nn.Module, parts: Sequence[nn.Module], listener: Listener) -> list[RemovableHandle]:
-    """Tell a listener of every use of a model and its parts, until the handles are removed.
-
-    Hooks that the model has already are called outside: they see weights as they are stored.
+    Args:
+        model: The model.
+        parts: Modules of it.
+        listener: Who is told of a part by its index.
     """
-    enter = [_Enter(listener.enter, index) for index in range(len(parts))]
-    leave = [_Leave(listener.leave, index) for index in range(len(parts))]
-    handles: list[RemovableHandle] = []
-    for part, before, after in zip(parts, enter, leave, strict=True):
-        handles.append(part.register_forward_pre_hook(before))
-        handles.append(part.register_forward_hook(after, prepend=True, always_call=True))
-    begin, end = _Begin(listener.begin, [*enter, *leave]), _End(listener.end)
-    handles.append(model.register_forward_pre_hook(begin, prepend=True))
-    handles.append(model.register_forward_hook(end, always_call=True))
-    return handles
+
+    def __init__(self, model: nn.Module, parts: Sequence[nn.Module], listener: Listener) -> None:
+        around = [_AroundPart(part, listener, index) for index, part in enumerate(parts)]
+        self._around: list[_Around] = [*around, _AroundModel(model, listener, around)]
+
+    def remove(self) -> None:
+        """Tell no more."""
+        for around in reversed(self._around):
+            around.remove()

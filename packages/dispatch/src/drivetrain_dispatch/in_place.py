@@ -2,11 +2,14 @@
 
 import threading
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import psutil
+from torch import nn
 
 from drivetrain_dispatch.order import Order
 from drivetrain_dispatch.pages import Pages, bring
+from drivetrain_dispatch.units import Unit
 from drivetrain_dispatch.weight_files import MappedFile
 
 _NUM_READERS = 2  # one waits for the disk while the other asks
@@ -17,20 +20,22 @@ class InPlace:
     """Watches a model whose weights are mapped files'.
 
     At the beginning of each forward the files must be what they were. If some of their pages are not in memory,
-    threads read them in the order in which the last forward used them.
+    threads read them in the order in which the last such forward used them; its modules are watched for that. Of a
+    forward that finds all of them there, nothing is watched: it costs what it costs in memory.
 
     Args:
-        units: The pages of each unit, in the order in which they are expected.
-        files: That they belong to.
+        units: In the order in which they are expected; their tensors are the pages of files.
+        files: Those.
     """
 
-    def __init__(self, units: Sequence[Sequence[Pages]], files: Collection[MappedFile]) -> None:
-        self._units = units
+    def __init__(self, units: Sequence[Unit], files: Collection[MappedFile]) -> None:
+        self._modules = [unit.module for unit in units]
+        self._pages = [[Pages(tensor) for tensor in unit.tensors.values()] for unit in units]
         self._files = files
         self._order = Order(range(len(units)))
-        self._own = threading.local()  # of each thread, the units that its forward has used
-        self._reading: _ReadAhead | None = None
+        self._own = _Own()
         self._lock = threading.Lock()
+        self._reading: _ReadAhead | None = None
 
     def begin(self) -> None:
         """A forward begins.
@@ -38,55 +43,72 @@ class InPlace:
         Raises:
             WeightFilesError: A file was replaced, written to or deleted.
         """
-        self._own.depth = self._depth() + 1
         for file in self._files:
             file.check_unchanged()
-        if self._own.depth == 1:
-            self._own.used = []
-            self._read_what_is_missing()
+        self._own.depth += 1
+        with self._lock:
+            if self._own.depth == 1 and self._reading is None and self._some_are_missing():
+                room = int(psutil.virtual_memory().available * _SHARE_AHEAD)
+                self._reading = self._own.reading = _ReadAhead(
+                    self._modules, self._pages, self._order.parts, room
+                )
 
     def enter(self, index: int) -> None:
-        """A unit is used."""
-        if self._depth():
-            self._own.used.append(index)
-        if (reading := self._reading) is not None:
-            reading.reached(index)
+        """Nothing to do: a forward that reads ahead watches by itself."""
 
     def leave(self, index: int) -> None:
         """Nothing to do: what is used no more, the system may take."""
 
     def end(self, *, whole: bool) -> None:
         """The forward is over."""
-        if self._depth() == 0:
-            return  # a hook before ours failed
-        self._own.depth -= 1
-        if self._own.depth == 0:
+        own = self._own
+        own.depth -= 1
+        if own.depth == 0 and own.reading is not None:
+            own.reading.stop()
             with self._lock:
-                reading, self._reading = self._reading, None
-            if reading is not None:
-                reading.stop()
-            if whole and self._own.used:
-                self._order.learn(self._own.used)
+                if whole:
+                    self._order.learn(own.reading.used)
+                self._reading = own.reading = None
 
     def close(self) -> None:
         """Read nothing more."""
-        if self._reading is not None:
-            self._reading.stop()
-
-    def _read_what_is_missing(self) -> None:
         with self._lock:
-            if self._reading is None and any(pages.missing_bytes() for unit in self._units for pages in unit):
-                room = int(psutil.virtual_memory().available * _SHARE_AHEAD)
-                self._reading = _ReadAhead(self._units, self._order.parts, room)
+            if self._reading is not None:
+                self._reading.stop()
 
-    def _depth(self) -> int:
-        return getattr(self._own, "depth", 0)
+    def _some_are_missing(self) -> bool:
+        return any(pages.missing_bytes() for unit in self._pages for pages in unit)
+
+
+class _Own(threading.local):
+    """What each thread has for itself: in how many forwards it is, and what is read ahead of its own."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.reading: _ReadAhead | None = None
 
 
 class _ReadAhead:
-    """Threads that bring the pages of one forward, in order, at most so many bytes before it."""
+    """Threads that bring the pages of one forward, in order, at most so many bytes before it.
 
-    def __init__(self, units: Sequence[Sequence[Pages]], order: Sequence[int], room_bytes: int) -> None:
+    Args:
+        modules: Of the units.
+        units: Their pages.
+        order: In which they are expected.
+        room_bytes: How far to go before the unit that is used.
+
+    Attributes:
+        used: The units that the forward has used.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        units: Sequence[Sequence[Pages]],
+        order: Sequence[int],
+        room_bytes: int,
+    ) -> None:
+        self.used: list[int] = []
         self._room_bytes = room_bytes
         self._ends: dict[int, int] = {}  # of each unit, the bytes up to its end when it is first used
         self._steps: list[tuple[int, int, int]] = []  # address, bytes, bytes before it
@@ -101,11 +123,16 @@ class _ReadAhead:
         self._used_bytes = 0
         self._changed = threading.Condition()
         self._stopped = False
+        self._handles = [
+            module.register_forward_pre_hook(partial(self._reached, index))
+            for index, module in enumerate(modules)
+        ]
         for number in range(_NUM_READERS):
             threading.Thread(target=self._read, name=f"drivetrain-read-ahead-{number}", daemon=True).start()
 
-    def reached(self, index: int) -> None:
+    def _reached(self, index: int, _module: nn.Module, _args: object) -> None:
         """The forward uses a unit."""
+        self.used.append(index)
         used_bytes = self._ends.get(index, 0)
         if used_bytes > self._used_bytes:
             with self._changed:
@@ -113,7 +140,9 @@ class _ReadAhead:
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """Read nothing more; what a thread is reading it still reads."""
+        """Read nothing more, and watch nothing; what a thread is reading it still reads."""
+        for handle in self._handles:
+            handle.remove()
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -12,40 +12,49 @@ class Order:
 
     Args:
         parts: What to expect before anything was learnt.
+        num_ahead: How many parts to look ahead.
     """
 
-    def __init__(self, parts: Sequence[int]) -> None:
-        self._parts: tuple[int, ...] = ()
+    def __init__(self, parts: Sequence[int], num_ahead: int = 0) -> None:
+        self._num_ahead = num_ahead
+        self._parts: tuple[int, ...] | None = None
         self._positions: dict[int, list[int]] = {}
+        self._ahead: list[tuple[int, ...]] = []
         self.learn(parts)
 
     @property
     def parts(self) -> tuple[int, ...]:
         """The parts in the order in which they are expected."""
-        return self._parts
+        return self._parts or ()
 
     def learn(self, parts: Sequence[int]) -> None:
         """Take the parts of a forward as what to expect of the next."""
-        if not parts or self._parts == tuple(parts):
+        if self._parts == tuple(parts):
             return
         positions: defaultdict[int, list[int]] = defaultdict(list)
         for position, part in enumerate(parts):
             positions[part].append(position)
         self._parts, self._positions = tuple(parts), dict(positions)
+        self._ahead = [
+            tuple(dict.fromkeys(parts[position : position + self._num_ahead]))
+            for position in range(len(parts) + 1)
+        ]
 
     def position_after(self, part: int, position: int) -> int:
         """Where a forward is once it uses `part`, having been at `position`: behind the nearest place that fits."""
-        if position < len(self._parts) and self._parts[position] == part:
+        parts = self.parts
+        if position < len(parts) and parts[position] == part:
             return position + 1
         places = self._positions.get(part)
         if places is None:
-            return position
+            return min(position, len(parts))
         nearest = bisect_left(places, position)
         return (places[nearest] if nearest < len(places) else places[0]) + 1
 
-    def ahead(self, position: int, count: int) -> tuple[int, ...]:
-        """The next `count` different parts from a position on."""
-        return tuple(dict.fromkeys(self._parts[position : position + count]))
+    def ahead(self, position: int) -> tuple[int, ...]:
+        """The different ones of the next parts from a position on."""
+        ahead = self._ahead
+        return ahead[min(position, len(ahead) - 1)]
 
 
 class Cursor:
@@ -53,12 +62,13 @@ class Cursor:
 
     Args:
         order: Shared by all threads.
-        count: How many parts to look ahead.
+
+    Attributes:
+        ahead: The parts that come next; none outside a forward.
     """
 
-    def __init__(self, order: Order, count: int) -> None:
+    def __init__(self, order: Order) -> None:
         self._order = order
-        self._count = count
         self._position = 0
         self._used: list[int] = []
         self._depth = 0
@@ -74,20 +84,18 @@ class Cursor:
         if self._depth == 0:
             self._position = 0
             self._used = []
-            self.ahead = self._order.ahead(0, self._count)
+            self.ahead = self._order.ahead(0)
         self._depth += 1
 
     def use(self, part: int) -> None:
         """A part is used: look what comes after it."""
-        if self.inside:
+        if self._depth:
             self._used.append(part)
             self._position = self._order.position_after(part, self._position)
-            self.ahead = self._order.ahead(self._position, self._count)
+            self.ahead = self._order.ahead(self._position)
 
     def end(self, *, whole: bool) -> None:
         """A forward has ended; learnt from if it is the outermost and went to its end."""
-        if self._depth == 0:
-            return  # a hook before ours failed
         self._depth -= 1
         if self._depth == 0:
             self.ahead = ()

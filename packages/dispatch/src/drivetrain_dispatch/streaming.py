@@ -4,7 +4,6 @@ import threading
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -21,17 +20,22 @@ class Seat:
     Args:
         tensor: The parameter or buffer, as the model holds it.
         parcel: Its values and where they are computed.
+
+    Attributes:
+        arrival: Its values on the device or on their way there; None while nobody claims them.
+        at: Their place in the arrival.
+        claims: How many units are using it or expect to.
+        users: How many are using it.
+        version: The tensor's, when its values came.
     """
 
-    __slots__ = ("arrival", "at", "parcel", "tensor", "users", "version")
+    __slots__ = ("arrival", "at", "claims", "parcel", "tensor", "users", "version")
 
     def __init__(self, tensor: Tensor, parcel: Parcel) -> None:
         self.tensor = tensor
         self.parcel = parcel
-        self.users = 0
         self.arrival: Arrival | None = None
-        self.at = 0  # its place in the arrival
-        self.version = 0
+        self.at = self.claims = self.users = self.version = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,12 +43,12 @@ class OffloadStats:
     """What a model's forwards have brought.
 
     Attributes:
-        num_brought: Units.
-        num_missed: Of them, those that were not on their way when their turn came: the forward stood still.
+        num_used: How often a unit was used.
+        num_missed: How often it was not on its way when its turn came: the forward stood still.
         bytes_brought: In all.
     """
 
-    num_brought: int = 0
+    num_used: int = 0
     num_missed: int = 0
     bytes_brought: int = 0
 
@@ -65,16 +69,15 @@ class Streaming:
         self, units: Sequence[Sequence[Seat]], *, depth: int, files: Collection[MappedFile] = ()
     ) -> None:
         self.stats = OffloadStats()
-        self._files = files
         self._units = units
-        self._depth = depth
+        self._files = files
         self._seats = {id(seat.tensor): seat for unit in units for seat in unit}
-        self._order = Order(range(len(units)))
+        self._order = Order(range(len(units)), depth)
         self._carrier = Carrier()
         self._lock = threading.RLock()
-        self._own = threading.local()  # of each thread, its cursor and the units it is in
-        self._cursors: WeakSet[Cursor] = WeakSet()
-        self._coming: set[int] = set()  # units that were asked for ahead of their turn
+        self._own = _Own(self._order)
+        self._forwards: list[Cursor] = []  # of the threads that are in one
+        self._expected: set[int] = set()  # units that a thread will use next
         for seat in self._seats.values():
             seat.tensor.data = seat.parcel.home
             send_away(seat.tensor, self)
@@ -85,60 +88,56 @@ class Streaming:
         Raises:
             WeightFilesError: A file was replaced, written to or deleted.
         """
-        cursor = self._cursor()
-        outermost = not cursor.inside
-        cursor.begin()
         for file in self._files:
             file.check_unchanged()
-        if outermost:
+        cursor = self._own.cursor
+        cursor.begin()
+        with self._lock:
+            self._forwards.append(cursor)
+        try:
             with self._lock:
                 self._look_ahead()
+        except BaseException:
+            self.end(whole=False)
+            raise
 
     def end(self, *, whole: bool) -> None:
         """It is over; `whole` if nothing failed."""
-        self._cursor().end(whole=whole)
+        cursor = self._own.cursor
+        cursor.end(whole=whole)
         with self._lock:
+            self._forwards.remove(cursor)
             self._look_ahead()
 
     def enter(self, index: int) -> None:
         """A unit is used: bring it, and begin to bring those that follow."""
-        cursor = self._cursor()
+        own = self._own
+        own.cursor.use(index)
         with self._lock:
-            cursor.use(index)
-            self._take(self._units[index], asked=index in self._coming)
-            self._coming.discard(index)
-            self._entered().append(index)
-            self._look_ahead()
+            self._take(self._units[index])
+        own.num_inside += 1
 
     def leave(self, index: int) -> None:
-        """It is used no more: it goes, unless it is needed again soon. Nothing happens if it could not be entered."""
-        entered = self._entered()
-        if not entered or entered[-1] != index:
-            return
+        """It is used no more: it goes, unless it is expected again."""
+        self._own.num_inside -= 1
         with self._lock:
-            entered.pop()
-            soon = self._soon()
-            for seat in self._units[index]:
-                self._release(seat, keep=seat in soon)
-            if index in self._wanted():
-                self._coming.add(index)
+            self._release(self._units[index])
 
     def inside(self) -> bool:
         """Whether this thread computes with the model."""
-        return bool(self._entered()) or self._cursor().inside
+        return self._own.num_inside > 0 or self._own.cursor.inside
 
     @contextmanager
     def fetched(self, tensors: list[Tensor]) -> Generator[None]:
         """Within it single tensors are there, which no unit in use has brought."""
         seats = [self._seats[key] for key in dict.fromkeys(id(tensor) for tensor in tensors)]
         with self._lock:
-            self._take(seats, asked=False)
+            self._take(seats)
         try:
             yield
         finally:
             with self._lock:
-                for seat in seats:
-                    self._release(seat)
+                self._release(seats)
 
     def close(self) -> None:
         """Make every tensor an ordinary one again, its values those that are stored."""
@@ -149,81 +148,72 @@ class Streaming:
                 seat.tensor.data = seat.parcel.home
                 seat.arrival = None
 
-    def _ask(self, seats: Sequence[Seat]) -> bool:
-        """Begin to bring the seats that are away; False if none is."""
-        away = [seat for seat in seats if seat.arrival is None]
-        if not away:
-            return False
-        arrival = self._carrier.bring([seat.parcel for seat in away])
-        for at, seat in enumerate(away):
-            seat.arrival, seat.at = arrival, at
-            self.stats.bytes_brought += seat.parcel.home.nbytes
-        return True
-
-    def _take(self, seats: Sequence[Seat], *, asked: bool) -> None:
-        """Wait for seats and put their tensors in place; `asked` if that was begun ahead of their turn."""
-        self.stats.num_brought += 1
-        if self._ask(seats) and not asked:
+    def _take(self, seats: Sequence[Seat]) -> None:
+        """Put tensors in place; what comes next is asked for before they are waited for."""
+        self.stats.num_used += 1
+        if self._claim(seats):
             self.stats.num_missed += 1
         try:
-            arrived = {arrival: arrival.wait() for seat in seats if (arrival := seat.arrival) is not None}
+            self._look_ahead()
+            arrived = [seat.arrival.wait()[seat.at] for seat in seats if seat.arrival is not None]
         except BaseException:
-            for seat in seats:
-                if seat.users == 0:
-                    seat.arrival = None  # asked for again the next time
+            self._give_up(seats)
             raise
-        for seat in seats:
+        for seat, tensor in zip(seats, arrived, strict=True):
             seat.users += 1
-            if seat.users == 1 and seat.arrival is not None:
+            if seat.users == 1:
                 call_back(seat.tensor)
-                seat.tensor.data = arrived[seat.arrival][seat.at]
+                seat.tensor.data = tensor
                 seat.version = seat.tensor._version  # pyright: ignore[reportPrivateUsage] it has no other name
 
-    def _release(self, seat: Seat, *, keep: bool = False) -> None:
-        seat.users -= 1
-        if seat.users:
-            return
-        if seat.tensor._version != seat.version:  # pyright: ignore[reportPrivateUsage]
-            with torch.no_grad():
-                seat.parcel.home.copy_(
-                    seat.tensor
-                )  # written to while it was here: a running mean, for example
-        if not keep:
-            seat.arrival = None
-        seat.tensor.data = seat.parcel.home
-        send_away(seat.tensor, self)
+    def _release(self, seats: Sequence[Seat]) -> None:
+        """Nobody needs them for now: what is stored takes their place."""
+        for seat in seats:
+            seat.users -= 1
+            if seat.users == 0:
+                tensor, home = seat.tensor, seat.parcel.home
+                if tensor._version != seat.version:  # pyright: ignore[reportPrivateUsage]
+                    with torch.no_grad():
+                        home.copy_(tensor)  # written to while it was here
+                tensor.data = home
+                send_away(tensor, self)
+        self._give_up(seats)
+
+    def _claim(self, seats: Sequence[Seat]) -> bool:
+        """Ask for seats; whether any was not there or on its way."""
+        away = [seat for seat in seats if seat.arrival is None]
+        if away:
+            arrival = self._carrier.bring([seat.parcel for seat in away])
+            for at, seat in enumerate(away):
+                seat.arrival, seat.at = arrival, at
+                self.stats.bytes_brought += seat.parcel.home.nbytes
+        for seat in seats:
+            seat.claims += 1
+        return bool(away)
+
+    def _give_up(self, seats: Sequence[Seat]) -> None:
+        """Need seats no more; what nobody needs gives its memory back."""
+        for seat in seats:
+            seat.claims -= 1
+            if seat.claims == 0:
+                seat.arrival = None
 
     def _look_ahead(self) -> None:
-        """Ask for what the threads will use next, and forget what they will not."""
-        wanted = self._wanted()
-        if unwanted := self._coming - wanted.keys():
-            soon = self._soon()
-            for index in unwanted:
-                self._coming.discard(index)
-                for seat in self._units[index]:
-                    if seat.users == 0 and seat not in soon:
-                        seat.arrival = None
+        """Ask for what the threads will use next, and give up what they will not."""
+        expected = self._expected
+        wanted = [index for cursor in self._forwards for index in cursor.ahead]
+        for index in expected.difference(wanted):
+            expected.discard(index)
+            self._give_up(self._units[index])
         for index in wanted:
-            if self._ask(self._units[index]):
-                self._coming.add(index)
+            if index not in expected:
+                self._claim(self._units[index])
+                expected.add(index)
 
-    def _wanted(self) -> dict[int, None]:
-        return {index: None for cursor in self._cursors for index in cursor.ahead}
 
-    def _soon(self) -> set[Seat]:
-        return {seat for index in self._wanted() for seat in self._units[index]}
+class _Own(threading.local):
+    """What each thread has for itself: how far it is, and how many units it is in."""
 
-    def _cursor(self) -> Cursor:
-        cursor: Cursor | None = getattr(self._own, "cursor", None)
-        if cursor is None:
-            cursor = self._own.cursor = Cursor(self._order, self._depth)
-            with self._lock:
-                self._cursors.add(cursor)
-        return cursor
-
-    def _entered(self) -> list[int]:
-        """The units that this thread is in."""
-        entered: list[int] | None = getattr(self._own, "entered", None)
-        if entered is None:
-            entered = self._own.entered = []
-        return entered
+    def __init__(self, order: Order) -> None:
+        self.cursor = Cursor(order)
+        self.num_inside = 0

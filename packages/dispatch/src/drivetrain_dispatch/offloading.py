@@ -1,0 +1,150 @@
+"""The common cases of a device map in a word: everything on the host, everything on the disk, one model at a time."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.device_map import Device, check_places, place_of
+from drivetrain_dispatch.dispatching import dispatch_model
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.moving import Moving
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    *,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] = (),
+) -> nn.Module:
+    """Keep all weights of a model in the host's memory; each comes to the device while those before it compute.
+
+    Args:
+        model: The model, with its weights; changed in place.
+        execution_device: Where it computes; the first accelerator unless said. The host itself has nothing to
+            offload, and computes as ever.
+        offload_buffers: Whether buffers are kept away too.
+        preload_module_classes: Names of module classes whose weights come all at once.
+
+    Returns:
+        The same model; `remove_hooks` makes it an ordinary one again.
+
+    Raises:
+        DeviceMapError: There is no such device.
+        OffloadedError: The model is dispatched already.
+        ValueError: A class is named that the model does not have.
+    """
+    return dispatch_model(
+        model,
+        {"": "cpu"},
+        main_device=_chosen(execution_device),
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: Path | str,
+    execution_device: Device | None = None,
+    *,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] = (),
+) -> nn.Module:
+    """Write the weights of a model to a file, and use them from there.
+
+    An accelerator gets each while those before it compute; the host uses them in the pages of the file. A model whose
+    weights are in files already needs no other: `load_checkpoint_and_dispatch`.
+
+    Args:
+        model: The model, with its weights; changed in place.
+        offload_dir: Where the file is written.
+        execution_device: Where it computes; the first accelerator, or the host, unless said.
+        offload_buffers: Whether buffers are kept away too.
+        preload_module_classes: Names of module classes whose weights come all at once.
+
+    Returns:
+        The same model; `remove_hooks` makes it an ordinary one again.
+
+    Raises:
+        DeviceMapError: There is no such device.
+        WeightFilesError: The file could not be written; the model is what it was.
+        OffloadedError: The model is dispatched already.
+        ValueError: A class is named that the model does not have.
+    """
+    return dispatch_model(
+        model,
+        {"": "disk"},
+        main_device=_chosen(execution_device),
+        offload_dir=offload_dir,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+
+
+class OffloadHook:
+    """What `cpu_offload_with_hook` returns: when a model leaves the device.
+
+    Args:
+        model: The model.
+        device: Where it computes.
+        previous: Of the model that is to leave when this one comes.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, previous: "OffloadHook | None") -> None:
+        self._model = model
+        self._device = device
+        self._previous = previous
+        self._handles = [model.register_forward_pre_hook(self._come, prepend=True)]
+        # Registered last, and so called first: it sees where the inputs came from.
+        self._handles.extend(Moving(model, device, (), returns=False).handles)
+
+    def offload(self) -> None:
+        """Put the model into the host's memory."""
+        self._model.to("cpu")
+
+    def remove(self) -> None:
+        """Leave the model where it is from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _come(self, _module: nn.Module, _args: object) -> None:
+        if self._previous is not None:
+            self._previous.offload()
+        self._model.to(self._device)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Device | None = None, prev_module_hook: OffloadHook | None = None
+) -> tuple[nn.Module, OffloadHook]:
+    """Keep a model in the host's memory until it is called; then the whole of it comes to the device, and stays.
+
+    For several models that are called one after the other, many times each, such as the parts of a pipeline: one
+    that comes sends away the one before it.
+
+    Args:
+        model: The model; moved to the host now.
+        execution_device: Where it computes; the first accelerator, or the host, unless said.
+        prev_module_hook: Of the model that leaves when this one comes.
+
+    Returns:
+        The same model, and its hook: `offload()` sends it away, `remove()` ends this.
+
+    Raises:
+        DeviceMapError: There is no such device.
+    """
+    device = place_of(_chosen(execution_device))
+    check_places([device])
+    if not isinstance(device, torch.device):
+        raise DeviceMapError("execution_device='disk' does not compute: give an accelerator or 'cpu'")
+    hook = OffloadHook(model.to("cpu"), device, prev_module_hook)
+    return model, hook
+
+
+def _chosen(device: Device | None) -> Device:
+    if device is not None:
+        return device
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else torch.device(found.type, torch.accelerator.current_device_index())
