@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drivetrain_dispatch.dispatching import dispatch_model, dispatched, offload_stats, remove_hooks
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
@@ -390,3 +391,65 @@ def test_a_map_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(DeviceMapError, match="on the meta device"):
         dispatch_model(Stack().to("meta"), {"": "cpu"})
     assert not dispatched(model)
+
+
+class TestTraining:
+    """Weights and what the optimizer keeps are on the host; forward and backward bring what they need."""
+
+    @pytest.mark.parametrize("kind", ["stack", "tree", "checkpointed"])
+    def test_training_is_the_same_bit_by_bit(self, kind: str) -> None:
+        torch.manual_seed(0)
+        kinds = ["gate", "attention", "recurrent", "listed", "norm", "linear"]
+        model: nn.Module = Tree(kinds, [0, 1, 2, 3, 1, 4, 5, 6], tied=True, borrows=False)
+        if kind == "stack":
+            model = Stack()
+        if kind == "checkpointed":
+            model = Checkpointed()
+        plain = copy.deepcopy(model)
+        streamed(model)
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (model, plain)]
+        for step in range(4):
+            for _ in range(1 + step % 2):  # gradients of two backwards add up
+                x = torch.randn(3, WIDTH)
+                losses = [one(x).square().sum() for one in (model, plain)]
+                assert torch.equal(*losses)
+                for loss in losses:
+                    loss.backward()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad) if one.grad is not None else other.grad is None
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert _same(model.state_dict(), plain.state_dict())
+
+    def test_a_graph_does_not_keep_the_weights_of_its_forward(self) -> None:
+        model = streamed(Stack(8))
+        loss = model(torch.randn(2, WIDTH)).sum()
+        brought = offload_stats(model).bytes_brought
+        loss.backward()
+        assert offload_stats(model).bytes_brought > 1.8 * brought
+
+    def test_weights_of_another_dtype_are_trained(self) -> None:
+        torch.manual_seed(0)
+        model = Stack().bfloat16()
+        streamed(model)
+        x = torch.randn(4, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        losses: list[float] = []
+        for _ in range(8):
+            loss = (model(x) - 0.3).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0] * 0.9
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+class Checkpointed(Stack):
+    """Its layers are computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda layer, x: layer(x).tanh(), layer, x, use_reentrant=False)
+        return x

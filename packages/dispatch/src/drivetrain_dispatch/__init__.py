@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.offloading import cpu_offload as cpu_offload
     from drivetrain_dispatch.offloading import cpu_offload_with_hook as cpu_offload_with_hook
     from drivetrain_dispatch.offloading import disk_offload as disk_offload
+    from drivetrain_dispatch.seats import OffloadStats as OffloadStats
     from drivetrain_dispatch.sizes import compute_module_sizes as compute_module_sizes
-    from drivetrain_dispatch.streaming import OffloadStats as OffloadStats
     from drivetrain_dispatch.tied import find_tied_parameters as find_tied_parameters
     from drivetrain_dispatch.tied import retie_parameters as retie_parameters
 
@@ -35,7 +35,7 @@ _ROOMS = {
     "DeviceMap": "device_map",
     "DeviceMapError": "errors",
     "OffloadHook": "offloading",
-    "OffloadStats": "streaming",
+    "OffloadStats": "seats",
     "OffloadedError": "errors",
     "TiedParametersError": "errors",
     "WeightFilesError": "errors",

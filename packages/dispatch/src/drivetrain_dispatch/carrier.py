@@ -19,11 +19,18 @@ class Parcel(NamedTuple):
         home: Its values, on the host: memory, pinned memory or the pages of a file.
         device: Where it is computed.
         dtype: As what.
+        quick: Whether to bring it takes this thread less time than to ask another one.
     """
 
     home: Tensor
     device: torch.device
     dtype: torch.dtype
+    quick: bool
+
+    @classmethod
+    def of(cls, home: Tensor, device: torch.device, dtype: torch.dtype) -> "Parcel":
+        """With what is known of its size and memory."""
+        return cls(home, device, dtype, home.nbytes <= _SMALL_BYTES or home.is_pinned())
 
 
 class _Brought(NamedTuple):
@@ -40,7 +47,7 @@ class Arrival:
 
     def __init__(self, work: "Future[_Brought] | _Brought") -> None:
         self._work = work
-        self._waited: set[int] = set()  # streams that the copies come before
+        self._waited: set[int] | None = None  # streams that the copies come before
 
     def wait(self) -> list[Tensor]:
         """The tensors, ready for what this thread computes next on their device.
@@ -58,6 +65,8 @@ class Arrival:
     def _order(self, tensors: Sequence[Tensor], event: torch.Event) -> None:
         """Have this thread's stream wait for the copies, once."""
         stream = torch.accelerator.current_stream(tensors[0].device)
+        if self._waited is None:
+            self._waited = set()
         if stream.stream_id not in self._waited:
             self._waited.add(stream.stream_id)
             stream.wait_event(event)
@@ -76,20 +85,22 @@ class Carrier:
 
     def bring(self, parcels: Sequence[Parcel]) -> Arrival:
         """Begin to bring tensors; what takes less time than to ask a thread for it is done at once."""
-        if all(parcel.home.nbytes <= _SMALL_BYTES or parcel.home.is_pinned() for parcel in parcels):
-            with torch.inference_mode(mode=False):
+        for parcel in parcels:
+            if not parcel.quick:
+                return Arrival(self._thread.submit(self._bring, parcels))
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):  # parameters are made of ordinary tensors
                 return Arrival(self._bring(parcels))
-        return Arrival(self._thread.submit(self._bring, parcels))
+        return Arrival(self._bring(parcels))
 
     def close(self) -> None:
         """Bring nothing more."""
         self._thread.shutdown(cancel_futures=True)
 
     def _bring(self, parcels: Sequence[Parcel]) -> _Brought:
-        with torch.no_grad():
-            if parcels[0].device.type == "cpu":
-                return _Brought([parcel.home.to(parcel.dtype, copy=True) for parcel in parcels], None)
-            return self._copy(parcels)
+        if parcels[0].device.type == "cpu":
+            return _Brought([parcel.home.to(parcel.dtype, copy=True) for parcel in parcels], None)
+        return self._copy(parcels)
 
     def _copy(self, parcels: Sequence[Parcel]) -> _Brought:
         device = parcels[0].device

@@ -15,9 +15,10 @@ from drivetrain_dispatch.hooks import Listener, Listening
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
+from drivetrain_dispatch.seats import OffloadStats, Seat
 from drivetrain_dispatch.settling import settle
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
-from drivetrain_dispatch.streaming import OffloadStats, Seat, Streaming
+from drivetrain_dispatch.streaming import Streaming
 from drivetrain_dispatch.units import Unit, units_of
 from drivetrain_dispatch.weight_files import MappedFile
 
@@ -199,7 +200,7 @@ def _streaming(
     seats: dict[int, Seat] = {}
     for unit in units:
         for name, tensor in unit.tensors.items():
-            parcel = Parcel(tensor.data, placements[name].device, dtypes.get(name, tensor.dtype))
+            parcel = Parcel.of(tensor.data, placements[name].device, dtypes.get(name, tensor.dtype))
             seats.setdefault(id(tensor), Seat(tensor, parcel))
     each = [[seats[id(tensor)] for tensor in unit.tensors.values()] for unit in units]
     return Streaming([list(dict.fromkeys(unit)) for unit in each], depth=depth, files=_files_of(units, files))

@@ -51,6 +51,15 @@ class Order:
         nearest = bisect_left(places, position)
         return (places[nearest] if nearest < len(places) else places[0]) + 1
 
+    def last_position(self, part: int) -> int:
+        """Where a part is used last; behind the end if it is not expected at all."""
+        places = self._positions.get(part)
+        return places[-1] if places else len(self.parts)
+
+    def before(self, position: int, count: int) -> list[int]:
+        """The different ones of the parts before a position, the nearest first."""
+        return list(dict.fromkeys(reversed(self.parts[max(0, position - count) : position])))
+
     def ahead(self, position: int) -> tuple[int, ...]:
         """The different ones of the next parts from a position on."""
         ahead = self._ahead

@@ -3,9 +3,10 @@
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterator
-from ctypes import CDLL, c_int, c_size_t, c_ubyte, c_void_p
+from collections.abc import Iterable, Iterator
+from ctypes import CDLL, c_char, c_int, c_size_t, c_void_p
 from functools import cache
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,32 +15,53 @@ _POPULATE_READ = 22  # madvise: MADV_POPULATE_READ, from Linux 5.14 on
 _STEP_BYTES = 8 << 20  # brought in one call: how soon a thread that should stop does
 
 
-class Pages:
-    """The pages of a tensor that is a mapped file's.
+class Pages(NamedTuple):
+    """Pages of a mapping, one after the other.
 
-    Args:
-        tensor: A contiguous one on the host.
+    Attributes:
+        first: The address of the first one.
+        size_bytes: From there to the end of what is used.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        first = tensor.data_ptr() // _PAGE_BYTES * _PAGE_BYTES
-        self._first = first
-        self.size_bytes = max(0, tensor.data_ptr() + tensor.nbytes - first)
+    first: int
+    size_bytes: int
 
-    def missing_bytes(self) -> int:
-        """How many bytes are not in memory; 0 where the system does not say."""
-        libc = _libc()
-        if libc is None or self.size_bytes == 0:
-            return 0
-        found = (c_ubyte * -(-self.size_bytes // _PAGE_BYTES))()
-        if libc.mincore(self._first, self.size_bytes, found) != 0:
-            return 0
-        return (len(found) - bytes(found).count(1)) * _PAGE_BYTES
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Pages":
+        """The pages of a contiguous tensor on the host."""
+        first = tensor.data_ptr() // _PAGE_BYTES * _PAGE_BYTES
+        return cls(first, tensor.data_ptr() + tensor.nbytes - first)
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """The pages as pieces (address, bytes) that `bring` takes, in their order."""
         for start in range(0, self.size_bytes, _STEP_BYTES):
-            yield self._first + start, min(_STEP_BYTES, self.size_bytes - start)
+            yield self.first + start, min(_STEP_BYTES, self.size_bytes - start)
+
+
+def together(pages: Iterable[Pages]) -> list[Pages]:
+    """The same pages in as few pieces as there are. Pure."""
+    joined: list[Pages] = []
+    for one in sorted(pages):
+        end = joined[-1].first + joined[-1].size_bytes if joined else 0
+        if joined and one.first <= -(-end // _PAGE_BYTES) * _PAGE_BYTES:
+            last = joined.pop()
+            joined.append(Pages(last.first, max(end, one.first + one.size_bytes) - last.first))
+        elif one.size_bytes:
+            joined.append(one)
+    return joined
+
+
+def some_missing(pages: Pages) -> bool:
+    """Whether some are not in memory; False where the system does not say."""
+    libc = _libc()
+    if libc is None:
+        return False
+    found = bytearray(-(-pages.size_bytes // _PAGE_BYTES))
+    where = (c_char * len(found)).from_buffer(found)
+    if libc.mincore(pages.first, pages.size_bytes, where) != 0:
+        return False
+    del where
+    return found.count(1) < len(found)
 
 
 def bring(address: int, size_bytes: int) -> bool:

@@ -2,59 +2,19 @@
 
 import threading
 from collections.abc import Collection, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.away import call_back, forget, send_away
-from drivetrain_dispatch.carrier import Arrival, Carrier, Parcel
+from drivetrain_dispatch.backward import Backward
 from drivetrain_dispatch.order import Cursor, Order
+from drivetrain_dispatch.seats import OffloadStats, Seat, Seats
 from drivetrain_dispatch.weight_files import MappedFile
 
 
-class Seat:
-    """A tensor that comes and goes. Several units may use it.
-
-    Args:
-        tensor: The parameter or buffer, as the model holds it.
-        parcel: Its values and where they are computed.
-
-    Attributes:
-        arrival: Its values on the device or on their way there; None while nobody claims them.
-        at: Their place in the arrival.
-        claims: How many units are using it or expect to.
-        users: How many are using it.
-        version: The tensor's, when its values came.
-    """
-
-    __slots__ = ("arrival", "at", "claims", "parcel", "tensor", "users", "version")
-
-    def __init__(self, tensor: Tensor, parcel: Parcel) -> None:
-        self.tensor = tensor
-        self.parcel = parcel
-        self.arrival: Arrival | None = None
-        self.at = self.claims = self.users = self.version = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class OffloadStats:
-    """What a model's forwards have brought.
-
-    Attributes:
-        num_used: How often a unit was used.
-        num_missed: How often it was not on its way when its turn came: the forward stood still.
-        bytes_brought: In all.
-    """
-
-    num_used: int = 0
-    num_missed: int = 0
-    bytes_brought: int = 0
-
-
 class Streaming:
-    """The seats of a model's units, and which of them are taken.
+    """Brings the units of a model, in its forward and in its backward.
 
     Threads may share a model: a weight stays while one of them uses it. A lock is held while a unit is waited for.
     Between forwards nothing is kept or on its way, since what is stored may be changed then.
@@ -68,19 +28,20 @@ class Streaming:
     def __init__(
         self, units: Sequence[Sequence[Seat]], *, depth: int, files: Collection[MappedFile] = ()
     ) -> None:
-        self.stats = OffloadStats()
         self._units = units
         self._files = files
-        self._seats = {id(seat.tensor): seat for unit in units for seat in unit}
         self._order = Order(range(len(units)), depth)
-        self._carrier = Carrier()
         self._lock = threading.RLock()
-        self._own = _Own(self._order)
+        self._own = _Own(self._order)  # before the seats, which ask whether a thread is inside
+        self._seats = Seats({seat: None for unit in units for seat in unit}, self)
+        self._backward = Backward(units, self._seats, self._order, self._lock, depth=depth)
         self._forwards: list[Cursor] = []  # of the threads that are in one
         self._expected: set[int] = set()  # units that a thread will use next
-        for seat in self._seats.values():
-            seat.tensor.data = seat.parcel.home
-            send_away(seat.tensor, self)
+
+    @property
+    def stats(self) -> OffloadStats:
+        """What was brought."""
+        return self._seats.stats
 
     def begin(self) -> None:
         """A forward of the whole model begins.
@@ -90,11 +51,15 @@ class Streaming:
         """
         for file in self._files:
             file.check_unchanged()
-        cursor = self._own.cursor
-        cursor.begin()
+        own = self._own
+        own.cursor.begin()
         with self._lock:
-            self._forwards.append(cursor)
+            self._forwards.append(own.cursor)
+            self._backward.end()
+        own.saving.append(ExitStack())
         try:
+            if torch.is_grad_enabled():
+                own.saving[-1].enter_context(self._backward.saving())
             with self._lock:
                 self._look_ahead()
         except BaseException:
@@ -103,10 +68,11 @@ class Streaming:
 
     def end(self, *, whole: bool) -> None:
         """It is over; `whole` if nothing failed."""
-        cursor = self._own.cursor
-        cursor.end(whole=whole)
+        own = self._own
+        own.saving.pop().close()
+        own.cursor.end(whole=whole)
         with self._lock:
-            self._forwards.remove(cursor)
+            self._forwards.remove(own.cursor)
             self._look_ahead()
 
     def enter(self, index: int) -> None:
@@ -121,7 +87,7 @@ class Streaming:
         """It is used no more: it goes, unless it is expected again."""
         self._own.num_inside -= 1
         with self._lock:
-            self._release(self._units[index])
+            self._seats.release(self._units[index])
 
     def inside(self) -> bool:
         """Whether this thread computes with the model."""
@@ -130,73 +96,33 @@ class Streaming:
     @contextmanager
     def fetched(self, tensors: list[Tensor]) -> Generator[None]:
         """Within it single tensors are there, which no unit in use has brought."""
-        seats = [self._seats[key] for key in dict.fromkeys(id(tensor) for tensor in tensors)]
         with self._lock:
+            seats = self._seats.of_tensors(tensors)
             self._take(seats)
         try:
             yield
         finally:
             with self._lock:
-                self._release(seats)
+                self._seats.release(seats)
 
     def close(self) -> None:
         """Make every tensor an ordinary one again, its values those that are stored."""
         with self._lock:
-            self._carrier.close()
-            for seat in self._seats.values():
-                forget(seat.tensor)
-                seat.tensor.data = seat.parcel.home
-                seat.arrival = None
+            self._backward.close()
+            self._seats.close()
 
     def _take(self, seats: Sequence[Seat]) -> None:
         """Put tensors in place; what comes next is asked for before they are waited for."""
         self.stats.num_used += 1
-        if self._claim(seats):
+        if self._seats.claim(seats):
             self.stats.num_missed += 1
         try:
             self._look_ahead()
-            arrived = [seat.arrival.wait()[seat.at] for seat in seats if seat.arrival is not None]
+            values = self._seats.arrived(seats)
         except BaseException:
-            self._give_up(seats)
+            self._seats.give_up(seats)
             raise
-        for seat, tensor in zip(seats, arrived, strict=True):
-            seat.users += 1
-            if seat.users == 1:
-                call_back(seat.tensor)
-                seat.tensor.data = tensor
-                seat.version = seat.tensor._version  # pyright: ignore[reportPrivateUsage] it has no other name
-
-    def _release(self, seats: Sequence[Seat]) -> None:
-        """Nobody needs them for now: what is stored takes their place."""
-        for seat in seats:
-            seat.users -= 1
-            if seat.users == 0:
-                tensor, home = seat.tensor, seat.parcel.home
-                if tensor._version != seat.version:  # pyright: ignore[reportPrivateUsage]
-                    with torch.no_grad():
-                        home.copy_(tensor)  # written to while it was here
-                tensor.data = home
-                send_away(tensor, self)
-        self._give_up(seats)
-
-    def _claim(self, seats: Sequence[Seat]) -> bool:
-        """Ask for seats; whether any was not there or on its way."""
-        away = [seat for seat in seats if seat.arrival is None]
-        if away:
-            arrival = self._carrier.bring([seat.parcel for seat in away])
-            for at, seat in enumerate(away):
-                seat.arrival, seat.at = arrival, at
-                self.stats.bytes_brought += seat.parcel.home.nbytes
-        for seat in seats:
-            seat.claims += 1
-        return bool(away)
-
-    def _give_up(self, seats: Sequence[Seat]) -> None:
-        """Need seats no more; what nobody needs gives its memory back."""
-        for seat in seats:
-            seat.claims -= 1
-            if seat.claims == 0:
-                seat.arrival = None
+        self._seats.put(seats, values)
 
     def _look_ahead(self) -> None:
         """Ask for what the threads will use next, and give up what they will not."""
@@ -204,16 +130,17 @@ class Streaming:
         wanted = [index for cursor in self._forwards for index in cursor.ahead]
         for index in expected.difference(wanted):
             expected.discard(index)
-            self._give_up(self._units[index])
+            self._seats.give_up(self._units[index])
         for index in wanted:
             if index not in expected:
-                self._claim(self._units[index])
+                self._seats.claim(self._units[index])
                 expected.add(index)
 
 
 class _Own(threading.local):
-    """What each thread has for itself: how far it is, and how many units it is in."""
+    """What each thread has for itself: how far it is, how many units it is in, and what its forwards save."""
 
     def __init__(self, order: Order) -> None:
         self.cursor = Cursor(order)
         self.num_inside = 0
+        self.saving: list[ExitStack] = []

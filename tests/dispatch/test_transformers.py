@@ -1,0 +1,89 @@
+"""Models of Hugging Face's transformers, dispatched: forward, generation with a cache, and training."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain_dispatch.dispatching import dispatch_model, offload_stats, remove_hooks
+
+transformers = pytest.importorskip("transformers")
+
+KINDS = {
+    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "llama": ("LlamaConfig", {"num_key_value_heads": 2}),
+    "gpt2": ("GPT2Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_key_value_heads": 2}),
+}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    torch.manual_seed(0)
+    kind, options = KINDS[request.param]
+    config = getattr(transformers, kind)(**SIZES, **options)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def generated(model: torch.nn.Module) -> torch.Tensor:
+    prompt = torch.arange(3, 11).reshape(2, 4)
+    return model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False, use_cache=True
+    )
+
+
+@pytest.mark.parametrize("way", ["disk", "copied", "whole layers"])
+def test_generation_gives_the_same_tokens(model: torch.nn.Module, way: str, tmp_path: Path) -> None:
+    plain = copy.deepcopy(model)
+    dtypes = {name: tensor.dtype for name, tensor in model.named_parameters(remove_duplicate=False)}
+    layers = {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__name__.endswith(("Layer", "Block"))
+    }
+    dispatch_model(
+        model,
+        {"": "disk"},
+        offload_dir=tmp_path,
+        dtypes={} if way == "disk" else dtypes,
+        preload_module_classes=layers if way == "whole layers" else (),
+    )
+    batch = torch.arange(8).reshape(2, 4)
+    model(batch)  # the order is learnt
+    missed = offload_stats(model).num_missed
+    assert torch.equal(generated(model), generated(plain))
+    ours, theirs = model(batch, labels=batch), plain(batch, labels=batch)
+    assert torch.equal(ours.logits, theirs.logits)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert offload_stats(model).num_missed == missed
+    remove_hooks(model)
+    assert torch.equal(generated(model), generated(plain))
+
+
+def test_a_model_is_trained_with_its_weights_away(model: torch.nn.Module) -> None:
+    plain = copy.deepcopy(model)
+    dtypes = {name: tensor.dtype for name, tensor in model.named_parameters(remove_duplicate=False)}
+    dispatch_model(model, {"": "cpu"}, dtypes=dtypes)
+    batch = torch.arange(8).reshape(2, 4)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain)]
+    for step in range(3):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            one.train()
+            torch.manual_seed(step)  # of the dropout
+            one(batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
