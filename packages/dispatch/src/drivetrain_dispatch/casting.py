@@ -1,0 +1,75 @@
+"""Weights stored in a smaller dtype than they are computed in: each is converted when its layer is used."""
+
+import re
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.dispatching import dispatch_model, dispatched
+from drivetrain_dispatch.errors import OffloadedError
+from drivetrain_dispatch.sizes import named_tensors
+
+# What few bits hurt most and saves least: norms by their usual names and classes, and embeddings.
+_SENSITIVE_NAMES = ("norm", "embed")
+_SENSITIVE_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.Embedding)
+
+
+def apply_layerwise_casting(
+    model: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    *,
+    skip_modules_pattern: Collection[str] = _SENSITIVE_NAMES,
+    skip_modules_classes: Collection[type[nn.Module]] = _SENSITIVE_CLASSES,
+) -> nn.Module:
+    """Store the weights of a model in one dtype and compute in another, a layer at a time.
+
+    With `torch.float8_e4m3fn` under `torch.bfloat16` a model takes half the memory; values are rounded once, here.
+    The model stays on its devices; `remove_hooks` leaves it in the dtype of its storage. It is not for training.
+
+    Args:
+        model: The model; changed in place.
+        storage_dtype: A floating-point dtype that weights are stored in.
+        compute_dtype: What they are converted to when they are used, and what is skipped is converted to now.
+        skip_modules_pattern: Regular expressions; parameters whose name one of them finds itself in stay in
+            `compute_dtype`.
+        skip_modules_classes: Modules whose own parameters stay in `compute_dtype`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        OffloadedError: The model is dispatched already: give `dispatch_model` the `dtypes` instead.
+        ValueError: A dtype is no floating-point one, or nothing is left to store.
+    """
+    if dispatched(model):
+        raise OffloadedError(
+            "the model is dispatched already: convert its weights before, and give dispatch_model(dtypes=...)"
+        )
+    for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name}={dtype}: must be a floating-point dtype such as torch.float8_e4m3fn")
+    skipped = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, tuple(skip_modules_classes))
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    parameters = {
+        name: tensor
+        for name, tensor in named_tensors(model)
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    }
+    whole = {
+        id(tensor)
+        for name, tensor in parameters.items()
+        if name in skipped or any(re.search(pattern, name) for pattern in skip_modules_pattern)
+    }
+    stored = [name for name, tensor in parameters.items() if id(tensor) not in whole]
+    if not stored:
+        raise ValueError("nothing to store: every floating-point parameter is skipped, or there is none")
+    for tensor in parameters.values():
+        tensor.data = tensor.data.to(compute_dtype if id(tensor) in whole else storage_dtype)
+    devices = {name: tensor.device for name, tensor in named_tensors(model)}
+    return dispatch_model(model, devices, dtypes=dict.fromkeys(stored, compute_dtype))
