@@ -53,6 +53,20 @@ def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, 
     }
 
 
+def environment_alone() -> dict[str, str]:
+    """The variables of a process that is no rank: a rank's, without those that make it one."""
+    names = {
+        "GROUP_RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+    }
+    return {name: value for name, value in rank_environment(0, 1, 0, {}).items() if name not in names}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """What one rank's process left: its exit code (negative: the signal that ended it) and its output."""
@@ -71,21 +85,32 @@ def run_script(
     environment: dict[str, str],
     template: Template,
 ) -> list[Completed]:
-    """Run `script` once per rank; kill whatever is left at the deadline and fail with every rank's output.
-
-    The ranks are forked off the template, or fresh interpreters where that would not do.
-    """
+    """Run `script` once per rank; kill whatever is left at the deadline and fail with every rank's output."""
     port = free_port()
+    environments = [rank_environment(rank, num_processes, port, environment) for rank in range(num_processes)]
+    return run_processes(
+        script, *args, environments=environments, timeout_seconds=timeout_seconds, template=template
+    )
+
+
+def run_processes(
+    script: Path,
+    *args: str,
+    environments: Sequence[dict[str, str]],
+    timeout_seconds: float,
+    template: Template,
+) -> list[Completed]:
+    """Run `script` in each environment, forked off the template, or fresh where that would not do."""
     with TemporaryDirectory() as folder:
         orders = [
             Order(
                 script=script,
                 arguments=args,
-                environment=rank_environment(rank, num_processes, port, environment),
+                environment=environment,
                 stdout=Path(folder, f"{rank}.out"),
                 stderr=Path(folder, f"{rank}.err"),
             )
-            for rank in range(num_processes)
+            for rank, environment in enumerate(environments)
         ]
         for order in orders:
             order.stdout.touch()

@@ -12,7 +12,7 @@ import torch
 from drivetrain import Accelerator
 from drivetrain_checkpoint import RESUME_EXIT_CODE
 from drivetrain_launcher import failures
-from processes import rank_environment
+from processes import environment_alone
 
 TRAIN = """
 import os, sys, time
@@ -33,13 +33,6 @@ with accelerator:
         accelerator.save_if_due()
         time.sleep(0.002)
 """
-
-
-def without_ranks() -> dict[str, str]:
-    """The environment, without what makes a process a rank."""
-    own = rank_environment(0, 1, 0, {})
-    ranks = set(own) - set(os.environ)
-    return {name: value for name, value in own.items() if name not in ranks or name == "PYTHONPATH"}
 
 
 def steps_of(project: Path) -> list[int]:
@@ -136,7 +129,7 @@ def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
     ]
     with subprocess.Popen(
         [*launch, str(script), str(project)],
-        env=without_ranks(),
+        env=environment_alone(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
