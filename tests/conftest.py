@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from processes import Completed, RankPool, run_script
+from processes import Completed, RankPool, rank_environment, run_script
+from template import Template
 
 # Hundreds of processes start here. Where Python is told to keep no bytecode, each would compile torch for 3 seconds:
 # theirs is kept beside the sources, out of sight.
@@ -59,9 +60,17 @@ def run_ranks(rank_pools: dict[int, RankPool]) -> Callable[..., list[object]]:
     return run
 
 
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template]:
+    """The process that the ranks of scripts are forked off."""
+    template = Template(rank_environment(0, 1, 0, {}))
+    yield template
+    template.close()
+
+
 @pytest.fixture
-def run_ranks_script(tmp_path: Path) -> Callable[..., list[Completed]]:
-    """Run Python source as a fresh process per rank (torchrun's variables set), for tests that kill or hang."""
+def run_ranks_script(tmp_path: Path, template: Template) -> Callable[..., list[Completed]]:
+    """Run Python source as a process of its own per rank (torchrun's variables set), for tests that kill or hang."""
 
     def run(
         source: str,
@@ -78,6 +87,7 @@ def run_ranks_script(tmp_path: Path) -> Callable[..., list[Completed]]:
             num_processes=num_processes,
             timeout_seconds=timeout_seconds,
             environment=environment or {},
+            template=template,
         )
 
     return run

@@ -8,15 +8,17 @@ import pickle
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
+
+from template import Ends, Order, Template
 
 TESTS = Path(__file__).parent
 
@@ -51,6 +53,20 @@ def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, 
     }
 
 
+def environment_alone() -> dict[str, str]:
+    """The variables of a process that is no rank: a rank's, without those that make it one."""
+    names = {
+        "GROUP_RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+    }
+    return {name: value for name, value in rank_environment(0, 1, 0, {}).items() if name not in names}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """What one rank's process left: its exit code (negative: the signal that ended it) and its output."""
@@ -62,23 +78,68 @@ class Completed:
 
 
 def run_script(
-    script: Path, *args: str, num_processes: int, timeout_seconds: float, environment: dict[str, str]
+    script: Path,
+    *args: str,
+    num_processes: int,
+    timeout_seconds: float,
+    environment: dict[str, str],
+    template: Template,
 ) -> list[Completed]:
     """Run `script` once per rank; kill whatever is left at the deadline and fail with every rank's output."""
     port = free_port()
-    # Not in with-statements: there are as many as ranks, and each is read and closed below.
-    files = [(tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")) for _ in range(num_processes)]  # noqa: SIM115
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), *args],
-            env=rank_environment(rank, num_processes, port, environment),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-        )
-        for rank, (out, err) in enumerate(files)
-    ]
-    deadline = time.monotonic() + timeout_seconds
+    environments = [rank_environment(rank, num_processes, port, environment) for rank in range(num_processes)]
+    return run_processes(
+        script, *args, environments=environments, timeout_seconds=timeout_seconds, template=template
+    )
+
+
+def run_processes(
+    script: Path,
+    *args: str,
+    environments: Sequence[dict[str, str]],
+    timeout_seconds: float,
+    template: Template,
+) -> list[Completed]:
+    """Run `script` in each environment, forked off the template, or fresh where that would not do."""
+    with TemporaryDirectory() as folder:
+        orders = [
+            Order(
+                script=script,
+                arguments=args,
+                environment=environment,
+                stdout=Path(folder, f"{rank}.out"),
+                stderr=Path(folder, f"{rank}.err"),
+            )
+            for rank, environment in enumerate(environments)
+        ]
+        for order in orders:
+            order.stdout.touch()
+            order.stderr.touch()
+        run = template.run if all(map(template.suits, orders)) else run_fresh
+        codes, late = run(orders, time.monotonic() + timeout_seconds)
+        results = [
+            Completed(
+                rank=rank, returncode=code, stdout=_printed(order.stdout), stderr=_printed(order.stderr)
+            )
+            for rank, (code, order) in enumerate(zip(codes, orders, strict=True))
+        ]
+    if late:
+        shown = "\n".join(f"--- rank {r.rank} (exit {r.returncode})\n{r.stdout}{r.stderr}" for r in results)
+        raise AssertionError(f"ranks {late} still ran after {timeout_seconds} s and were killed\n{shown}")
+    return results
+
+
+def run_fresh(orders: Sequence[Order], deadline: float) -> Ends:
+    """Run each order in an interpreter of its own to its end, or kill it at a deadline of the monotonic clock."""
+    processes: list[subprocess.Popen[bytes]] = []
+    for order in orders:
+        with order.stdout.open("w") as out, order.stderr.open("w") as err:
+            command = [sys.executable, str(order.script), *order.arguments]
+            processes.append(
+                subprocess.Popen(
+                    command, env=order.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                )
+            )
     late: list[int] = []
     for rank, process in enumerate(processes):
         try:
@@ -87,21 +148,16 @@ def run_script(
             late.append(rank)
     for rank in late:
         processes[rank].kill()
-        processes[rank].wait()
-    results: list[Completed] = []
-    for rank, (process, (out, err)) in enumerate(zip(processes, files, strict=True)):
-        texts: list[str] = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read())
-            file.close()
-        # gloo greets on stdout up to torch 2.9
-        said = "".join(line for line in texts[0].splitlines(keepends=True) if not line.startswith("[Gloo]"))
-        results.append(Completed(rank=rank, returncode=process.returncode, stdout=said, stderr=texts[1]))
-    if late:
-        shown = "\n".join(f"--- rank {r.rank} (exit {r.returncode})\n{r.stdout}{r.stderr}" for r in results)
-        raise AssertionError(f"ranks {late} still ran after {timeout_seconds} s and were killed\n{shown}")
-    return results
+    return [process.wait() for process in processes], late
+
+
+def _printed(file: Path) -> str:
+    """What a rank printed, without what libraries say of themselves."""
+    text = file.read_text().partition("nanobind: leaked")[
+        0
+    ]  # triton's last words where no collection frees it
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo]"))  # gloo greets up to torch 2.9
 
 
 class RankPool:

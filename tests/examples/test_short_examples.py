@@ -1,6 +1,7 @@
 """The examples that print a result: it is the right one, and the same on one process and on two."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -22,21 +23,25 @@ def test_minimal_fits_the_line(num_processes: int) -> None:
     assert f"on {num_processes} process(es)" in shown
 
 
-def test_token_counts_shows_the_error_that_count_removes(num_processes: int) -> None:
-    shown = launch("token_counts.py", num_processes=num_processes).stdout
+def test_token_counts_shows_the_error_that_count_removes(run_example: Callable, num_processes: int) -> None:
+    shown = run_example("token_counts.py", num_processes=num_processes).stdout
     assert number(r"backward\(mean\): the gradient is ([\d.]+) % off", shown) > 10
     assert number(r"backward\(sum, count=n\): the gradient is ([\d.]+) % off", shown) == 0
 
 
-def test_evaluation_is_exact_on_an_uneven_tail(num_processes: int) -> None:
-    shown = launch("evaluation.py", num_processes=num_processes).stdout
+def test_evaluation_is_exact_on_an_uneven_tail(run_example: Callable, num_processes: int) -> None:
+    shown = run_example("evaluation.py", num_processes=num_processes).stdout
     assert "103 points, accuracy 0.291262\n73 were wrong, the first: point 0, point 1, point 2\n" in shown
 
 
-@pytest.mark.parametrize(
-    "backend", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "deepspeed"))]
-)
-def test_two_models_learn_the_ring(num_processes: int, backend: str) -> None:
+def test_two_models_learn_the_ring(run_example: Callable, num_processes: int) -> None:
+    shown = run_example("two_models.py", "--steps", "400", num_processes=num_processes).stdout
+    assert number(r"lie ([\d.]+) from the ring", shown) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_two_models_learn_the_ring_by_any_backend(num_processes: int, backend: str) -> None:
     launcher = ("--backend", backend)
     shown = launch("two_models.py", "--steps", "400", num_processes=num_processes, launcher=launcher).stdout
     assert number(r"lie ([\d.]+) from the ring", shown) < 0.5

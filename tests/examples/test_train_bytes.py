@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,28 +58,30 @@ def test_leaves_log_plot_and_checkpoints(finished: Path) -> None:
     assert len(list((finished / "checkpoints").glob("step-*"))) >= 2
 
 
-def test_refuses_to_mix_two_runs_in_one_folder(finished: Path) -> None:
+def test_refuses_to_mix_two_runs_in_one_folder(run_example: Callable, finished: Path) -> None:
     with pytest.raises(AssertionError, match="go on with --resume"):
-        launch("train_bytes.py", *TINY, "--project-dir", str(finished), num_processes=1)
+        run_example("train_bytes.py", *TINY, "--project-dir", str(finished), num_processes=1)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_resumes_exactly_on_any_number_of_processes(
-    finished: Path, tmp_path: Path, num_processes: int
+    run_example: Callable, finished: Path, tmp_path: Path, num_processes: int
 ) -> None:
     again = tmp_path / "again"
     shutil.copytree(finished, again)
     newest = max((again / "checkpoints").glob("step-*"))
     shutil.rmtree(newest)
     args = ("--steps", "20", "--save-every", "10", "--project-dir", str(again), "--resume")
-    run = launch("train_bytes.py", *TINY, *args, num_processes=num_processes)
+    run = run_example("train_bytes.py", *TINY, *args, num_processes=num_processes)
     assert "step 10:" not in run.stderr
     for name in ("train loss", "validation loss"):
         assert logged(again, name)[20] == pytest.approx(logged(finished, name)[20], rel=1e-5)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, num_processes: int) -> None:
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    run_example: Callable, tmp_path: Path, num_processes: int
+) -> None:
     args = (*TINY, "--save-every", "10", "--project-dir", str(tmp_path / "run"))
     run = launch(
         "train_bytes.py", *args, "--steps", "100000", num_processes=num_processes, interrupt_at="step 10:"
@@ -87,7 +90,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, num_processes: int) 
     stopped_at = max(logged(tmp_path / "run", "train loss"))
     assert stopped_at < 100000
 
-    launch("train_bytes.py", *args, "--steps", str(stopped_at + 10), "--resume", num_processes=num_processes)
+    steps = ("--steps", str(stopped_at + 10))
+    run_example("train_bytes.py", *args, *steps, "--resume", num_processes=num_processes)
     assert list(logged(tmp_path / "run", "train loss"))[-2:] == [stopped_at, stopped_at + 10]
 
 

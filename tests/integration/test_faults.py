@@ -2,12 +2,13 @@
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from processes import TESTS, rank_environment
+from processes import environment_alone, run_processes
+from template import Template
 
 # How many rounds must have met the fault at least: a disk is not always filled by what a round has left to save.
 CASES = [
@@ -28,30 +29,35 @@ def can_mount(directory: Path) -> bool:
     return mounted.returncode == 0
 
 
-def play(script: str, *arguments: object) -> dict[str, int]:
+@pytest.fixture
+def play(template: Template) -> Callable[..., dict[str, int]]:
     """Run a drill; how many rounds it played, and how many of them met the fault."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
-    environment = rank_environment(0, 1, 0, {"PYTHONPATH": str(TESTS)})
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
-        del environment[name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+
+    def run(script: str, *arguments: object) -> dict[str, int]:
+        (done,) = run_processes(
+            Path(__file__).with_name(script),
+            *map(str, arguments),
+            environments=[environment_alone()],
+            timeout_seconds=3500,
+            template=template,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("fault", "num_ranks", "backend", "least"), CASES)
 def test_whatever_happens_a_run_goes_on_as_if_it_had_not(
-    fault: str, num_ranks: int, backend: str, least: float, tmp_path: Path, pytestconfig: pytest.Config
+    play: Callable,
+    fault: str,
+    num_ranks: int,
+    backend: str,
+    least: float,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
 ) -> None:
     if fault == "full" and not can_mount(tmp_path):
         pytest.skip("wants the right to mount a disk in memory")
@@ -65,7 +71,7 @@ def test_whatever_happens_a_run_goes_on_as_if_it_had_not(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_killed_run_goes_on_with_other_ranks_where_its_data_ended(
-    tmp_path: Path, pytestconfig: pytest.Config
+    play: Callable, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     rounds = pytestconfig.getoption("--fault-rounds")
     said = play("resized_drill.py", rounds, tmp_path, 0)

@@ -12,7 +12,7 @@ import torch
 from drivetrain import Accelerator
 from drivetrain_checkpoint import RESUME_EXIT_CODE
 from drivetrain_launcher import failures
-from processes import free_port, rank_environment
+from processes import environment_alone
 
 TRAIN = """
 import os, sys, time
@@ -33,13 +33,6 @@ with accelerator:
         accelerator.save_if_due()
         time.sleep(0.002)
 """
-
-
-def without_ranks() -> dict[str, str]:
-    """The environment, without what makes a process a rank."""
-    own = rank_environment(0, 1, 0, {})
-    ranks = set(own) - set(os.environ)
-    return {name: value for name, value in own.items() if name not in ranks or name == "PYTHONPATH"}
 
 
 def steps_of(project: Path) -> list[int]:
@@ -91,30 +84,23 @@ def test_signals_are_handled_from_the_first_call_to_the_end(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("num_ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_a_signal_to_one_rank_saves_on_all_and_ends_the_run(
-    tmp_path: Path, num_ranks: int, number: int
+    run_ranks_script, tmp_path: Path, num_ranks: int, number: int
 ) -> None:
-    script, project, port = tmp_path / "train.py", tmp_path / "project", free_port()
-    script.write_text(TRAIN)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(project)],
-            env=rank_environment(rank, num_ranks, port, {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    for rank in ranks:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "trains\n"
-    os.kill(ranks[-1].pid, number)
-    os.kill(ranks[-1].pid, number)  # again, as where a launcher hands on what a scheduler sent to all
-    ended = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [RESUME_EXIT_CODE] * num_ranks, ended
+    project = tmp_path / "project"
+    # Twice, as where a launcher hands on what a scheduler sent to all.
+    to_last = f"""
+            for _ in range(2 * accelerator.is_last_process):
+                os.kill(os.getpid(), {int(number)})"""
+    source = TRAIN.replace(
+        """
+            print("trains", flush=True)""",
+        to_last,
+    )
+    ended = run_ranks_script(source, str(project), num_processes=num_ranks)
+    assert [rank.returncode for rank in ended] == [RESUME_EXIT_CODE] * num_ranks, ended
     (step,) = steps_of(project)
     said = f"{signal.Signals(number).name}: saved at step {step}; the program ends, start it again to go on"
-    assert [said in err for _, err in ended] == [True] + [False] * (num_ranks - 1)
+    assert [said in rank.stderr for rank in ended] == [True] + [False] * (num_ranks - 1)
     assert step >= 3
     with Accelerator(cpu=True, project_dir=project) as accelerator:
         model = torch.nn.Linear(2, 1)
@@ -143,7 +129,7 @@ def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
     ]
     with subprocess.Popen(
         [*launch, str(script), str(project)],
-        env=without_ranks(),
+        env=environment_alone(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

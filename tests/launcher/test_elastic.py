@@ -64,6 +64,7 @@ def test_the_failing_rank_is_shown_first_and_once(drivetrain: Callable, script: 
     assert "drivetrain_launcher" not in done.stderr
 
 
+@pytest.mark.costly
 def test_a_rank_killed_by_a_signal_is_named_with_it(drivetrain: Callable, script: Callable) -> None:
     script("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(100)")
     done = drivetrain("launch", "--num-processes", "2", "script.py")
@@ -81,6 +82,7 @@ def test_the_exit_code_of_the_failing_rank_passes_through(drivetrain: Callable, 
     assert "ended with exit code 5, and no exception" in done.stderr
 
 
+@pytest.mark.costly
 def test_the_scripts_own_hook_has_the_first_word(drivetrain: Callable, script: Callable) -> None:
     script(
         "import os, sys, time\n"
@@ -93,6 +95,7 @@ def test_the_scripts_own_hook_has_the_first_word(drivetrain: Callable, script: C
     assert "failed: ValueError: boom; its traceback stands above" in done.stderr
 
 
+@pytest.mark.costly
 def test_interrupting_lets_every_rank_save(started: Callable, script: Callable) -> None:
     script(SAVES_WHEN_INTERRUPTED)
     process = started("launch", "--num-processes", "2", "script.py", "raise")
@@ -109,6 +112,7 @@ def test_interrupting_lets_every_rank_save(started: Callable, script: Callable) 
     assert output.splitlines()[-1] == "drivetrain: stopped by SIGINT; no rank is left"
 
 
+@pytest.mark.costly
 def test_a_second_interrupt_kills(started: Callable, script: Callable) -> None:
     script(
         "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready')\ntime.sleep(100)\n"
@@ -126,6 +130,7 @@ def test_a_second_interrupt_kills(started: Callable, script: Callable) -> None:
     assert "killing the ranks: what they were saving is left uncommitted" in process.stdout.read()
 
 
+@pytest.mark.costly
 def test_an_interrupt_that_arrives_twice_at_once_lets_every_rank_save(
     started: Callable, script: Callable
 ) -> None:
@@ -143,6 +148,7 @@ def test_an_interrupt_that_arrives_twice_at_once_lets_every_rank_save(
     assert "killing" not in output
 
 
+@pytest.mark.costly
 def test_what_a_failed_rank_has_started_ends_with_it(drivetrain: Callable, script: Callable) -> None:
     script(
         "import os, subprocess, sys\n"
@@ -174,6 +180,7 @@ def test_a_rank_that_leaves_early_is_told_apart_from_another_node(
     assert "another node" not in done.stderr
 
 
+@pytest.mark.costly
 def test_ranks_stop_when_their_launcher_dies(started: Callable, script: Callable, tmp_path: Path) -> None:
     script("import os, time\nprint(os.getpid())\ntime.sleep(100)")
     process = started("launch", "--num-processes", "2", "--threads-per-process", "1", "script.py")
@@ -262,6 +269,7 @@ def test_output_also_goes_to_files(drivetrain: Callable, script: Callable, tmp_p
     assert os.listdir(scratch) == []  # nothing is left behind
 
 
+@pytest.mark.costly
 def test_lines_of_several_ranks_do_not_mix(drivetrain: Callable, script: Callable) -> None:
     script("for _ in range(2000): print('a', 'line', 'in', 'pieces')")
     done = drivetrain("launch", "--num-processes", "2", "script.py")
