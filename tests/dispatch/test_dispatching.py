@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain_dispatch.dispatching import dispatch_model, dispatched, offload_stats, remove_hooks
+from drivetrain_dispatch.dispatching import (
+    dispatch_model,
+    dispatched,
+    offload_stats,
+    remove_hooks,
+    trace_offload,
+)
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
+from drivetrain_dispatch.trace import OffloadTrace
 
 WIDTH = 8
 
@@ -324,6 +332,25 @@ def test_a_model_is_dispatched_once(stack: tuple[nn.Module, nn.Module]) -> None:
         dispatch_model(stack[0], {"": "cpu"})
     with pytest.raises(OffloadedError, match="not dispatched"):
         offload_stats(stack[1])
+
+
+def test_a_trace_tells_what_came_while_others_computed(stack: tuple[nn.Module, nn.Module]) -> None:
+    model, _ = stack
+    with trace_offload(model) as trace:
+        model(torch.randn(2, WIDTH))
+    model(torch.randn(2, WIDTH))
+    assert [turn.name for turn in trace.turns] == [f"layers.{index}" for index in range(6)]
+    for turn in trace.turns:
+        assert turn.brought[0] <= turn.brought[1] <= turn.waited[1] == turn.computed[0] <= turn.computed[1]
+    for turn, later in pairwise(trace.turns):
+        assert later.brought[0] < turn.computed[1]  # on its way before the one in front was through
+    picture = trace.svg()
+    assert picture.count("<rect") >= 1 + 2 * 6
+    assert "layers.3" in picture
+    with pytest.raises(ValueError, match="nothing was traced"):
+        OffloadTrace().svg()
+    with pytest.raises(OffloadedError, match="not dispatched"), trace_offload(nn.Linear(1, 1)):
+        pass
 
 
 class TestOnTheDisk:

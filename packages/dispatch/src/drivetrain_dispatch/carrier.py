@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Parcel(NamedTuple):
 class _Brought(NamedTuple):
     tensors: list[Tensor]
     event: torch.Event | None  # recorded behind their copies, on the stream that copies
+    times: tuple[float, float]  # when that was begun and asked for
 
 
 class Arrival:
@@ -61,6 +63,10 @@ class Arrival:
         if work.event is not None:
             self._order(work.tensors, work.event)
         return work.tensors
+
+    def times(self) -> tuple[float, float]:
+        """When it was begun and ended; waits for it."""
+        return (self._work.result() if isinstance(self._work, Future) else self._work).times
 
     def _order(self, tensors: Sequence[Tensor], event: torch.Event) -> None:
         """Have this thread's stream wait for the copies, once."""
@@ -98,18 +104,22 @@ class Carrier:
         self._thread.shutdown(cancel_futures=True)
 
     def _bring(self, parcels: Sequence[Parcel]) -> _Brought:
+        begin = perf_counter()
+        event = None
         if parcels[0].device.type == "cpu":
-            return _Brought([parcel.home.to(parcel.dtype, copy=True) for parcel in parcels], None)
-        return self._copy(parcels)
+            tensors = [parcel.home.to(parcel.dtype, copy=True) for parcel in parcels]
+        else:
+            tensors, event = self._copy(parcels)
+        return _Brought(tensors, event, (begin, perf_counter()))
 
-    def _copy(self, parcels: Sequence[Parcel]) -> _Brought:
+    def _copy(self, parcels: Sequence[Parcel]) -> tuple[list[Tensor], torch.Event]:
         device = parcels[0].device
         stream = self._streams.setdefault(device, torch.Stream(device))
         event = torch.Event(device)
         with stream:
             tensors = [self._copied(parcel, stream) for parcel in parcels]
             event.record(stream)
-        return _Brought(tensors, event)
+        return tensors, event
 
     def _copied(self, parcel: Parcel, stream: torch.Stream) -> Tensor:
         home = parcel.home

@@ -1,6 +1,7 @@
 """Put a model's weights where a device map says, and have them come when they are used."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -19,6 +20,7 @@ from drivetrain_dispatch.seats import OffloadStats, Seat
 from drivetrain_dispatch.settling import settle
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 from drivetrain_dispatch.streaming import Streaming
+from drivetrain_dispatch.trace import OffloadTrace
 from drivetrain_dispatch.units import Unit, units_of
 from drivetrain_dispatch.weight_files import MappedFile
 
@@ -161,15 +163,39 @@ def offload_stats(model: nn.Module) -> OffloadStats:
     Raises:
         OffloadedError: The model is not dispatched.
     """
-    record: _Dispatch | None = model.__dict__.get(_RECORD)
-    if record is None:
-        raise OffloadedError("the model is not dispatched: nothing was brought")
-    each = [engine.stats for engine in record.engines if isinstance(engine, Streaming)]
+    each = [engine.stats for engine in _streams(model)]
     return OffloadStats(
         num_used=sum(stats.num_used for stats in each),
         num_missed=sum(stats.num_missed for stats in each),
         bytes_brought=sum(stats.bytes_brought for stats in each),
     )
+
+
+@contextmanager
+def trace_offload(model: nn.Module) -> Generator[OffloadTrace]:
+    """Within it each use of a unit of a dispatched model is written down: when it was brought, waited for, computed.
+
+    Weights that the host uses in place are not brought, and so not traced.
+
+    Raises:
+        OffloadedError: The model is not dispatched.
+    """
+    trace = OffloadTrace()
+    engines = _streams(model)
+    for engine in engines:
+        engine.trace = trace
+    try:
+        yield trace
+    finally:
+        for engine in engines:
+            engine.trace = None
+
+
+def _streams(model: nn.Module) -> list[Streaming]:
+    record: _Dispatch | None = model.__dict__.get(_RECORD)
+    if record is None:
+        raise OffloadedError("the model is not dispatched: nothing is brought for it")
+    return [engine for engine in record.engines if isinstance(engine, Streaming)]
 
 
 def _coming(placements: Mapping[str, Placement], dtypes: Mapping[str, torch.dtype]) -> list[str]:
@@ -203,7 +229,12 @@ def _streaming(
             parcel = Parcel.of(tensor.data, placements[name].device, dtypes.get(name, tensor.dtype))
             seats.setdefault(id(tensor), Seat(tensor, parcel))
     each = [[seats[id(tensor)] for tensor in unit.tensors.values()] for unit in units]
-    return Streaming([list(dict.fromkeys(unit)) for unit in each], depth=depth, files=_files_of(units, files))
+    return Streaming(
+        [list(dict.fromkeys(unit)) for unit in each],
+        names=[unit.name for unit in units],
+        depth=depth,
+        files=_files_of(units, files),
+    )
 
 
 def _files_of(units: Sequence[Unit], files: Mapping[str, MappedFile]) -> list[MappedFile]:

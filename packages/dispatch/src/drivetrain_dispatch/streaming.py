@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from drivetrain_dispatch.backward import Backward
 from drivetrain_dispatch.order import Cursor, Order
 from drivetrain_dispatch.seats import OffloadStats, Seat, Seats
+from drivetrain_dispatch.trace import OffloadTrace, Turn
 from drivetrain_dispatch.weight_files import MappedFile
 
 
@@ -23,11 +25,22 @@ class Streaming:
         units: The seats of each unit, in the order in which they are expected.
         depth: How many units may be on their way beside those in use.
         files: That some of them are the pages of.
+        names: Of the units, for a trace.
+
+    Attributes:
+        trace: What is written into at each use of a unit; None for no trace.
     """
 
     def __init__(
-        self, units: Sequence[Sequence[Seat]], *, depth: int, files: Collection[MappedFile] = ()
+        self,
+        units: Sequence[Sequence[Seat]],
+        *,
+        names: Sequence[str],
+        depth: int,
+        files: Collection[MappedFile] = (),
     ) -> None:
+        self.trace: OffloadTrace | None = None
+        self._names = names
         self._units = units
         self._files = files
         self._order = Order(range(len(units)), depth)
@@ -79,13 +92,22 @@ class Streaming:
         """A unit is used: bring it, and begin to bring those that follow."""
         own = self._own
         own.cursor.use(index)
+        start = perf_counter()
         with self._lock:
             self._take(self._units[index])
         own.num_inside += 1
+        if self.trace is not None:
+            own.turns.append((start, perf_counter()))
 
     def leave(self, index: int) -> None:
         """It is used no more: it goes, unless it is expected again."""
-        self._own.num_inside -= 1
+        own = self._own
+        own.num_inside -= 1
+        if self.trace is not None and own.turns:
+            waited = own.turns.pop()
+            arrival = self._units[index][0].arrival
+            came = waited if arrival is None else arrival.times()
+            self.trace.turns.append(Turn(self._names[index], came, waited, (waited[1], perf_counter())))
         with self._lock:
             self._seats.release(self._units[index])
 
@@ -144,3 +166,4 @@ class _Own(threading.local):
         self.cursor = Cursor(order)
         self.num_inside = 0
         self.saving: list[ExitStack] = []
+        self.turns: list[tuple[float, float]] = []  # of the units it is in, when they were waited for

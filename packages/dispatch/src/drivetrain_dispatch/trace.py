@@ -1,0 +1,69 @@
+"""What happened when in a forward with offloaded weights, and a picture of it."""
+
+from html import escape
+from typing import NamedTuple
+
+_WIDTH, _LEFT, _TOP, _LANE, _GAP = 900, 90, 40, 34, 12  # pixels
+_COLOURS = {"brought": "#4c78a8", "waited for": "#e45756", "computed": "#54a24b"}
+
+
+class Turn(NamedTuple):
+    """One use of a unit; times are begin and end in seconds.
+
+    Attributes:
+        name: The module's.
+        brought: When its weights were copied or read; the same for both if they were there already.
+        waited: When the forward stood still for them.
+        computed: From then until the module returned; on an accelerator, when its work was asked for.
+    """
+
+    name: str
+    brought: tuple[float, float]
+    waited: tuple[float, float]
+    computed: tuple[float, float]
+
+
+class OffloadTrace:
+    """The turns of forwards, in the order in which they ended.
+
+    Attributes:
+        turns: Each use of a unit.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+
+    def svg(self) -> str:
+        """A picture: what is brought above what is computed, with what is waited for in red, over time."""
+        if not self.turns:
+            raise ValueError("nothing was traced: call the model within trace_offload(model)")
+        start = min(min(turn.brought[0], turn.waited[0]) for turn in self.turns)
+        end = max(turn.computed[1] for turn in self.turns)
+        scale = _WIDTH / max(end - start, 1e-9)
+        lanes = list(_COLOURS)
+        height = _TOP + len(lanes) * (_LANE + _GAP) + 30
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
+            'font-family="sans-serif" font-size="12">',
+            f'<rect width="100%" height="100%" fill="white"/><text x="{_LEFT}" y="20">'
+            f"{len(self.turns)} units in {(end - start) * 1e3:.1f} ms</text>",
+        ]
+        for number, lane in enumerate(lanes):
+            top = _TOP + number * (_LANE + _GAP)
+            parts.append(f'<text x="8" y="{top + _LANE / 2 + 4}">{lane}</text>')
+            for turn in self.turns:
+                begin, stop = (turn.brought, turn.waited, turn.computed)[number]
+                if stop > begin:
+                    parts.append(
+                        f'<rect x="{_LEFT + (begin - start) * scale:.1f}" y="{top}" '
+                        f'width="{max((stop - begin) * scale, 0.5):.1f}" height="{_LANE}" '
+                        f'fill="{_COLOURS[lane]}" stroke="white" stroke-width="0.5">'
+                        f"<title>{escape(turn.name)}: {(stop - begin) * 1e3:.2f} ms</title></rect>"
+                    )
+        for tenth in range(11):
+            x = _LEFT + tenth * _WIDTH / 10
+            parts.append(
+                f'<text x="{x:.0f}" y="{height - 8}" text-anchor="middle">'
+                f"{(end - start) * tenth * 100:.1f} ms</text>"
+            )
+        return "\n".join([*parts, "</svg>\n"])
