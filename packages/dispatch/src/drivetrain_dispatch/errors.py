@@ -11,3 +11,7 @@ class DeviceMapError(ValueError):
 
 class WeightFilesError(ValueError):
     """The files of a model's weights are missing, damaged, or no longer what they were."""
+
+
+class CostError(RuntimeError):
+    """What a model's parts do in a forward cannot be measured without data."""
