@@ -9,7 +9,7 @@ from drivetrain_dispatch.blocks import Block, blocks_of
 from drivetrain_dispatch.budget import get_max_memory
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.plan import Budgets, Cost, plan_places
+from drivetrain_dispatch.plan import Budgets, Cost, PlacePlan, plan_places
 from drivetrain_dispatch.rates import measure_rates
 from drivetrain_dispatch.timeline import Rates
 
@@ -53,24 +53,43 @@ def infer_auto_device_map(
     """
     budgets = get_max_memory(max_memory)
     blocks = blocks_of(model, no_split=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
-    places = {device: place_of(device) for device in budgets}
-    host = sum(budgets[device] for device, place in places.items() if place == _CPU)
-    computing = [device for device, place in places.items() if place not in ("disk", _CPU)]
-    rooms = [budgets[device] for device in computing]
-    if not computing:
-        computing, rooms, host = ["cpu"], [host], 0
-    room = Budgets(devices=tuple(rooms), host=host, disk=budgets.get("disk"))
+    computing, room = rooms_of(budgets)
 
     def measured() -> Rates:
         return _measured(computing[0])
 
     plan = plan_places(blocks, costs or {}, room, measured if rates is None else rates)
+    return map_of(plan, blocks, computing, costs or {})
+
+
+def rooms_of(budgets: Mapping[Device, int]) -> tuple[list[Device], Budgets]:
+    """Which devices compute, in the order given, and what each may hold; without accelerators the host computes."""
+    places = {device: place_of(device) for device in budgets}
+    host = sum(budgets[device] for device, place in places.items() if place == _CPU)
+    computing: list[Device] = [device for device, place in places.items() if place not in ("disk", _CPU)]
+    rooms = [budgets[device] for device in computing]
+    if not computing:
+        computing, rooms, host = ["cpu"], [host], 0
+    return computing, Budgets(devices=tuple(rooms), host=host, disk=budgets.get("disk"))
+
+
+def map_of(
+    plan: PlacePlan, blocks: Sequence[Block], computing: Sequence[Device], costs: Mapping[str, Cost]
+) -> DeviceMap:
+    """A plan as a map with as few names as say it, with sizes and times."""
     elsewhere: dict[str, Device] = {"host": "cpu", "disk": "disk"}
     devices = {
         block.name: elsewhere.get(source, computing[at])
         for block, source, at in zip(blocks, plan.sources, plan.devices, strict=True)
     }
-    return _merged(blocks, devices, costs or {})
+    outermost = _outermost(devices)
+    merged = {outer: devices[name] for name, outer in outermost.items()}
+    sizes, seconds = dict.fromkeys(merged, 0), dict.fromkeys(merged, 0.0)
+    for block in blocks:
+        sizes[outermost[block.name]] += block.size_bytes
+        if block.name in costs:
+            seconds[outermost[block.name]] += costs[block.name].seconds
+    return DeviceMap(merged, sizes=sizes, seconds=seconds)
 
 
 def _measured(device: Device) -> Rates:
@@ -88,18 +107,6 @@ def _measured(device: Device) -> Rates:
             "rates=Rates(to_device=25e9, from_disk=3e9)"
         ) from error
     return measure_rates(str(place))
-
-
-def _merged(blocks: Sequence[Block], devices: Mapping[str, Device], costs: Mapping[str, Cost]) -> DeviceMap:
-    """A map with as few names as say it."""
-    outermost = _outermost(devices)
-    merged = {outer: devices[name] for name, outer in outermost.items()}
-    sizes, seconds = dict.fromkeys(merged, 0), dict.fromkeys(merged, 0.0)
-    for block in blocks:
-        sizes[outermost[block.name]] += block.size_bytes
-        if block.name in costs:
-            seconds[outermost[block.name]] += costs[block.name].seconds
-    return DeviceMap(merged, sizes=sizes, seconds=seconds)
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:
