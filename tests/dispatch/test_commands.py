@@ -118,6 +118,14 @@ def test_a_gpu_that_cannot_hold_the_largest_layer_is_told(
     assert "give one at least" in told(capsys, folder, gpu=("50kB",))
 
 
+def test_a_configuration_that_does_not_fit_together_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_key_value_heads": 3}))
+    told(capsys, str(tmp_path), gpu=("1GB",))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -109,7 +109,7 @@ def test_a_model_that_does_not_say_keeps_its_repeated_layers_whole() -> None:
 
 
 def test_a_model_without_a_cache_is_told() -> None:
-    with pytest.raises(CostError, match="Unknown gives no past_key_values"):
+    with pytest.raises(CostError, match="Unknown gives none of past_key_values, cache_params"):
         token_after(Unknown(2), 1, 8)
 
 
@@ -118,6 +118,7 @@ def test_a_model_without_a_cache_is_told() -> None:
     [
         ('{"model_type": "no_such_model"}', "does not describe a language model"),
         ("{", "does not describe a language model"),
+        ('{"model_type": "xlnet", "d_model": 64, "n_head": 4, "d_head": 64}', "d_head.*should be equal"),
         ('{"model_type": "vit"}', "does not describe a language model"),
     ],
 )

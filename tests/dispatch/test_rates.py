@@ -1,7 +1,8 @@
 import json
 import math
-import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,21 +87,23 @@ def test_where_nothing_can_be_written_it_is_measured_each_time(tmp_path: Path) -
         assert remembered(cache, ["what"], ["speed"], lambda: [next(numbers)]) == [expected]
 
 
-def remember(cache: Path, number: int) -> None:
-    for turn in range(20):
-        remembered(cache, [str(number), str(turn)], ["speed"], lambda: [1.0])
-        json.loads(cache.read_text())  # whole at any time
+REMEMBER = """
+import json, sys
+from pathlib import Path
+from drivetrain_dispatch.rate_cache import remembered
+cache = Path(sys.argv[1])
+for turn in range(50):
+    remembered(cache, [sys.argv[2], str(turn)], ["speed"], lambda: [1.0])
+    json.loads(cache.read_text())  # whole at any time
+"""
 
 
 def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
     cache = tmp_path / "rates.json"
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=remember, args=(cache, number)) for number in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    workers = [
+        subprocess.Popen([sys.executable, "-c", REMEMBER, str(cache), str(number)]) for number in range(3)
+    ]
+    assert [worker.wait(60) for worker in workers] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["rates.json"]
 
 

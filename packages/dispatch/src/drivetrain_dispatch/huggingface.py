@@ -13,6 +13,7 @@ from drivetrain_dispatch.empty import init_empty_weights
 from drivetrain_dispatch.errors import CostError
 
 _CONFIG = "config.json"
+_CACHES = ("past_key_values", "cache_params", "state")  # what models call what they keep from token to token
 
 
 def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
@@ -30,6 +31,8 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"{folder} has no {_CONFIG}: name the folder of a Hugging Face model")
     try:
         transformers: Any = import_module("transformers")
+        # Its checks of configurations raise what is no ValueError, in versions that have them.
+        invalid = getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     except ImportError as error:
         raise ImportError(
             "to build a Hugging Face model the package transformers is needed: pip install transformers"
@@ -38,7 +41,7 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with init_empty_weights(include_buffers=True):
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, invalid) as error:
         raise ValueError(f"{folder / _CONFIG} does not describe a language model: {error}") from error
     named = getattr(config, "dtype", None)
     return model.eval().to(dtype or (named if isinstance(named, torch.dtype) else torch.float32))
@@ -84,10 +87,10 @@ def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str,
     """
     with torch.no_grad():
         result = model(**prompt_of(model, batch_size, num_tokens))
-    cache = getattr(result, "past_key_values", None)
-    if cache is None:
+    caches = {name: cache for name in _CACHES if (cache := getattr(result, name, None)) is not None}
+    if not caches:
         raise CostError(
-            f"{type(model).__name__} gives no past_key_values, so that a token cannot be told from a prompt: plan "
-            "with infer_auto_device_map, and give what each part does by hand"
+            f"{type(model).__name__} gives none of {', '.join(_CACHES)}, so that a token cannot be told from a "
+            "prompt: plan with infer_auto_device_map, and give what each part does by hand"
         )
-    return {**prompt_of(model, batch_size, 1), "past_key_values": cache}
+    return {**prompt_of(model, batch_size, 1), **caches}

@@ -66,10 +66,10 @@ def rooms_of(budgets: Mapping[Device, int]) -> tuple[list[Device], Budgets]:
     """Which devices compute, in the order given, and what each may hold; without accelerators the host computes."""
     places = {device: place_of(device) for device in budgets}
     host = sum(budgets[device] for device, place in places.items() if place == _CPU)
-    computing: list[Device] = [device for device, place in places.items() if place not in ("disk", _CPU)]
+    computing = [device for device, place in places.items() if place not in ("disk", _CPU)]
     rooms = [budgets[device] for device in computing]
     if not computing:
-        computing, rooms, host = ["cpu"], [host], 0
+        return ["cpu"], Budgets(devices=(host,), host=0, disk=budgets.get("disk"))
     return computing, Budgets(devices=tuple(rooms), host=host, disk=budgets.get("disk"))
 
 

@@ -14,7 +14,6 @@ from drivetrain_dispatch.blocks import blocks_of
 from drivetrain_dispatch.budget import get_max_memory, parse_size
 from drivetrain_dispatch.cost import ComputeRate, measure_costs
 from drivetrain_dispatch.device_map import Device
-from drivetrain_dispatch.errors import CostError, DeviceMapError
 from drivetrain_dispatch.forecast import Forecast, Holding, forecast
 from drivetrain_dispatch.huggingface import build_empty, prompt_of, token_after, whole_classes
 from drivetrain_dispatch.infer import rooms_of
@@ -102,7 +101,8 @@ def run(arguments: PlanArguments) -> int:
         dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
         model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
         found = _forecast(model, arguments, budgets, rates, rate)
-    except (ValueError, ImportError, OSError, DeviceMapError, CostError) as error:
+    # A RuntimeError is what a model's forward says of a configuration that does not fit together.
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
     shown = (
