@@ -20,6 +20,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("watchdog", "without the watchdog", marks=pytest.mark.slow),
         pytest.param("resume", "drivetrain, fresh", marks=pytest.mark.slow),
         pytest.param("backends --only fsdp, shard_grad", "raw", marks=pytest.mark.slow),
+        pytest.param("device_map", "drivetrain", marks=pytest.mark.slow),
     ],
 )
 def test_benchmark_writes_its_table(name: str, baseline: str, tmp_path: Path) -> None:

@@ -1,11 +1,18 @@
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from drivetrain_dispatch.device_map import places_of_tensors
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.infer import infer_auto_device_map
 from drivetrain_dispatch.plan import Cost
+from drivetrain_dispatch.rate_cache import default_cache
+from drivetrain_dispatch.sizes import compute_module_sizes
 from drivetrain_dispatch.timeline import Rates
 
 RATES = Rates(to_device=1e6, from_disk=1e5)
@@ -98,3 +105,63 @@ def test_a_model_without_memory_will_do() -> None:
     with torch.device("meta"):
         model = Model()
     assert infer_auto_device_map(model, {0: 10_000}, rates=RATES) == {"": 0}
+
+
+def test_rates_are_asked_for_only_if_something_is_offloaded() -> None:
+    # A device that no machine has, so that nothing can be measured of it.
+    assert infer_auto_device_map(Model(), {"cuda:99": 10_000}) == {"": "cuda:99"}
+    with pytest.raises(DeviceMapError, match=r"cuda:99 is not here, so .*rates=Rates\(to_device="):
+        infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000})
+
+
+def test_without_rates_those_of_this_machine_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = infer_auto_device_map(Model(), {"cpu": 3000})
+    assert set(found.values()) == {"cpu", "disk"}
+    assert default_cache().is_relative_to(tmp_path)
+    assert len(json.loads(default_cache().read_text())) == 2
+
+
+def experts(num_layers: int, num_experts: int) -> nn.Module:
+    with torch.device("meta"):
+        layers = [
+            nn.ModuleDict(
+                {
+                    "router": nn.Linear(8, num_experts),
+                    "experts": nn.ModuleList(Layer() for _ in range(num_experts)),
+                    "norm": nn.LayerNorm(8),
+                }
+            )
+            for _ in range(num_layers)
+        ]
+        return nn.Sequential(nn.Embedding(32, 8), *layers, nn.Linear(8, 32))
+
+
+def test_experts_are_spread_over_all_there_is() -> None:
+    model = experts(3, 16)
+    total = compute_module_sizes(model)[""]
+    budgets = {0: total // 3, 1: total // 3, "cpu": total // 6}
+    found = infer_auto_device_map(model, budgets, rates=RATES)
+    assert set(found.values()) == {0, 1, "cpu", "disk"}
+    assert sum(found.sizes.values()) == total
+    for device, most in budgets.items():
+        assert sum(found.sizes[name] for name, there in found.items() if there == device) <= most
+    assert places_of_tensors(model, found).keys() == {name for name, _ in model.named_parameters()}
+
+
+@given(st.integers(1500, 9000), st.integers(1500, 9000))
+def test_the_fewest_names_say_where_every_part_is(first: int, second: int) -> None:
+    model = experts(1, 4)
+    found = infer_auto_device_map(model, {0: first, 1: second, "cpu": 1000}, rates=RATES)
+    names = [name for name, module in model.named_modules() if not list(module.children())]
+    around = {name: [outer for outer in found if is_in(name, outer)] for name in names}
+    assert all(len(outers) == 1 for outers in around.values())
+    for outer in filter(None, found):  # no name could be shorter
+        wider = outer.rpartition(".")[0]
+        assert len({found[around[name][0]] for name in names if is_in(name, wider)}) > 1
+
+
+def is_in(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")

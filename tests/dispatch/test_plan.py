@@ -145,7 +145,7 @@ def test_no_budget_is_exceeded_at_the_peak(
         whole = sum(block.size_bytes for block in blocks) + sum(cost.kept_bytes for cost in costs.values())
         assert whole + max(cost.peak_bytes for cost in costs.values()) > max(devices)
         return
-    assert len(plan.sources) == len(plan.devices) == len(plan.turns) == len(blocks)
+    assert len(plan.sources) == len(plan.devices) == len(blocks)
     for at, budget in enumerate(devices):
         mine = [index for index in range(len(blocks)) if plan.devices[index] == at]
         stays = sum(blocks[index].size_bytes for index in mine if plan.sources[index] == "device")

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_dispatch.timeline import Rates, Turn, Work, play, seconds_of
+from drivetrain_dispatch.timeline import Rates, Turn, Work, forward_seconds, play, seconds_of
 
 RATES = Rates(to_device=10.0, from_disk=5.0)
 
@@ -81,6 +81,11 @@ def test_it_is_bounded_by_the_busiest_and_by_all_in_turn(parts: list[Work], dept
 @given(works, st.integers(0, 5))
 def test_to_look_further_ahead_never_takes_longer(parts: list[Work], depth: int) -> None:
     assert seconds_of(play(parts, RATES, depth=depth + 1)) <= seconds_of(play(parts, RATES, depth=depth))
+
+
+@given(works, st.integers(0, 5))
+def test_the_time_alone_is_that_of_the_turns(parts: list[Work], depth: int) -> None:
+    assert forward_seconds(parts, RATES, depth=depth) == seconds_of(play(parts, RATES, depth=depth))
 
 
 def used(turn: Turn, part: Work, lane: str) -> bool:

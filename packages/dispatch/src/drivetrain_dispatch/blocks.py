@@ -1,16 +1,16 @@
 """A model as the parts that are placed: each goes to one device as a whole."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from drivetrain_dispatch.sizes import dtype_after, enclosing_modules, identity, named_tensors
+from drivetrain_dispatch.sizes import dtype_after, identity, named_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A part of a model: a module, or a parameter or buffer of a module that is itself divided.
 
     Attributes:
@@ -46,19 +46,30 @@ def blocks_of(
         ValueError: `no_split` names a class that the model does not have, or `special_dtypes` such a tensor.
     """
     kept = frozenset(no_split)
-    if unknown := sorted(kept - {type(module).__name__ for module in model.modules()}):
+    names: list[str] = []
+    classes: list[str] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.append(name)
+        classes.append(type(module).__name__)
+    if unknown := sorted(kept.difference(classes)):
         raise ValueError(
             f"no_split_module_classes={unknown}: the model has no module of such a class; name classes as "
             "type(module).__name__ does"
         )
-    names = list(_names(model, kept))
-    places = {name: index for index, name in enumerate(names)}
-    sizes = [0] * len(names)
-    groups = list(range(len(names)))
-    holders: dict[object, int] = {}  # of each tensor, the first block that has it
-    special = dict(special_dtypes or {})
+    tensors: list[Tensor] = []
+    names_of_tensors: list[str] = []  # two lists and no pairs: of 100,000 the collector would take long
     for name, tensor in named_tensors(model):
-        index, chosen, key = _place_of(name, places), special.pop(name, None), identity(tensor)
+        names_of_tensors.append(name)
+        tensors.append(tensor)
+    found, places = _numbered(names, classes, kept, names_of_tensors)
+    special = dict(special_dtypes or {})
+    sizes = [0] * len(found)
+    groups = list(range(len(found)))
+    holders: dict[object, int] = {}  # of each tensor, the first block that has it
+    for name, tensor in zip(names_of_tensors, tensors, strict=True):
+        index = places[name] if name in places else places[name.rpartition(".")[0]]
+        chosen = special.pop(name, None) if special else None
+        key = identity(tensor)
         if key in holders:
             _join(groups, holders[key], index)
         else:
@@ -68,32 +79,44 @@ def blocks_of(
         raise ValueError(
             f"special_dtypes={sorted(special)}: the model has no such parameter or buffer; see named_parameters()"
         )
-    return [Block(name, sizes[index], _first(groups, index)) for index, name in enumerate(names)]
+    return [Block(name, sizes[index], _first(groups, index)) for index, name in enumerate(found)]
 
 
-def _names(model: nn.Module, kept: frozenset[str]) -> Iterator[str]:
-    """The names of the blocks, those of a module that stands in two places twice."""
+def _numbered(
+    names: Sequence[str], classes: Sequence[str], kept: Collection[str], tensors: Sequence[str]
+) -> tuple[list[str], dict[str, int]]:
+    """The names of the blocks, and the index of the block in which each module and divided module's tensor is.
+
+    Args:
+        names: Of the modules, each followed by those in it; those of one that stands in two places twice.
+        classes: Of the modules, the names.
+        kept: Classes that stay whole.
+        tensors: The names of all tensors.
+    """
+    divided = {name for name, after in pairwise(names) if after.startswith(_prefix(name))}
+    own: dict[str, list[str]] = {}
+    for name in tensors:
+        if (outer := name.rpartition(".")[0]) in divided:
+            own.setdefault(outer, []).append(name)
+    found: list[str] = []
+    places: dict[str, int] = {}
     inside: str | None = None  # how the names begin that are part of the last block
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, kind in zip(names, classes, strict=True):
         if inside is not None and name.startswith(inside):
-            continue
-        prefix = f"{name}." if name else ""
-        if type(module).__name__ in kept or next(module.children(), None) is None:
-            inside = prefix
-            yield name
-            continue
-        for own, _ in (
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ):
-            yield prefix + own
+            places[name] = len(found) - 1
+        elif name not in divided or kind in kept:
+            inside, places[name] = _prefix(name), len(found)
+            found.append(name)
+        else:
+            for tensor in own.get(name, ()):
+                places[tensor] = len(found)
+                found.append(tensor)
+    return found, places
 
 
-def _place_of(name: str, places: Mapping[str, int]) -> int:
-    """The index of the block that a tensor belongs to."""
-    if name in places:
-        return places[name]
-    return next(places[outer] for outer in enclosing_modules(name) if outer in places)
+def _prefix(name: str) -> str:
+    """How the names of what is in a module begin."""
+    return f"{name}." if name else ""
 
 
 def _first(groups: list[int], index: int) -> int:

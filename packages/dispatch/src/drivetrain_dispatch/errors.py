@@ -15,3 +15,7 @@ class WeightFilesError(ValueError):
 
 class OffloadedError(RuntimeError):
     """Something was asked of a model whose weights are offloaded that it cannot do until remove_hooks(model)."""
+
+
+class CostError(RuntimeError):
+    """What a model's parts do in a forward cannot be measured without data."""

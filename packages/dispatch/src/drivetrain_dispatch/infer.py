@@ -1,15 +1,16 @@
 """A device map from a model's sizes, the devices' budgets, and what each part of a forward costs."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from drivetrain_dispatch.blocks import blocks_of
+from drivetrain_dispatch.blocks import Block, blocks_of
 from drivetrain_dispatch.budget import get_max_memory
-from drivetrain_dispatch.device_map import Device, DeviceMap, place_of
-from drivetrain_dispatch.plan import Budgets, Cost, plan_places
-from drivetrain_dispatch.sizes import enclosing_modules
+from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.plan import Budgets, Cost, PlacePlan, plan_places
+from drivetrain_dispatch.rates import measure_rates
 from drivetrain_dispatch.timeline import Rates
 
 _CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ def infer_auto_device_map(
     model: nn.Module,
     max_memory: Mapping[Device, int | str] | None = None,
     *,
-    rates: Rates,
+    rates: Rates | None = None,
     no_split_module_classes: Collection[str] = (),
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
@@ -35,7 +36,8 @@ def infer_auto_device_map(
         model: The model, best on the meta device.
         max_memory: What each device may hold, such as `{0: "20GB", "cpu": "60GB"}`; None takes what is free now. The
             disk has no end unless it is among them.
-        rates: How fast weights come from the host and from the disk.
+        rates: How fast weights come from the host and from the disk. None measures it, if something has to come, and
+            keeps it in the user's cache folder: less than a second, once for a machine.
         no_split_module_classes: Names of module classes that stay whole, such as a layer with a residual connection.
         dtype: What floating-point and complex tensors will be converted to.
         special_dtypes: Dtypes of single tensors by name.
@@ -45,19 +47,36 @@ def infer_auto_device_map(
         The map, with sizes and predicted times.
 
     Raises:
-        DeviceMapError: The budgets cannot hold the model; the message says what would.
+        DeviceMapError: The budgets cannot hold the model, and the message says what would; or rates are to be
+            measured of a device that is not here.
         ValueError: A class or tensor is named that the model does not have.
     """
     budgets = get_max_memory(max_memory)
     blocks = blocks_of(model, no_split=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
+    computing, room = rooms_of(budgets)
+
+    def measured() -> Rates:
+        return _measured(computing[0])
+
+    plan = plan_places(blocks, costs or {}, room, measured if rates is None else rates)
+    return map_of(plan, blocks, computing, costs or {})
+
+
+def rooms_of(budgets: Mapping[Device, int]) -> tuple[list[Device], Budgets]:
+    """Which devices compute, in the order given, and what each may hold; without accelerators the host computes."""
     places = {device: place_of(device) for device in budgets}
     host = sum(budgets[device] for device, place in places.items() if place == _CPU)
     computing = [device for device, place in places.items() if place not in ("disk", _CPU)]
     rooms = [budgets[device] for device in computing]
     if not computing:
-        computing, rooms, host = ["cpu"], [host], 0
-    room = Budgets(devices=tuple(rooms), host=host, disk=budgets.get("disk"))
-    plan = plan_places(blocks, costs or {}, room, rates)
+        return ["cpu"], Budgets(devices=(host,), host=0, disk=budgets.get("disk"))
+    return computing, Budgets(devices=tuple(rooms), host=host, disk=budgets.get("disk"))
+
+
+def map_of(
+    plan: PlacePlan, blocks: Sequence[Block], computing: Sequence[Device], costs: Mapping[str, Cost]
+) -> DeviceMap:
+    """A plan as a map with as few names as say it, with sizes and times."""
     elsewhere: dict[str, Device] = {"host": "cpu", "disk": "disk"}
     devices = {
         block.name: elsewhere.get(source, computing[at])
@@ -66,22 +85,57 @@ def infer_auto_device_map(
     outermost = _outermost(devices)
     merged = {outer: devices[name] for name, outer in outermost.items()}
     sizes, seconds = dict.fromkeys(merged, 0), dict.fromkeys(merged, 0.0)
-    for block, turn in zip(blocks, plan.turns, strict=True):
+    for block in blocks:
         sizes[outermost[block.name]] += block.size_bytes
-        seconds[outermost[block.name]] += turn.computed[1] - turn.computed[0]
+        if block.name in costs:
+            seconds[outermost[block.name]] += costs[block.name].seconds
     return DeviceMap(merged, sizes=sizes, seconds=seconds, depth=plan.depth)
+
+
+def _measured(device: Device) -> Rates:
+    """How fast weights come to a device of this machine.
+
+    Raises:
+        DeviceMapError: It is of another one.
+    """
+    place = place_of(device)
+    try:
+        check_places([place])
+    except DeviceMapError as error:
+        raise DeviceMapError(
+            f"{place} is not here, so that how fast weights come to it cannot be measured: say it, as "
+            "rates=Rates(to_device=25e9, from_disk=3e9)"
+        ) from error
+    return measure_rates(str(place))
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:
     """Of each name, the outermost one around it whose parts are all on one device."""
-    inside: dict[str, set[Device]] = {}
+    common: dict[
+        str, Device | None
+    ] = {}  # of each name the device of all its parts; None if they have several
     for name, device in devices.items():
-        for outer in _around(name):
-            inside.setdefault(outer, set()).add(device)
-    return {name: next(outer for outer in _around(name) if len(inside[outer]) == 1) for name in devices}
+        outer: str | None = name
+        while outer is not None:
+            if outer not in common:
+                common[outer] = device
+            elif common[outer] in (None, device):
+                break  # what is further out has it already
+            else:
+                common[outer] = None
+            outer = _around(outer)
+    found: dict[str, str] = {}
+    return {name: _furthest(name, common, found) for name in devices}
 
 
-def _around(name: str) -> Iterator[str]:
-    yield from enclosing_modules(name)
-    if name:
-        yield name
+def _furthest(name: str, common: Mapping[str, Device | None], found: dict[str, str]) -> str:
+    """The outermost name around one whose parts are all on one device; `found` remembers."""
+    if name not in found:
+        outer = _around(name)
+        found[name] = name if outer is None or common[outer] is None else _furthest(outer, common, found)
+    return found[name]
+
+
+def _around(name: str) -> str | None:
+    """The name of the module around a name."""
+    return name.rpartition(".")[0] if name else None

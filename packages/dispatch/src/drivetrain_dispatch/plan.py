@@ -1,16 +1,19 @@
 """Which block of a model stays on a device and which comes when it is needed: the plan of a device map. Pure."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from math import inf
+from typing import NamedTuple, TypeVar
 
 from drivetrain_dispatch.blocks import Block
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.timeline import Rates, Source, Turn, Work, play, seconds_of
+from drivetrain_dispatch.timeline import Rates, Source, forward_seconds
 
 _DEPTHS = (4, 2, 1, 0)  # offloaded blocks on their way; room for each is taken from what could stay
+_UNUSED = Rates(to_device=inf, from_disk=inf)  # of a forward to which nothing comes
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +54,20 @@ class PlacePlan:
         sources: Where each block's weights are when it is not its turn.
         devices: The device that computes each, by its index in `Budgets.devices`.
         depth: How many offloaded blocks may be on their way beside the one that computes.
-        turns: The predicted time line.
+        seconds: The predicted time of a forward.
     """
 
     sources: tuple[Source, ...]
     devices: tuple[int, ...]
     depth: int
-    turns: tuple[Turn, ...]
-
-    @property
-    def seconds(self) -> float:
-        """The predicted time of a forward."""
-        return seconds_of(self.turns)
+    seconds: float
 
 
 def plan_places(
-    blocks: Sequence[Block], costs: Mapping[str, Cost], budgets: Budgets, rates: Rates
+    blocks: Sequence[Block],
+    costs: Mapping[str, Cost],
+    budgets: Budgets,
+    rates: Rates | Callable[[], Rates],
 ) -> PlacePlan:
     """Plan where the blocks of a model are, within every budget at its peak.
 
@@ -79,15 +80,15 @@ def plan_places(
         blocks: In the order of the forward. Those of a group stay together.
         costs: What each block does, by its name; one that is missing does nothing.
         budgets: What may be held where.
-        rates: How fast weights come.
+        rates: How fast weights come. A function is called only if some have to.
 
     Raises:
         DeviceMapError: The budgets cannot hold the model, or not its largest block; the message says what would do.
     """
-    groups = _groups_of(blocks, costs)
-    placed = _all_stay(groups, budgets.devices)
-    if placed is not None:
-        return _plan(blocks, costs, groups, placed, rates, depth=0)
+    groups = _groups_of(blocks, _costs_of(blocks, costs))
+    if (placed := _all_stay(groups, budgets.devices)) is not None:
+        return _plan(blocks, costs, groups, placed, _UNUSED, depth=0)
+    rates = rates() if callable(rates) else rates
     ways = [_Way(depth, largest) for largest in _limits(groups) for depth in _DEPTHS]
     found = [
         (_plan(blocks, costs, groups, placed, rates, depth=way.depth), way)
@@ -95,12 +96,33 @@ def plan_places(
         if (placed := _some_come(groups, budgets, way)) is not None
     ]
     if not found:
-        raise DeviceMapError(_why_not(groups, budgets))
+        raise DeviceMapError(_why_not(blocks, groups, budgets))
     best, way = min(found, key=lambda pair: (pair[0].seconds, pair[0].depth))
     if (placed := _some_come(groups, budgets, way._replace(first_stay=True))) is None:
         return best
     other = _plan(blocks, costs, groups, placed, rates, depth=way.depth)
     return other if other.seconds < best.seconds else best
+
+
+def predicted_seconds(
+    plan: PlacePlan, blocks: Sequence[Block], costs: Mapping[str, Cost], rates: Rates
+) -> float:
+    """The predicted time of a forward under a plan, be it another forward than the one it was made for.
+
+    Args:
+        plan: Where the blocks are.
+        blocks: In the order of the forward.
+        costs: What each does in this forward, by its name.
+        rates: How fast weights come.
+    """
+    seconds = [cost.seconds for cost in _costs_of(blocks, costs)]
+    sizes = [block.size_bytes for block in blocks]
+    return forward_seconds(zip(seconds, sizes, plan.sources, strict=True), rates, depth=plan.depth)
+
+
+def _costs_of(blocks: Sequence[Block], costs: Mapping[str, Cost]) -> list[Cost]:
+    nothing = Cost()
+    return [costs.get(block.name, nothing) for block in blocks] if costs else [nothing] * len(blocks)
 
 
 class _Way(NamedTuple):
@@ -117,203 +139,196 @@ class _Way(NamedTuple):
     first_stay: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Blocks that share tensors, or one block.
+class _Groups(NamedTuple):
+    """Blocks that share tensors, placed as one, and those that do not: a list for each thing said of them.
 
     Attributes:
-        name: The first block's.
-        members: Their indices.
-        size_bytes: Of all their tensors, each once.
-        cost: Of all of them.
+        firsts: The index of the first block.
+        sizes: Bytes of all tensors, each once.
+        peaks: Activations at the peak of any of the blocks.
+        kept: What all of the blocks leave on the device.
+        of_blocks: The index of each block's group; None where each block is one itself.
     """
 
-    name: str
-    members: tuple[int, ...]
-    size_bytes: int
-    cost: Cost
+    firsts: list[int]
+    sizes: list[int]
+    peaks: list[int]
+    kept: list[int]
+    of_blocks: list[int] | None
+
+    def by_block(self, values: list[_Value]) -> list[_Value]:
+        """What is said of groups, for each block."""
+        return values if self.of_blocks is None else [values[index] for index in self.of_blocks]
 
 
-# Of each group, where it is and the device that computes it.
-_Placed = list[tuple[Source, int]]
+class _Placed(NamedTuple):
+    """Of each group, where it is and the device that computes it."""
+
+    sources: list[Source]
+    devices: list[int]
 
 
-def _groups_of(blocks: Sequence[Block], costs: Mapping[str, Cost]) -> list[_Group]:
-    members: dict[int, list[int]] = {}
-    for index, block in enumerate(blocks):
-        members.setdefault(block.group, []).append(index)
-    nothing = Cost()
-    groups: list[_Group] = []
-    for indices in members.values():
-        each = [costs.get(blocks[index].name, nothing) for index in indices]
-        groups.append(
-            _Group(
-                name=blocks[indices[0]].name,
-                members=tuple(indices),
-                size_bytes=sum(blocks[index].size_bytes for index in indices),
-                cost=Cost(
-                    peak_bytes=max(cost.peak_bytes for cost in each),
-                    kept_bytes=sum(cost.kept_bytes for cost in each),
-                ),
-            )
-        )
-    return groups
+def _groups_of(blocks: Sequence[Block], costs: Sequence[Cost]) -> _Groups:
+    # No object for each: there may be 100,000 of them.
+    groups = _Groups(
+        list(range(len(blocks))),
+        [block.size_bytes for block in blocks],
+        [cost.peak_bytes for cost in costs],
+        [cost.kept_bytes for cost in costs],
+        None,
+    )
+    firsts = [index for index, block in enumerate(blocks) if block.group == index]
+    if len(firsts) == len(blocks):
+        return groups
+    numbers = {first: number for number, first in enumerate(firsts)}
+    zeros = [0] * len(firsts)
+    of_blocks = [numbers[block.group] for block in blocks]
+    joined = _Groups(firsts, zeros.copy(), zeros.copy(), zeros.copy(), of_blocks)
+    for index, number in enumerate(of_blocks):
+        joined.sizes[number] += groups.sizes[index]
+        joined.peaks[number] = max(joined.peaks[number], groups.peaks[index])
+        joined.kept[number] += groups.kept[index]
+    return joined
 
 
-def _all_stay(groups: Sequence[_Group], budgets: Sequence[int]) -> _Placed | None:
+def _all_stay(groups: _Groups, budgets: Sequence[int]) -> _Placed | None:
     """Everything on the devices, filled in their order; None if it does not fit so."""
-    placed: _Placed = []
+    devices: list[int] = []
     at = held = peak = 0
-    for group in groups:
+    for size_bytes, peak_bytes, kept_bytes in zip(groups.sizes, groups.peaks, groups.kept, strict=True):
         while True:
-            peak = max(peak, group.cost.peak_bytes)
-            if held + group.size_bytes + group.cost.kept_bytes + peak <= budgets[at]:
+            peak = max(peak, peak_bytes)
+            if held + size_bytes + kept_bytes + peak <= budgets[at]:
                 break
             at, held, peak = at + 1, 0, 0
             if at == len(budgets):
                 return None
-        held += group.size_bytes + group.cost.kept_bytes
-        placed.append(("device", at))
-    return placed
+        held += size_bytes + kept_bytes
+        devices.append(at)
+    return _Placed(["device"] * len(devices), devices)
 
 
-def _limits(groups: Sequence[_Group]) -> list[int]:
+def _limits(groups: _Groups) -> list[int]:
     """How large an offloaded group may be: as the largest; or as most are, the few larger ones having to stay."""
-    sizes = sorted(group.size_bytes for group in groups)
+    sizes = sorted(groups.sizes)
     return sorted({sizes[-1], sizes[len(sizes) * 9 // 10]})
 
 
-def _some_come(groups: Sequence[_Group], budgets: Budgets, way: _Way) -> _Placed | None:
+def _some_come(groups: _Groups, budgets: Budgets, way: _Way) -> _Placed | None:
     """As much as fits on the devices, the rest spread evenly over the forward; None if it does not fit."""
     devices = list(budgets.devices)
     while any(devices):
-        placed: _Placed = []
-        for at, segment in enumerate(_segments(groups, devices)):
-            peak = max((group.cost.peak_bytes for group in segment), default=0)
-            kept = sum(group.cost.kept_bytes for group in segment)
-            sources = _spread(segment, devices[at] - peak - kept - (way.depth + 1) * way.largest, way)
+        placed = _Placed([], [])
+        for at, segment in enumerate(_segments(groups.sizes, devices)):
+            room = devices[at] - max(groups.peaks[segment], default=0) - sum(groups.kept[segment])
+            sources = _spread(groups.sizes[segment], room - (way.depth + 1) * way.largest, way)
             if sources is None:
                 devices[at] = 0  # too small for its part: the others compute that
                 break
-            placed.extend((source, at) for source in sources)
+            placed.sources.extend(sources)
+            placed.devices.extend([at] * len(sources))
         else:
-            return _to_disk(groups, placed, budgets, way)
+            return placed if _to_disk(groups.sizes, placed.sources, budgets, way) else None
     return None
 
 
-def _segments(groups: Sequence[_Group], budgets: Sequence[int]) -> list[Sequence[_Group]]:
+def _segments(sizes: Sequence[int], budgets: Sequence[int]) -> list[slice]:
     """The groups that each device computes: one after the other, by bytes in the proportion of the budgets."""
-    total, whole = sum(group.size_bytes for group in groups), sum(budgets)
-    passed = list(accumulate(group.size_bytes for group in groups))
+    passed, whole = list(accumulate(sizes)), sum(budgets)
+    total = passed[-1] if passed else 0
     # In integers: shares as floats may miss the last group.
     ends = [bisect_right(passed, total * end // whole) if end else 0 for end in accumulate(budgets)]
-    return [groups[start:end] for start, end in pairwise([0, *ends])]
+    return [slice(start, end) for start, end in pairwise([0, *ends])]
 
 
-def _spread(segment: Sequence[_Group], room: int, way: _Way) -> list[Source] | None:
+def _spread(sizes: Sequence[int], room: int, way: _Way) -> list[Source] | None:
     """What of a device's groups stays, and what comes from the host, evenly between; None if the room is too small.
 
     Args:
-        segment: What the device computes.
+        sizes: Of the groups that the device computes.
         room: Bytes for what stays.
         way: How to offload.
     """
-    if not segment:
+    if not sizes:
         return []
     due = 1.0 if way.first_stay else 0.5
-    fixed = sum(group.size_bytes for group in segment if group.size_bytes > way.largest)
-    free = sum(group.size_bytes for group in segment) - fixed
+    fixed = sum([size_bytes for size_bytes in sizes if size_bytes > way.largest])
+    free = sum(sizes) - fixed
     room -= fixed
     if room < 0:
         return None
     coming = 1 - min(1, room / free) if free else 0.0
     sources: list[Source] = []
     owed = 0.0
-    for group in segment:
-        if group.size_bytes > way.largest:
+    for size_bytes in sizes:
+        if size_bytes > way.largest:
             sources.append("device")
             continue
-        owed += group.size_bytes * coming
-        if group.size_bytes <= room and owed < due * max(1, group.size_bytes):
-            room -= group.size_bytes
+        owed += size_bytes * coming
+        if size_bytes <= room and owed < due * (size_bytes or 1):
+            room -= size_bytes
             sources.append("device")
         else:
-            owed -= group.size_bytes
+            owed -= size_bytes
             sources.append("host")
-    for index, group in enumerate(segment):  # what there is room for after all
-        if sources[index] == "host" and group.size_bytes <= room:
-            room -= group.size_bytes
+    for index, size_bytes in enumerate(sizes):  # what there is room for after all
+        if size_bytes <= room and sources[index] == "host":
+            room -= size_bytes
             sources[index] = "device"
     return sources
 
 
-def _to_disk(groups: Sequence[_Group], placed: _Placed, budgets: Budgets, way: _Way) -> _Placed | None:
-    """Send to the disk what the host cannot hold, evenly spread; None if the disk cannot hold it either."""
-    coming = sum(groups[index].size_bytes for index, (source, _) in enumerate(placed) if source == "host")
-    share = max(0, coming - budgets.host) / coming if coming else 0.0
-    host, disk, owed = budgets.host, budgets.disk, 0.0
+def _to_disk(sizes: Sequence[int], sources: list[Source], budgets: Budgets, way: _Way) -> bool:
+    """Send to the disk what the host cannot hold, evenly spread; whether the disk can hold it."""
+    coming = [index for index, source in enumerate(sources) if source == "host"]
+    total = sum([sizes[index] for index in coming])
+    if total <= budgets.host:
+        return True
+    share = (total - budgets.host) / total
+    host, disk, owed = budgets.host, 0, 0.0
     due = 1.0 if way.first_stay else 0.5
-    for index, (source, at) in enumerate(placed):
-        if source != "host":
-            continue
-        size_bytes = groups[index].size_bytes
+    for index in coming:
+        size_bytes = sizes[index]
         owed += size_bytes * share
-        if size_bytes <= host and owed < due * max(1, size_bytes):
+        if size_bytes <= host and owed < due * (size_bytes or 1):
             host -= size_bytes
             continue
         owed -= size_bytes
-        placed[index] = ("disk", at)
-        if disk is not None:
-            disk -= size_bytes
-            if disk < 0:
-                return None
-    return placed
+        sources[index] = "disk"
+        disk += size_bytes
+    return budgets.disk is None or disk <= budgets.disk
 
 
 def _plan(
     blocks: Sequence[Block],
     costs: Mapping[str, Cost],
-    groups: Sequence[_Group],
+    groups: _Groups,
     placed: _Placed,
     rates: Rates,
     *,
     depth: int,
 ) -> PlacePlan:
-    """A plan with its time line."""
-    sources: list[Source] = ["device"] * len(blocks)
-    devices = [0] * len(blocks)
-    for group, (source, at) in zip(groups, placed, strict=True):
-        for index in group.members:
-            sources[index], devices[index] = source, at
-    nothing = Cost()
-    works = [
-        Work(costs.get(block.name, nothing).seconds, block.size_bytes, source)
-        for block, source in zip(blocks, sources, strict=True)
-    ]
-    return PlacePlan(
-        sources=tuple(sources),
-        devices=tuple(devices),
-        depth=depth,
-        turns=tuple(play(works, rates, depth=depth)),
-    )
+    """A plan with its time."""
+    sources, devices = groups.by_block(placed.sources), groups.by_block(placed.devices)
+    plan = PlacePlan(sources=tuple(sources), devices=tuple(devices), depth=depth, seconds=0.0)
+    return replace(plan, seconds=predicted_seconds(plan, blocks, costs, rates))
 
 
-def _why_not(groups: Sequence[_Group], budgets: Budgets) -> str:
+def _why_not(blocks: Sequence[Block], groups: _Groups, budgets: Budgets) -> str:
     """What is missing."""
-    total = sum(group.size_bytes for group in groups)
+    total = sum(groups.sizes)
     held = sum(budgets.devices) + budgets.host + (budgets.disk or 0)
     if budgets.disk is not None and held < total:
         return (
             f"max_memory: the model takes {_shown(total)} and the devices may hold {_shown(held)} together: give "
             "them more, or leave the disk's budget out"
         )
-    group = max(groups, key=lambda group: group.size_bytes)
-    peak = max(group.cost.peak_bytes for group in groups)
-    kept = sum(group.cost.kept_bytes for group in groups)
+    largest, peak, kept = max(groups.sizes), max(groups.peaks), sum(groups.kept)
+    name = blocks[groups.firsts[groups.sizes.index(largest)]].name
     return (
-        f"max_memory: {group.name!r} takes {_shown(group.size_bytes)}, activations up to {_shown(peak)}, "
-        f"{_shown(kept)} stay for the whole model, and no device may hold more than {_shown(max(budgets.devices))}: "
-        f"give one at least {_shown(group.size_bytes + peak + kept)}, or let the block be split"
+        f"max_memory: {name!r} takes {_shown(largest)}, activations up to {_shown(peak)}, {_shown(kept)} stay for "
+        f"the whole model, and no device may hold more than {_shown(max(budgets.devices))}: give "
+        f"one at least {_shown(largest + peak + kept)}, or let the block be split"
     )
 
 

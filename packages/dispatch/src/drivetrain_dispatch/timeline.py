@@ -1,7 +1,7 @@
 """What a forward with offloaded parts will take: computing, copying and reading, each in its turn. Pure."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -62,28 +62,46 @@ def play(works: Sequence[Work], rates: Rates, *, depth: int) -> list[Turn]:
         depth: How many offloaded parts may be on their way beside the one that is computed: from 0 on.
     """
     turns: list[Turn] = []
-    disk = link = compute = 0.0
-    leaving: deque[float] = deque(maxlen=depth + 1)  # when the last offloaded parts were done
-    for work in works:
-        room = leaving[0] if len(leaving) == depth + 1 else 0.0
-        read = copied = (0.0, 0.0)
-        ready = 0.0
-        if work.source == "disk":
-            start = max(disk, room)
-            disk = start + work.size_bytes / rates.from_disk
-            read, ready = (start, disk), disk
-        if work.source != "device":
-            start = max(link, room, ready)
-            link = start + work.size_bytes / rates.to_device
-            copied, ready = (start, link), link
-        start = max(compute, ready)
-        compute = start + work.compute_seconds
-        turns.append(Turn(read, copied, (start, compute)))
-        if work.source != "device":
-            leaving.append(compute)
+    _run(works, rates, depth, turns)
     return turns
 
 
 def seconds_of(turns: Sequence[Turn]) -> float:
     """How long it takes."""
     return turns[-1].computed[1] if turns else 0.0
+
+
+def forward_seconds(works: Iterable[tuple[float, int, Source]], rates: Rates, *, depth: int) -> float:
+    """How long the time line is that `play` gives, found without making it.
+
+    Args:
+        works: What `Work` says of the parts, in order; plain tuples will do.
+        rates: How fast weights come.
+        depth: How many offloaded parts may be on their way.
+    """
+    return _run(works, rates, depth, None)
+
+
+def _run(
+    works: Iterable[tuple[float, int, Source]], rates: Rates, depth: int, turns: list[Turn] | None
+) -> float:
+    """Go through a forward and note the turns, if they are asked for; the end of the last one."""
+    disk = link = compute = 0.0
+    leaving: deque[float] = deque(maxlen=depth + 1)  # when the last offloaded parts were done
+    for seconds, size_bytes, source in works:
+        read = copied = (0.0, 0.0)
+        start = compute
+        if source != "device":
+            room = leaving[0] if len(leaving) == depth + 1 else 0.0
+            begin = max(link, room)
+            if source == "disk":
+                from_disk = max(disk, room)
+                disk = from_disk + size_bytes / rates.from_disk
+                read, begin = (from_disk, disk), max(begin, disk)
+            link = begin + size_bytes / rates.to_device
+            copied, start = (begin, link), max(compute, link)
+            leaving.append(start + seconds)
+        compute = start + seconds
+        if turns is not None:
+            turns.append(Turn(read, copied, (start, compute)))
+    return compute

@@ -1,0 +1,1 @@
+"""Plan where a model goes, before anything is loaded."""

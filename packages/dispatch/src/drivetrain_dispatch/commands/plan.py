@@ -1,0 +1,244 @@
+"""Plan where a Hugging Face model goes: what each device holds, and how long a token takes. Nothing is loaded."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.blocks import blocks_of
+from drivetrain_dispatch.budget import get_max_memory, parse_size
+from drivetrain_dispatch.cost import ComputeRate, measure_costs
+from drivetrain_dispatch.device_map import Device
+from drivetrain_dispatch.forecast import Forecast, Holding, forecast
+from drivetrain_dispatch.huggingface import build_empty, prompt_of, token_after, whole_classes
+from drivetrain_dispatch.infer import rooms_of
+from drivetrain_dispatch.timeline import Rates
+
+_USAGE = 2  # what the shell is told of a command that cannot be carried out
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+# TFLOP and bytes a second where they are not said: of an accelerator as most are, and of a host.
+_ACCELERATOR, _HOST = (100.0, "1TB"), (0.5, "50GB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanArguments:
+    """What `drivetrain dispatch plan` is told."""
+
+    model_dir: str = field(
+        metadata={"positional": True, "help": "Folder of a Hugging Face model; its config.json will do."}
+    )
+    gpu: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Memory of each accelerator, such as 24GB,24GB; left out, those that are here. 0GB: none."
+        },
+    )
+    cpu: str | None = field(
+        default=None, metadata={"help": "Memory of the host, such as 64GB; left out, what is free here."}
+    )
+    batch: int = field(default=1, metadata={"help": "Prompts at once."})
+    seq: int = field(default=4096, metadata={"help": "Tokens of each prompt."})
+    dtype: str | None = field(
+        default=None, metadata={"help": "bf16, fp16 or fp32; left out, what config.json says."}
+    )
+    link: str = field(default="25GB", metadata={"help": "Bytes a second from the host to an accelerator."})
+    disk: str = field(default="3GB", metadata={"help": "Bytes a second from the disk."})
+    tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "What computes, in 10^12 operations a second; left out, 100, or 0.5 without accelerator."
+        },
+    )
+    bandwidth: str | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes a second of the memory of what computes; left out, 1TB, or 50GB without one."
+        },
+    )
+    json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("batch", "seq"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1")
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: say one of {', '.join(_DTYPES)}")
+
+
+class Command(NamedTuple):
+    """A subcommand of `drivetrain`, in the shape that the launcher takes.
+
+    Attributes:
+        arguments: The dataclass of its arguments.
+        run: Takes them and returns the exit code.
+        help: One sentence.
+    """
+
+    arguments: type[Any]
+    run: Callable[[Any], int]
+    help: str
+
+
+def run(arguments: PlanArguments) -> int:
+    """Print the plan; what cannot be done is a line on stderr and the exit code 2."""
+    try:
+        budgets = _budgets(arguments)
+        rates = Rates(to_device=_speed("link", arguments.link), from_disk=_speed("disk", arguments.disk))
+        rate = _compute_rate(arguments, on_host=rooms_of(budgets)[0] == ["cpu"])
+        dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
+        model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
+        found = _forecast(model, arguments, budgets, rates, rate)
+    # A RuntimeError is what a model's forward says of a configuration that does not fit together.
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
+        sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
+        return _USAGE
+    shown = (
+        json.dumps(_as_json(model, found), indent=2)
+        if arguments.json
+        else _as_text(model, arguments, found, rate)
+    )
+    sys.stdout.write(f"{shown}\n")
+    return 0
+
+
+def _budgets(arguments: PlanArguments) -> dict[Device, int]:
+    """What each device may hold: as said, or as there is here."""
+    here: Mapping[Device, int] = {} if arguments.gpu and arguments.cpu else get_max_memory()
+    if arguments.gpu:
+        given = [_size("gpu", size) for size in arguments.gpu]
+        budgets: dict[Device, int] = {index: size for index, size in enumerate(given) if size}
+    else:
+        budgets = {device: size for device, size in here.items() if device != "cpu"}
+    budgets["cpu"] = here["cpu"] if arguments.cpu is None else _size("cpu", arguments.cpu)
+    return budgets
+
+
+def _compute_rate(arguments: PlanArguments, *, on_host: bool) -> ComputeRate:
+    tflops, bandwidth = _HOST if on_host else _ACCELERATOR
+    said = tflops if arguments.tflops is None else arguments.tflops
+    if not said > 0:
+        raise ValueError(f"--tflops {said}: must be above 0")
+    return ComputeRate(
+        flops_per_second=said * 1e12,
+        bytes_per_second=_speed("bandwidth", arguments.bandwidth or bandwidth),
+    )
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--{flag} {text}: {error}") from error
+
+
+def _speed(flag: str, text: str) -> int:
+    if not (speed := _size(flag, text.removesuffix("/s"))):
+        raise ValueError(f"--{flag} {text}: must be above 0")
+    return speed
+
+
+def _forecast(
+    model: nn.Module,
+    arguments: PlanArguments,
+    budgets: Mapping[Device, int],
+    rates: Rates,
+    rate: ComputeRate,
+) -> Forecast:
+    blocks = blocks_of(model, no_split=whole_classes(model))
+    prompt = prompt_of(model, arguments.batch, arguments.seq)
+    token = token_after(model, arguments.batch, arguments.seq)
+    return forecast(
+        blocks,
+        budgets,
+        rates,
+        prefill=measure_costs(model, kwargs=prompt, blocks=blocks, rate=rate),
+        token=measure_costs(model, kwargs=token, blocks=blocks, rate=rate),
+    )
+
+
+def _as_json(model: nn.Module, found: Forecast) -> dict[str, Any]:
+    return {
+        "model": type(model).__name__,
+        "dtype": _dtype_of(model),
+        "size_bytes": sum(found.device_map.sizes.values()),
+        "device_map": dict(found.device_map),
+        "devices": {
+            str(device): {
+                "budget_bytes": held.budget_bytes,
+                "peak_bytes": held.peak_bytes,
+                "weight_bytes": held.weight_bytes,
+                "moving_bytes": held.moving_bytes,
+                "kept_bytes": held.kept_bytes,
+                "activation_bytes": held.activation_bytes,
+            }
+            for device, held in found.holdings.items()
+        },
+        "prefill_seconds": found.prefill_seconds,
+        "token_seconds": found.token_seconds,
+    }
+
+
+def _as_text(model: nn.Module, arguments: PlanArguments, found: Forecast, rate: ComputeRate) -> str:
+    size = sum(found.device_map.sizes.values()) / 1e9
+    rows = [("device", "at its peak", "of", "weights", "on their way", "kept", "activations")]
+    rows += [_row(str(device), held) for device, held in found.holdings.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(
+            f"{cell:<{width}}" if not at else f"{cell:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    said = f"{rate.flops_per_second / 1e12:g} TFLOP/s, {rate.bytes_per_second / 1e9:g} GB/s of memory"
+    return "\n".join(
+        [
+            f"{type(model).__name__}, {_dtype_of(model)}, {size:,.2f} GB; {arguments.batch} x {arguments.seq} tokens",
+            "",
+            str(found.device_map),
+            "",
+            *table,
+            "",
+            f"prompt   {_seconds(found.prefill_seconds)}",
+            f"a token  {_seconds(found.token_seconds)}",
+            f"with {said}, link {arguments.link}/s, disk {arguments.disk}/s",
+        ]
+    )
+
+
+def _row(device: str, held: Holding) -> tuple[str, ...]:
+    parts = (held.weight_bytes, held.moving_bytes, held.kept_bytes, held.activation_bytes)
+    budget = "no end" if held.budget_bytes is None else _gigabytes(held.budget_bytes)
+    return (device, _gigabytes(held.peak_bytes), budget, *map(_gigabytes, parts))
+
+
+def _gigabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:,.2f} GB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
+
+
+def _dtype_of(model: nn.Module) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+command = Command(
+    arguments=PlanArguments,
+    run=run,
+    help="Plan where a Hugging Face model goes, what each device holds, and how long a token takes.",
+)

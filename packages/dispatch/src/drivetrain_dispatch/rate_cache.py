@@ -1,0 +1,78 @@
+"""Measured numbers that outlive the process: a JSON file in the user's cache folder."""
+
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+# Where each platform has its caches, below the home folder.
+_FOLDERS = {"darwin": Path("Library/Caches"), "win32": Path("AppData/Local")}
+
+
+def default_cache() -> Path:
+    """The file in which measured rates are kept, unless another is named."""
+    return Path.home() / _FOLDERS.get(sys.platform, Path(".cache")) / "drivetrain" / "rates.json"
+
+
+def remembered(
+    cache: Path, what: Sequence[str], names: Sequence[str], measure: Callable[[], Sequence[float]]
+) -> list[float]:
+    """Numbers that were measured before, or are now.
+
+    A file that is damaged counts as none and is written anew, in one step. Where it cannot be written, the numbers
+    are measured each time.
+
+    Args:
+        cache: The file.
+        what: What they were measured of: a machine, a device, a version.
+        names: Of the numbers.
+        measure: Gives them, in the order of `names`.
+    """
+    key = json.dumps(list(what))
+    known = _read(cache).get(key, {})
+    if all(name in known for name in names):
+        return [known[name] for name in names]
+    found = dict(zip(names, measure(), strict=True))
+    # Read again: another process may have written since.
+    _write(cache, {**_read(cache), key: found})
+    return list(found.values())
+
+
+def _read(cache: Path) -> dict[str, dict[str, float]]:
+    """What is there and whole."""
+    try:
+        said: object = json.loads(cache.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(said, Mapping):
+        return {}
+    return {
+        key: dict(numbers)
+        for key, numbers in said.items()
+        if isinstance(numbers, Mapping) and all(map(_is_number, numbers.values()))
+    }
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0  # type: ignore[arg-type]
+
+
+def _write(cache: Path, numbers: Mapping[str, Mapping[str, float]]) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=cache.parent, prefix=f".{cache.name}.", delete=False
+        ) as file:
+            file.write(json.dumps(numbers, indent=1))
+        try:
+            os.replace(file.name, cache)
+        except OSError:
+            os.unlink(file.name)
+            raise
+    except OSError as error:
+        _LOG.info("measured rates are not kept: %s", error)

@@ -1,0 +1,252 @@
+"""What a forward on the meta device does, operation by operation: what it computes, and what memory it takes when."""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Of these only as much is read or written as comes in or goes out, not the whole table.
+_PICKING = frozenset({"embedding", "gather", "index", "index_select"})
+_PUTTING = frozenset({"index_copy_", "index_put_", "scatter_", "slice_scatter_"})
+_GROUPED = "_grouped_mm"  # each expert's rows times its matrix; torch 2.15 counts no FLOPs of it
+_NO_MEMORY = -1
+
+
+class Operation(NamedTuple):
+    """What is computed at once.
+
+    Attributes:
+        block: The index of the block that does so; -1 before the first.
+        flops: Floating-point operations.
+        size_bytes: That are read and written.
+    """
+
+    block: int
+    flops: int
+    size_bytes: int
+
+
+class Change(NamedTuple):
+    """Memory that is taken or given back, or, with a size of 0, a block that begins.
+
+    Attributes:
+        block: The index of the block that does so; -1 before the first.
+        memory: Which; counted from 0 in the order in which they are first seen.
+        size_bytes: Negative when it is given back.
+    """
+
+    block: int
+    memory: int
+    size_bytes: int
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation that runs within it, and the memory that operations use, but for that of weights.
+
+    An operation belongs to the block whose forward is running; between two, to the block whose weights it uses, or
+    else to the one before.
+
+    Args:
+        weights: Each weight with the index of its block.
+
+    Attributes:
+        operations: In their order; views are none.
+        changes: Of memory, in their order.
+    """
+
+    def __init__(self, weights: Iterable[tuple[Tensor, int]]) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.changes: list[Change] = []
+        self._flops = FlopCounterMode(display=False)
+        self._owners = WeakIdKeyDictionary()  # the storage of a weight -> its block
+        for tensor, block in weights:
+            self._owners.setdefault(tensor.untyped_storage(), block)
+        self._memories = WeakIdKeyDictionary()  # any other storage -> its number
+        self._num_memories = 0
+        self._running: list[int] = []
+        self._last = -1
+
+    def __enter__(self) -> "Recorder":
+        """Begin to note; torch's own counter, which is asked after each operation, comes first."""
+        self._flops.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        """Note nothing more."""
+        super().__exit__(*raised)
+        self._flops.__exit__(*raised)
+
+    def begin(self, block: int) -> None:
+        """A block's forward begins."""
+        self._running.append(block)
+        self._last = block
+        self.changes.append(Change(block, _NO_MEMORY, 0))
+
+    def end(self) -> None:
+        """The forward that began last ends."""
+        self._running.pop()
+        if self._running:
+            self._last = self._running[-1]
+
+    def memories_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The numbers of the memory in which tensors are, as far as it has been used."""
+        found = (self._memories.get(tensor.untyped_storage()) for tensor in tensors)
+        return {number for number in found if number is not None}
+
+    def note(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, flops: int, size_bytes: int
+    ) -> None:
+        """An operation has run."""
+        if not self._running:
+            owners = (self._owners.get(tensor.untyped_storage()) for tensor in inputs)
+            self._last = next((owner for owner in owners if owner is not None), self._last)
+        for tensor in chain(inputs, outputs):
+            self._see(tensor)
+        if flops or size_bytes:
+            self.operations.append(Operation(self._last, flops, size_bytes))
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not tensor.is_meta or storage in self._owners or storage in self._memories:
+            return
+        number, size_bytes = self._num_memories, storage.nbytes()
+        self._memories[storage] = number
+        self._num_memories += 1
+        self.changes.append(Change(self._last, number, size_bytes))
+        weakref.finalize(storage, self._forget, number, size_bytes).atexit = False
+
+    def _forget(self, number: int, size_bytes: int) -> None:
+        self.changes.append(Change(self._last, number, -size_bytes))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and note it."""
+        given = _on_meta(args)
+        before = self._flops.get_total_flops()
+        result = func(*given, **(kwargs or {}))
+        inputs, outputs = list(_tensors((given, kwargs or {}))), list(_tensors(result))
+        if any(tensor.is_meta for tensor in outputs):
+            name = func.__name__.partition(".")[0]
+            flops = self._flops.get_total_flops() - before
+            if name == _GROUPED and not flops:
+                flops = 2 * inputs[0].shape[0] * prod(inputs[1].shape[-2:])
+            self.note(inputs, outputs, flops=flops, size_bytes=_touched(name, inputs, outputs))
+        return result
+
+
+class FusedAttention(TorchFunctionMode):
+    """Within it, attention is one operation that keeps no scores, as accelerators compute it.
+
+    On the meta device torch would take the way that writes them all out.
+
+    Args:
+        recorder: What notes it.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function, but for attention, of which only the output is made."""
+        said = dict(kwargs or {})
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **said)
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | said
+        query, key, value = given["query"], given["key"], given["value"]
+        result = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        self._recorder.note(
+            [query, key, value],
+            [result],
+            flops=2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]),
+            size_bytes=sum(map(_size_bytes, (query, key, value, result))),
+        )
+        return result
+
+
+def kept_memories(changes: Iterable[Change], results: Collection[int]) -> set[int]:
+    """The memory that is still taken at the end, but for results."""
+    left: set[int] = set()
+    for change in changes:
+        if change.size_bytes < 0:
+            left.discard(change.memory)
+        elif change.memory != _NO_MEMORY:
+            left.add(change.memory)
+    return left.difference(results)
+
+
+def peaks(changes: Iterable[Change], kept: Collection[int]) -> dict[int, int]:
+    """The most bytes that are taken at once while each block runs, without what is kept."""
+    live = 0
+    most: dict[int, int] = {}
+    for change in changes:
+        if change.memory not in kept:
+            live += change.size_bytes
+        most[change.block] = max(most.get(change.block, 0), live)
+    return most
+
+
+def _touched(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """The bytes that an operation reads and writes."""
+    if name in _PICKING:
+        return 2 * sum(map(_size_bytes, outputs)) + sum(map(_size_bytes, inputs[1:]))
+    if name in _PUTTING:
+        return 2 * sum(map(_size_bytes, inputs[1:]))
+    sizes = [_size_bytes(tensor) for tensor in inputs]
+    if name == _GROUPED:  # only matrices of experts that have rows are read
+        sizes[1] = int(sizes[1] * min(1, inputs[0].shape[0] / inputs[1].shape[0]))
+    there = {id(tensor.untyped_storage()) for tensor in inputs}
+    is_view = not name.endswith("_") and all(id(tensor.untyped_storage()) in there for tensor in outputs)
+    return 0 if is_view or "empty" in name else sum(sizes) + sum(map(_size_bytes, outputs))
+
+
+def _size_bytes(tensor: Tensor) -> int:
+    """Of an expanded tensor, what there is of it."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The tensors that an operation is given, or gives."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+
+
+def _on_meta(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An operation's tensors, all on the meta device if one is: a small table that stands beside, for instance."""
+    found = list(_tensors(args))
+    if not any(tensor.is_meta for tensor in found) or all(
+        tensor.is_meta or not tensor.dim() for tensor in found
+    ):
+        return args
+    return tuple(_moved(value) for value in args)
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta") if value.dim() else value
+    return [_moved(part) for part in value] if isinstance(value, (tuple, list)) else value
