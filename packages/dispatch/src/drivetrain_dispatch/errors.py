@@ -11,3 +11,11 @@ class DeviceMapError(ValueError):
 
 class WeightFilesError(ValueError):
     """The files of a model's weights are missing, damaged, or no longer what they were."""
+
+
+class WeightsMismatchError(ValueError):
+    """The names or shapes of a checkpoint are not those of the model."""
+
+
+class LoadError(RuntimeError):
+    """A load ended on the way, and the model is as it was."""
