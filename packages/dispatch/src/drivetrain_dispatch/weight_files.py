@@ -5,7 +5,7 @@ A tensor of such a file is the file's pages: it takes no memory of its own, and 
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,35 +55,36 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._starts: dict[str, int] | None = (
-            None  # where each tensor begins, in bytes; None: the format hides it
-        )
         try:
             self._stamp = _Stamp.of(path)
+            # Where each tensor begins; empty where the format hides it.
+            self._starts: dict[str, int] = {}
             if path.suffix in PICKLED_SUFFIXES:
-                pickled = map_pickled(path)
-                self._get: Callable[[str], Tensor] = pickled.__getitem__
-                self.in_order = tuple(pickled)
+                self._tensors = map_pickled(path)
             else:
                 reader: Any = safe_open(path, framework="pt", device="cpu")  # checks the header and the size
-                self._get = reader.get_tensor
                 self._starts = _starts(path)
-                self.in_order = tuple(self._starts)
+                self._tensors: dict[str, Tensor] = {name: reader.get_tensor(name) for name in self._starts}
         except FileNotFoundError as error:
             raise WeightFilesError(f"{path} is missing") from error
         except (SafetensorError, IsADirectoryError) as error:
             raise WeightFilesError(
                 f"{path} is no whole safetensors file ({error}): it was cut or damaged; fetch it again"
             ) from error
+        except RuntimeError as error:  # Linux maps no file larger than memory and swap, unless it is told to
+            raise WeightFilesError(
+                f"{path} cannot be mapped ({error}): store it as several files that are each smaller than the memory"
+            ) from error
+        self.in_order = tuple(self._tensors)
         self.names = frozenset(self.in_order)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as the file's pages. To write to it changes memory, never the file."""
-        return self._get(name)
+        return self._tensors[name]
 
     def divisible(self, name: str) -> bool:
         """Whether a tensor can be copied piece by piece; what `torch.save` wrote may lie in another order."""
-        return self._starts is not None or self._get(name).is_contiguous()
+        return name in self._starts or self._tensors[name].is_contiguous()
 
     def copy(self, name: str, target: Tensor, *, start: int = 0, buffer: Tensor) -> None:
         """Copy elements of a tensor, without its pages becoming part of this process's memory where that can be.
@@ -97,8 +98,8 @@ class MappedFile:
         Raises:
             WeightFilesError: The file ends before.
         """
-        mapped = self._get(name)
-        if self._starts is None:
+        mapped = self._tensors[name]
+        if name not in self._starts:
             whole = not mapped.is_contiguous()
             target.view(mapped.shape).copy_(mapped) if whole else target.copy_(
                 mapped.view(-1)[start : start + target.numel()]
