@@ -15,6 +15,7 @@ from drivetrain_dispatch.budget import free_bytes
 from drivetrain_dispatch.errors import LoadError, TiedParametersError
 from drivetrain_dispatch.load_plan import Arrival
 from drivetrain_dispatch.misfits import Stored
+from drivetrain_dispatch.parts import Box, range_of, shape_of
 from drivetrain_dispatch.weight_files import MappedFile
 
 PIECE_BYTES = 8 * 2**20  # of a file: large enough for a disk, small enough beside any tensor that matters
@@ -24,12 +25,23 @@ Progress = Callable[[int, int], None]
 
 
 class Piece(NamedTuple):
-    """Elements of a tensor that are read at once, counted in its own order."""
+    """Elements of a tensor that are read at once, counted in its own order.
+
+    Attributes:
+        name: The checkpoint's.
+        dtype: In the file.
+        start: The first, counted in what this rank has of the tensor.
+        stop: The end.
+        skipped: Elements of the tensor before what this rank has.
+        box: What this rank has, where that lies in the file in many places; the piece is all of it.
+    """
 
     name: str
     dtype: torch.dtype
     start: int
     stop: int
+    skipped: int = 0
+    box: Box | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -65,6 +77,7 @@ def fill(
     targets: Mapping[str, Tensor],
     files: Mapping[str, MappedFile],
     *,
+    boxes: Mapping[str, Box] | None = None,
     num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -77,6 +90,7 @@ def fill(
         stored: What the checkpoint holds, in the order of its files.
         targets: The tensors' memory, by the checkpoint's name.
         files: The file of each, by the checkpoint's name.
+        boxes: What this rank has of a tensor, of those that are divided.
         num_threads: That read at the same time; None takes as many as there are processors, four at most.
         progress: Called in this thread with the bytes that were read and all that are.
 
@@ -84,7 +98,7 @@ def fill(
         WeightFilesError: A file is cut.
     """
     threads = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
-    pieces = pieces_of(stored, targets)
+    pieces = pieces_of(stored, targets, boxes or {})
     buffers: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(threads):
         buffers.put(staging_buffer(targets.values()))
@@ -92,8 +106,11 @@ def fill(
     def read(piece: Piece) -> int:
         name, buffer = piece.name, buffers.get()
         try:
+            if piece.box is not None:
+                files[name].copy_box(name, targets[name], piece.box)
+                return piece.size_bytes
             target = targets[name].view(-1)[piece.start : piece.stop]
-            files[name].copy(name, target, start=piece.start, buffer=buffer)
+            files[name].copy(name, target, start=piece.skipped + piece.start, buffer=buffer)
         finally:
             buffers.put(buffer)
         return piece.size_bytes
@@ -115,13 +132,25 @@ def fill(
                     progress(done_bytes, all_bytes)
 
 
-def pieces_of(stored: Mapping[str, Stored], wanted: Container[str]) -> list[Piece]:
+def pieces_of(
+    stored: Mapping[str, Stored], wanted: Container[str], boxes: Mapping[str, Box] | None = None
+) -> list[Piece]:
     """The tensors that are wanted, in pieces; as one where a file has its elements in another order. Pure."""
     pieces: list[Piece] = []
     for name, (shape, dtype, divisible) in stored.items():
-        numel = math.prod(shape) if name in wanted else 0
-        step = PIECE_BYTES // dtype.itemsize if divisible else max(1, numel)
-        pieces += (Piece(name, dtype, start, min(start + step, numel)) for start in range(0, numel, step))
+        if name not in wanted:
+            continue
+        box = (boxes or {}).get(name)
+        whole = (0, math.prod(shape)) if box is None else range_of(box, shape)
+        if box is not None and (whole is None or not divisible):
+            pieces.append(Piece(name, dtype, 0, math.prod(shape_of(box)), box=box))
+        elif whole is not None:
+            numel = whole[1] - whole[0]
+            step = PIECE_BYTES // dtype.itemsize if divisible else max(1, numel)
+            pieces += (
+                Piece(name, dtype, start, min(start + step, numel), skipped=whole[0])
+                for start in range(0, numel, step)
+            )
     return pieces
 
 

@@ -3,23 +3,23 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, Self, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_dispatch.changes import Change, apply_changes, changes_of
 from drivetrain_dispatch.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.filling import Progress, allocate, check_copies, fill
-from drivetrain_dispatch.load_plan import Arrival, LoadPlan, plan_load, present_places
+from drivetrain_dispatch.load_plan import LoadPlan, plan_load, present_places
 from drivetrain_dispatch.misfits import Stored
+from drivetrain_dispatch.parts import is_divided
 from drivetrain_dispatch.relay import Relay
-from drivetrain_dispatch.sizes import named_tensors
 from drivetrain_dispatch.weight_files import MappedFile, open_weights
 
 ReadBy = Literal["each", "rank 0"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,6 @@ class LoadReport:
     converted_at_use: Mapping[str, torch.dtype]
 
 
-class _Change(NamedTuple):
-    """A tensor of the model and its value: given to `kept`, or put in its place under all names."""
-
-    names: tuple[str, ...]
-    kept: Tensor | None
-    value: Tensor
-
-
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: Path | str,
@@ -63,18 +55,18 @@ def load_checkpoint_in_model(
 ) -> LoadReport:
     """Load weights into a model, each tensor straight to its device and dtype.
 
-    Names, shapes and dtypes are checked before anything is read, and the model is touched when all is there: after
-    an error it is as it was. The host's memory holds what is placed on it and 8 MiB a thread. Tensors on `"disk"`
-    become the file's pages, without a copy. Tied parameters stay tied; the checkpoint may have one of their names, or
-    all with equal values. Parameters that have memory stay the same objects, so that optimizers keep them; for a
-    moment there is room for both values. Buffers that are not persistent stay as they are.
+    All that headers tell is checked before anything is read, and the model is touched when all is there: after an
+    error it is as it was. The host holds what is placed on it and 8 MiB a thread. Tied parameters stay tied; the
+    checkpoint may have one of their names, or several with equal values. Parameters that have memory stay the same
+    objects, and both values are held for a moment. Of those that are divided among ranks (DTensor, as `fully_shard`
+    makes them) each rank reads its part. Buffers that are not persistent stay as they are.
 
     Args:
         model: The model, usually on the meta device; changed in place.
         checkpoint: A safetensors file, an index of several, or a folder that holds one of them; or the same of
             torch's own format (`.bin`, `.pt`, `.pth`), of which only tensors are read and no code runs.
-        device_map: Device by the name of a module, parameter or buffer; `"disk"` leaves values in the file. None
-            keeps each tensor where it is, and puts those of the meta device on the CPU. A tied tensor goes to the
+        device_map: Device by the name of a module, parameter or buffer; on `"disk"` it becomes the file's pages.
+            None keeps each where it is, and puts those of the meta device on the CPU. A tied tensor goes to the
             first device that one of its names has, rather than to the disk.
         dtype: What floating-point and complex tensors become; None takes the model's dtypes.
         special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
@@ -82,8 +74,8 @@ def load_checkpoint_in_model(
         rename: From a name of the checkpoint to the model's; None leaves a tensor out.
         num_threads: That read at the same time; None takes as many as there are processors, four at most.
         progress: Called with the bytes that were read and all that are.
-        read_by: `"each"` rank reads for itself; or `"rank 0"` reads and hands what it reads to the ranks of
-            `process_group`, which all call this: only what they leave on disk must be there for them too.
+        read_by: `"each"` rank for itself; or `"rank 0"`, which hands what it reads to the ranks of `process_group`.
+            All of them call this; only what they leave on disk must be there for them too.
         process_group: The ranks that "rank 0" reads for; None is all.
 
     Raises:
@@ -94,135 +86,103 @@ def load_checkpoint_in_model(
         LoadError: A device has no room, or another rank failed.
         ValueError: Another argument is wrong.
     """
-    _check_arguments(read_by, num_threads)
-    relay = Relay(process_group) if read_by == "rank 0" else None
-    together = _alone if relay is None else relay.together
-    files: dict[str, MappedFile] = {}
+    _check_arguments(model, device_map, read_by, num_threads)
+    options = _Options(dtype=dtype, special_dtypes=special_dtypes, strict=strict, rename=rename)
+    load = _Load(model, Path(checkpoint), device_map, options)
+    with load:
+        return (
+            load.alone(num_threads, progress)
+            if read_by == "each"
+            else load.by(Relay(process_group), progress)
+        )
 
-    def catalogue() -> dict[str, Stored]:
-        files.update(open_weights(checkpoint))
-        return {name: _stored(file, name) for name, file in files.items()}
 
-    stored = catalogue() if relay is None else relay.from_reader(catalogue)
-    targets: dict[str, Tensor] = {}
+class _Options(TypedDict):
+    """What is handed on to the plan."""
 
-    def prepare() -> LoadPlan:
-        _check_whole(model)
-        places = present_places(model) if device_map is None else places_of_tensors(model, device_map)
+    dtype: torch.dtype | None
+    special_dtypes: Mapping[str, torch.dtype] | None
+    strict: bool
+    rename: Callable[[str], str | None] | None
+
+
+class _Load:
+    """The steps of a load. With its block what was read is let go: an error that is kept holds no memory."""
+
+    def __init__(
+        self, model: nn.Module, checkpoint: Path, device_map: Mapping[str, Device] | None, options: _Options
+    ) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._device_map = device_map
+        self._options = options
+        self._files: dict[str, MappedFile] = {}  # by the checkpoint's names
+        self._targets: dict[str, Tensor] = {}  # the same, of what is read
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._targets.clear()
+
+    def alone(self, num_threads: int | None, progress: Progress | None) -> LoadReport:
+        """Read by itself."""
+        stored = self._open()
+        plan = self._prepare(stored)
+        boxes = {arrival.stored: arrival.box for arrival in plan.arrivals if arrival.box is not None}
+        fill(stored, self._targets, self._files, boxes=boxes, num_threads=num_threads, progress=progress)
+        apply_changes(self._model, self._changes(plan))
+        return _report(plan, self._files)
+
+    def by(self, relay: Relay, progress: Progress | None) -> LoadReport:
+        """Take what rank 0 reads."""
+        stored = relay.from_reader(self._open)
+        plan = relay.together(lambda: self._prepare(stored))
+        relay.fill(stored, self._targets, self._files, progress=progress)
+        changes = relay.together(lambda: self._changes(plan))
+        apply_changes(self._model, changes)
+        return _report(plan, self._files)
+
+    def _open(self) -> dict[str, Stored]:
+        self._files = open_weights(self._checkpoint)
+        return {
+            name: Stored(tuple(file.tensor(name).shape), file.tensor(name).dtype, file.divisible(name))
+            for name, file in self._files.items()
+        }
+
+    def _prepare(self, stored: Mapping[str, Stored]) -> LoadPlan:
+        """Plan, check, and take the memory."""
+        devices = self._device_map
+        places = present_places(self._model) if devices is None else places_of_tensors(self._model, devices)
         check_places(places.values())
-        plan = plan_load(
-            model, stored, places, checkpoint=str(checkpoint), dtype=dtype, special_dtypes=special_dtypes,
-            strict=strict, rename=rename,
-        )  # fmt: skip
-        if not files and any(arrival.place == "disk" for arrival in plan.arrivals):
-            files.update(_opened_again(checkpoint, stored))
-        if files:
-            check_copies(plan.arrivals, files)
-        allocate(plan.arrivals, targets)
+        plan = plan_load(self._model, stored, places, checkpoint=str(self._checkpoint), **self._options)
+        on_disk = any(arrival.place == "disk" for arrival in plan.arrivals)
+        if on_disk and not self._files and self._open() != dict(stored):  # where rank 0 read what they hold
+            raise WeightFilesError(
+                f"{self._checkpoint} is not on this rank what it is on rank 0: copy it here again"
+            )
+        if self._files:
+            check_copies(plan.arrivals, self._files)
+        allocate(plan.arrivals, self._targets)
         return plan
 
-    try:
-        plan = together(prepare)
-        if relay is None:
-            fill(stored, targets, files, num_threads=num_threads, progress=progress)
-        else:
-            relay.fill(stored, targets, files, progress=progress)
-        changes = together(lambda: _changes(model, plan, targets, files))
-    except BaseException:
-        targets.clear()  # an error that is kept holds no memory
-        raise
-    _put(model, changes)
-    return _report(plan, files)
+    def _changes(self, plan: LoadPlan) -> list[Change]:
+        for file in {file.path: file for file in self._files.values()}.values():
+            file.check_unchanged()
+        return changes_of(self._model, plan.arrivals, self._targets, self._files)
 
 
-def _check_arguments(read_by: str, num_threads: int | None) -> None:
+def _check_arguments(model: nn.Module, device_map: object, read_by: str, num_threads: int | None) -> None:
     if read_by not in get_args(ReadBy):
         raise ValueError(f"read_by={read_by!r}: must be one of {', '.join(map(repr, get_args(ReadBy)))}")
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads={num_threads}: must be at least 1")
-
-
-def _check_whole(model: nn.Module) -> None:
-    """Check that no parameter is a rank's part of one.
-
-    Raises:
-        ValueError: One is.
-    """
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local"):
-            raise ValueError(
-                f"{name!r} is divided among ranks, which this does not load into: load the model before it is divided"
-            )
-
-
-def _alone(step: Callable[[], Result]) -> Result:
-    return step()
-
-
-def _stored(file: MappedFile, name: str) -> Stored:
-    tensor = file.tensor(name)
-    return Stored(tuple(tensor.shape), tensor.dtype, file.divisible(name))
-
-
-def _opened_again(checkpoint: Path | str, stored: Mapping[str, Stored]) -> dict[str, MappedFile]:
-    """The files, on a rank for which rank 0 read what they hold."""
-    files = open_weights(checkpoint)
-    if {name: _stored(file, name) for name, file in files.items()} != dict(stored):
-        raise WeightFilesError(f"{checkpoint} is not on this rank what it is on rank 0: copy it here again")
-    return files
-
-
-def _changes(
-    model: nn.Module, plan: LoadPlan, targets: Mapping[str, Tensor], files: Mapping[str, MappedFile]
-) -> list[_Change]:
-    """What is to be done to the model, made ready: nothing that is left to do can fail."""
-    for file in {file.path: file for file in files.values()}.values():
-        file.check_unchanged()
-    by_name = dict(named_tensors(model))
-    changes: list[_Change] = []
-    for arrival in plan.arrivals:
-        if arrival.is_read:
-            value = targets[arrival.stored]
-        elif arrival.place == "disk":
-            value = files[arrival.stored].tensor(arrival.stored)
-        else:
-            value = torch.empty(arrival.shape, dtype=arrival.dtype, device="meta")
-        changes.append(_change(arrival, by_name[arrival.names[0]], value))
-    return changes
-
-
-def _change(arrival: Arrival, old: Tensor, value: Tensor) -> _Change:
-    """A buffer is replaced, and so is a parameter that can hold no such value; any other only gets it."""
-    if not isinstance(old, nn.Parameter):
-        return _Change(arrival.names, None, value)
-    learns = old.requires_grad and (value.is_floating_point() or value.is_complex())
-    if learns == old.requires_grad and _takes(old, value):
-        return _Change(arrival.names, old, value)
-    new = type(old)(value, requires_grad=learns)  # a subclass takes what its base takes
-    vars(new).update(vars(old))
-    return _Change(arrival.names, None, new)
-
-
-def _takes(old: Tensor, value: Tensor) -> bool:
-    """Whether a tensor can be given a value of another device and dtype: not where torch has it in another way."""
-    if old.is_meta or value.is_meta:
-        return old.is_meta and value.is_meta
-    probe = torch.empty(0, dtype=old.dtype, device=old.device)
-    try:
-        probe.data = torch.empty(0, dtype=value.dtype, device=value.device)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _put(model: nn.Module, changes: list[_Change]) -> None:
-    for names, kept, value in changes:
-        if kept is not None:
-            kept.data = value
-            continue
-        for name in names:
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, value)
+    divided = [name for name, parameter in model.named_parameters() if is_divided(parameter)]
+    if divided and (device_map is not None or read_by != "each"):
+        raise ValueError(
+            f"{divided[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
+            "nor read_by"
+        )
 
 
 def _report(plan: LoadPlan, files: Mapping[str, MappedFile]) -> LoadReport:

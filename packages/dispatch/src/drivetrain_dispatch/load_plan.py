@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.device_map import Place
 from drivetrain_dispatch.misfits import Misfits, Stored
+from drivetrain_dispatch.parts import Box, box_of, device_of, is_divided, shape_of
 from drivetrain_dispatch.sizes import dtype_after, named_tensors
 
 
@@ -20,10 +22,11 @@ class Arrival:
         names: All that the model calls it.
         stored: What the checkpoint calls it.
         copies: What else the checkpoint has for its names; must be equal.
-        shape: Its dims.
+        shape: Its dims, of this rank's part where it is divided among ranks.
         stored_dtype: In the checkpoint.
         dtype: In the model.
         place: Where it goes.
+        box: Where this rank's part lies in the whole; None where it is not divided.
     """
 
     names: tuple[str, ...]
@@ -33,6 +36,7 @@ class Arrival:
     stored_dtype: torch.dtype
     dtype: torch.dtype
     place: Place
+    box: Box | None = None
 
     @property
     def numel(self) -> int:
@@ -90,41 +94,16 @@ def plan_load(
 
     Raises:
         WeightsMismatchError: Names or shapes do not fit, or a tensor would stay on the meta device.
-        ValueError: `rename` gives two tensors one name, or `special_dtypes` names one that the model does not have.
+        ValueError: `rename` gives two tensors one name, `special_dtypes` names one that the model does not have, or
+            one is divided among ranks in a way that is not known here.
     """
     found = _renamed(stored, rename)
-    special = special_dtypes or {}
-    groups = _tensors_by_names(model)
-    if unknown := sorted(special.keys() - {name for names, _ in groups for name in names}):
-        raise ValueError(
-            f"special_dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
-        )
-    saved = model.state_dict(keep_vars=True).keys()
+    tensors = _wanted(model, places, dtype, special_dtypes or {})
     misfits = Misfits(checkpoint=checkpoint, strict=strict)
-    arrivals: list[Arrival] = []
-    for names, tensor in groups:
-        kept = [name for name in names if name in saved]
-        there = [name for name in kept if name in found]
-        chosen = next((special[name] for name in names if name in special), None)
-        wanted = Stored(tuple(tensor.shape), dtype_after(tensor, dtype, chosen))
-        place = _one_place([places[name] for name in names])
-        if not there:
-            misfits.absent(
-                names[0], wanted, persistent=bool(kept), empty=tensor.is_meta and not _is_meta(place)
-            )
-            continue
-        for name in there:
-            misfits.compare(name, stored[found[name]], wanted, converts=chosen is not None)
-        first, *copies = (found[name] for name in there)
-        for copy in copies:
-            misfits.compare_copies(there, stored[first], stored[copy])
-        arrivals.append(
-            Arrival(
-                names=names, stored=first, copies=tuple(copies), shape=wanted.shape,
-                stored_dtype=stored[first].dtype, dtype=wanted.dtype, place=place,
-            )
-        )  # fmt: skip
-    known = {name for names, _ in groups for name in names if name in saved}
+    arrivals = [
+        arrival for wanted in tensors if (arrival := _arrival(wanted, stored, found, misfits)) is not None
+    ]
+    known = {name for wanted in tensors for name in wanted.saved}
     misfits.unexpected.update({name: stored[file] for name, file in found.items() if name not in known})
     misfits.check(known=known, found=found)
     order = {name: index for index, name in enumerate(stored)}
@@ -135,11 +114,73 @@ def plan_load(
 
 
 def present_places(model: nn.Module) -> dict[str, Place]:
-    """Where each tensor of a model is, by every name; those on the meta device go to the CPU."""
-    return {
-        name: torch.device("cpu") if tensor.is_meta else tensor.device
-        for name, tensor in named_tensors(model)
-    }
+    """Where each tensor of a model is, by every name; those on the meta device go to the CPU, or to their mesh."""
+    places: dict[str, Place] = {}
+    for name, tensor in named_tensors(model):
+        without = device_of(tensor) if is_divided(tensor) else torch.device("cpu")
+        places[name] = without if tensor.is_meta else tensor.device
+    return places
+
+
+class _Wanted(NamedTuple):
+    """A tensor of the model: all its names, those that checkpoints have, what it is to be, and where."""
+
+    names: tuple[str, ...]
+    saved: tuple[str, ...]
+    tensor: Tensor
+    described: Stored
+    converts: bool  # the user asked for just this dtype
+    place: Place
+
+
+def _wanted(
+    model: nn.Module,
+    places: Mapping[str, Place],
+    dtype: torch.dtype | None,
+    special: Mapping[str, torch.dtype],
+) -> list[_Wanted]:
+    """Each parameter and buffer once."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    if unknown := sorted(special.keys() - {name for each in names.values() for name in each}):
+        raise ValueError(
+            f"special_dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
+        )
+    saved = model.state_dict(keep_vars=True).keys()
+    wanted: list[_Wanted] = []
+    for key, tensor in tensors.items():
+        own = tuple(names[key])
+        chosen = next((special[name] for name in own if name in special), None)
+        described = Stored(tuple(tensor.shape), dtype_after(tensor, dtype, chosen))
+        kept = tuple(name for name in own if name in saved)
+        place = _one_place([places[name] for name in own])
+        wanted.append(_Wanted(own, kept, tensor, described, chosen is not None, place))
+    return wanted
+
+
+def _arrival(
+    wanted: _Wanted, stored: Mapping[str, Stored], found: Mapping[str, str], misfits: Misfits
+) -> Arrival | None:
+    """What a tensor of the model gets; None where the checkpoint has nothing for it."""
+    names, saved, tensor, described, converts, place = wanted
+    there = [name for name in saved if name in found]
+    if not there:
+        empty = tensor.is_meta and not _is_meta(place)
+        misfits.absent(names[0], described, persistent=bool(saved), empty=empty)
+        return None
+    for name in there:
+        misfits.compare(name, stored[found[name]], described, converts=converts)
+    first, *copies = (found[name] for name in there)
+    for copy in copies:
+        misfits.compare_copies(there, stored[first], stored[copy])
+    box = box_of(names[0], tensor) if is_divided(tensor) else None
+    return Arrival(
+        names=names, stored=first, copies=tuple(copies), shape=described.shape if box is None else shape_of(box),
+        stored_dtype=stored[first].dtype, dtype=described.dtype, place=place, box=box,
+    )  # fmt: skip
 
 
 def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None) -> dict[str, str]:
@@ -155,16 +196,6 @@ def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None)
             )
         found[new] = name
     return found
-
-
-def _tensors_by_names(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Each parameter and buffer once, with all its names."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    return [(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
 def _one_place(places: Sequence[Place]) -> Place:

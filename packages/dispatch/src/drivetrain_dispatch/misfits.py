@@ -148,17 +148,21 @@ def _prefix_hint(known: Collection[str], found: Collection[str]) -> str:
     )
     for prefix in added:
         if fit := _fit({prefix + file for file in found}, known):
-            return f"{fit} with {prefix!r} before them: give rename=lambda name: {prefix!r} + name"
+            return f"{fit[0]} with {prefix!r} before them: give rename=lambda name: {prefix!r} + name{fit[1]}"
     for prefix in removed:
         if fit := _fit({file.removeprefix(prefix) for file in found}, known):
-            return f"{fit} without {prefix!r}: give rename=lambda name: name.removeprefix({prefix!r})"
+            return (
+                f"{fit[0]} without {prefix!r}: give rename=lambda name: name.removeprefix({prefix!r}){fit[1]}"
+            )
     return ""
 
 
-def _fit(found: set[str], known: set[str]) -> str:
-    """How names fit: all of both sides, or all that one side has."""
+def _fit(found: set[str], known: set[str]) -> tuple[str, str] | None:
+    """How names fit, all of both sides or all that one side has, and what is to be done about others."""
     if found == known:
-        return "all names fit"
+        return "all names fit", ""
     if found < known:
-        return "all names of the checkpoint fit (for the rest, strict=False)"
-    return "all names of the model are there (for the rest, strict=False)" if known < found else ""
+        return "all names of the checkpoint fit", ", and strict=False for the others of the model"
+    if known < found:
+        return "all names of the model are there", ", and strict=False for the others of the checkpoint"
+    return None

@@ -5,7 +5,7 @@ A tensor of such a file is the file's pages: it takes no memory of its own, and 
 
 import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +111,10 @@ class MappedFile:
         self._fill(_bytes_of(read), self._starts[name] + start * size)
         if not direct:
             target.copy_(read)
+
+    def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
+        """Copy a part of a tensor, given by begin and end in each dim, through the file's pages."""
+        target.copy_(self._tensors[name][tuple(slice(begin, end) for begin, end in box)])
 
     def _fill(self, memory: memoryview, start: int) -> None:
         with self.path.open("rb", buffering=0) as file:
