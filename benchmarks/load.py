@@ -161,7 +161,7 @@ def run(command: list[str], before: Callable[[], object]) -> tuple[float, int]:
 
 
 def measure(
-    folder: Path, case: Mapping[str, str], *, cold: bool, arguments: argparse.Namespace
+    title: str, folder: Path, case: Mapping[str, str], *, cold: bool, arguments: argparse.Namespace
 ) -> list[Table]:
     """The tables of one case: time and memory."""
     names = [
@@ -195,10 +195,6 @@ def measure(
         return call
 
     seconds = take_turns({name: turn(name) for name in names}, rounds=arguments.rounds)
-    converted = "" if case["stored"] == case["dtype"] else f" to {case['dtype']}"
-    title = (
-        f"{size_bytes / 1e9:.1f} GB of {case['stored']}{converted}, from the {'disk' if cold else 'cache'}"
-    )
     placed = size_bytes * getattr(torch, case["dtype"]).itemsize / getattr(torch, case["stored"]).itemsize
     memory: dict[str, list[float]] = {"what is placed": [placed] * arguments.rounds}
     memory |= {
@@ -217,6 +213,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder the table is written to")
     parser.add_argument("--gigabytes", type=float, default=8, help="size of the checkpoint")
     parser.add_argument(
+        "--only", default="", help="only the cases whose title has this, such as 'from the disk'"
+    )
+    parser.add_argument(
         "--disk", type=Path, help="a folder on the disk to measure; by default that of temporary files"
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -230,13 +229,21 @@ def main() -> None:
         return
     tables: list[Table] = []
     for stored in ("bfloat16", "float32"):
+        converted = "" if stored == "bfloat16" else " to bfloat16"
+        titles = {
+            cold: f"{arguments.gigabytes:g} GB of {stored}{converted}, from the {'disk' if cold else 'cache'}"
+            for cold in (False, True)
+        }
+        if not any(arguments.only in title for title in titles.values()):
+            continue
         with tempfile.TemporaryDirectory(dir=arguments.disk) as name:
             folder = Path(name)
             num_layers = num_layers_of(arguments.gigabytes * 1e9, getattr(torch, stored))
             write_checkpoint(folder, num_layers, getattr(torch, stored))
             case = {"stored": stored, "dtype": "bfloat16", "layers": str(num_layers)}
-            for cold in (False, True):
-                tables += measure(folder, case, cold=cold, arguments=arguments)
+            for cold, title in titles.items():
+                if arguments.only in title:
+                    tables += measure(title, folder, case, cold=cold, arguments=arguments)
     report("load", tables, arguments)
 
 

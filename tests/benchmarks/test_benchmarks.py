@@ -19,7 +19,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("startup", "torchrun", marks=pytest.mark.slow),
         pytest.param("watchdog", "without the watchdog", marks=pytest.mark.slow),
         pytest.param("resume", "drivetrain, fresh", marks=pytest.mark.slow),
-        pytest.param("load --gigabytes 0.1", "plain read into one buffer", marks=pytest.mark.slow),
+        pytest.param(
+            "load --gigabytes=0.1 --only=of bfloat16, from the cache",
+            "plain read into one buffer",
+            marks=pytest.mark.slow,
+        ),
         ("backends --only fsdp, shard_grad", "raw"),
     ],
 )

@@ -405,6 +405,48 @@ def test_a_host_without_room_is_told_before_anything_is_read(tmp_path: Path) -> 
     assert model.first.data_ptr() == first.data_ptr()
 
 
+_LIMITED = """
+import resource, sys, torch
+from torch import nn
+from drivetrain_dispatch import init_empty_weights
+from drivetrain_dispatch.errors import LoadError
+from drivetrain_dispatch.load import load_checkpoint_in_model
+
+with init_empty_weights():
+    model = nn.Sequential(*(nn.Linear(4096, 2048, bias=False, dtype=torch.float64) for _ in range(6)))
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (192 + 4 * 64 - 32) * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+try:
+    load_checkpoint_in_model(model, sys.argv[1])
+except LoadError as error:
+    print(error, all(parameter.is_meta for parameter in model.parameters()))
+    assert "allocate memory" in str(error.__cause__)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+load_checkpoint_in_model(model, sys.argv[1])
+print(model[5].weight.sum().item())
+"""
+
+
+def test_memory_that_ends_on_the_way_names_the_tensor_and_what_fits(tmp_path: Path) -> None:
+    """The process may take the files' pages and less than four tensors of 64 MiB."""
+    write(tmp_path, {f"{index}.weight": torch.full((2048, 4096), float(index)) for index in range(6)})
+    run = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    told, total = run.stdout.splitlines()
+    assert told.startswith(
+        "cpu has no room for '3.weight' (67.1 MB): of the 402.7 MB that device_map puts there 201.3 MB"
+    )
+    assert told.endswith("The model is as it was True")
+    assert float(total) == 5 * 2048 * 4096
+
+
 def test_a_file_larger_than_the_system_maps_is_told(tmp_path: Path) -> None:
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "0":
         pytest.skip("this system maps any file")
