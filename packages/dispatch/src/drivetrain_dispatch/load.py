@@ -88,13 +88,10 @@ def load_checkpoint_in_model(
     """
     _check_arguments(model, device_map, read_by, num_threads)
     options = _Options(dtype=dtype, special_dtypes=special_dtypes, strict=strict, rename=rename)
-    load = _Load(model, Path(checkpoint), device_map, options)
-    with load:
-        return (
-            load.alone(num_threads, progress)
-            if read_by == "each"
-            else load.by(Relay(process_group), progress)
-        )
+    with _Load(model, Path(checkpoint), device_map, options) as load:
+        if read_by == "each":
+            return load.alone(num_threads, progress)
+        return load.by(Relay(process_group), progress)
 
 
 class _Options(TypedDict):
