@@ -38,6 +38,8 @@ def load(
 
     def progress(*both: int) -> None:
         told.append(both)
+        if cut_at == -1 and rank == 1:
+            raise KeyError("of the user")
         if rank == 0 and len(told) == cut_at:
             os.truncate(Path(folders[0]) / "model.safetensors", 1000)
 
@@ -105,6 +107,14 @@ def test_a_file_that_is_cut_meanwhile_ends_it_on_all_ranks(
     both = run_ranks(load, [str(tmp_path)] * 2, [CPU, CPU], [ROWS, ROWS], 1)
     assert "was cut while it was read" in both[0]["error"]
     assert both[1]["error"].startswith("LoadError: rank 0 could not read on")
+
+
+def test_a_progress_that_fails_on_one_rank_ends_it_on_all(
+    run_ranks: Callable[..., list[object]], tmp_path: Path, values
+) -> None:
+    both = run_ranks(load, [str(tmp_path)] * 2, [CPU, CPU], [ROWS, ROWS], -1)
+    assert both[1]["error"] == "LoadError: progress failed; the model is as it was"
+    assert both[0]["error"].startswith("LoadError: rank 1 could not load, and so no rank did")
 
 
 def test_files_that_are_missing_are_told_on_all_ranks(

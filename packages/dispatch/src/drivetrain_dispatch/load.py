@@ -135,9 +135,12 @@ class _Load:
         """Take what rank 0 reads."""
         stored = relay.from_reader(self._open)
         plan = relay.together(lambda: self._prepare(stored))
-        relay.fill(stored, self._targets, self._files, progress=progress)
-        changes = relay.together(lambda: self._changes(plan))
-        apply_changes(self._model, changes)
+
+        def read() -> list[Change]:
+            relay.fill(stored, self._targets, self._files, progress=progress)
+            return self._changes(plan)
+
+        apply_changes(self._model, relay.together(read))
         return _report(plan, self._files)
 
     def _open(self) -> dict[str, Stored]:

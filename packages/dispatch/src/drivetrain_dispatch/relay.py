@@ -91,12 +91,13 @@ class Relay:
             progress: Called with the bytes that were read and all that are.
 
         Raises:
-            LoadError: Rank 0 could not read on. On rank 0, what it met is raised.
+            LoadError: Rank 0 could not read on, or `progress` failed. On rank 0, what it met in reading is raised.
         """
         pieces = pieces_of(stored, self._wanted_by_any(targets))
         room = max([PIECE_BYTES, *(piece.size_bytes for piece in pieces)]) + 1
         buffers = [staging_buffer(targets.values(), size_bytes=room) for _ in range(2)]
         all_bytes, done_bytes = sum(piece.size_bytes for piece in pieces), 0
+        failure: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:
 
             def begin(index: int) -> Future[None] | None:
@@ -109,8 +110,10 @@ class Relay:
                 ended, reading = reading, begin(index + 1)
                 self._hand_on(piece, targets, buffers[index % 2][: piece.size_bytes + 1], ended)
                 done_bytes += piece.size_bytes
-                if progress is not None:
-                    progress(done_bytes, all_bytes)
+                if progress is not None and failure is None:
+                    failure = _failure_of(progress, done_bytes, all_bytes)
+        if failure is not None:
+            raise LoadError("progress failed; the model is as it was") from failure
 
     def _wanted_by_any(self, names: Iterable[str]) -> set[str]:
         said: list[list[str]] = [[]] * dist.get_world_size(self._group)
@@ -133,6 +136,15 @@ class Relay:
         if (target := targets.get(piece.name)) is not None:
             values = handed[:-1].view(piece.dtype)
             target.view(-1)[piece.start : piece.stop].copy_(values)
+
+
+def _failure_of(progress: Progress, done_bytes: int, all_bytes: int) -> Exception | None:
+    """What a user's function raises; the other ranks wait for what is still to come."""
+    try:
+        progress(done_bytes, all_bytes)
+    except Exception as error:  # noqa: BLE001 it is raised when all ranks are through
+        return error
+    return None
 
 
 def _read(piece: Piece, files: Mapping[str, MappedFile], buffer: Tensor) -> None:
