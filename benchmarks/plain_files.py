@@ -107,8 +107,8 @@ def evict(folder: Path) -> None:
     barrier()
 
 
-def level_memory() -> None:
-    """Give back what was freed, and have the machine at hand what a turn takes.
+def level_memory(size_bytes: int = AT_HAND_BYTES) -> None:
+    """Give back what was freed, and have the machine at hand what a turn takes, on all ranks together.
 
     Each load finds new memory only, as in a process that has just begun; and no turn pays for pages that a virtual
     machine's host must first find, which take as long as writing them to the disk and hit one turn or another.
@@ -116,6 +116,6 @@ def level_memory() -> None:
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
-    with mmap(-1, AT_HAND_BYTES // num_ranks()) as memory:
+    with mmap(-1, size_bytes // num_ranks()) as memory:
         for start in range(0, len(memory), PAGE_BYTES):
             memory[start] = 1

@@ -34,6 +34,9 @@ def test_a_container_has_less_than_the_machine(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "memory.current").write_text("1000000\n")
     monkeypatch.setattr("drivetrain_dispatch.budget._CGROUP", tmp_path)
     assert get_max_memory()["cpu"] == 1_900_000
+    # The cache of files counts as used there, but is given back when memory is asked for.
+    (tmp_path / "memory.stat").write_text("anon 200000\nactive_file 300000\ninactive_file 500000\n")
+    assert get_max_memory()["cpu"] == 2_660_000
     (tmp_path / "memory.max").write_text("max\n")
     assert get_max_memory()["cpu"] > 1_900_000
 

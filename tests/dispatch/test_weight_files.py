@@ -111,3 +111,26 @@ def test_what_is_no_weights_is_told(tmp_path: Path) -> None:
         WeightFilesError, match=r"holds several weights \(x.safetensors, y.safetensors\): name one"
     ):
         find_weights(tmp_path)
+
+
+@pytest.mark.parametrize("converted", [None, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint16, torch.int64, torch.bfloat16, torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex64],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_any_elements_of_any_dtype_are_copied(
+    tmp_path: Path, kind: str, dtype: torch.dtype, converted: torch.dtype | None
+) -> None:
+    path = tmp_path / f"one.{kind}"
+    value = torch.randint(0, 2, (5, 6), dtype=torch.uint8).to(dtype)
+    tensors = {"first": torch.ones(3, dtype=torch.uint8), "w": value}
+    save_file(tensors, path) if kind == "safetensors" else torch.save(tensors, path)
+    file = MappedFile(path)
+    target = torch.zeros(30, dtype=dtype if dtype.is_complex else converted or dtype)
+    buffer = torch.empty(1000, dtype=torch.uint8)
+    assert file.divisible("w")
+    file.copy("w", target[7:20], start=7, buffer=buffer)
+    wanted = torch.zeros_like(target)
+    wanted[7:20] = value.view(-1)[7:20].to(target.dtype)
+    assert torch.equal(target.view(torch.uint8), wanted.view(torch.uint8))

@@ -107,6 +107,19 @@ def parse_size(size: int | str) -> int:
     return int(float(match[1]) * units[match[2].lower()])
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """What a device has free for this process now; None where it does not say.
+
+    The host's counts what it can take from the cache of files, and what it can swap out.
+    """
+    if device.type == "cpu":
+        return _free_of_host() + int(psutil.swap_memory().free)
+    try:
+        return _free_of(device)
+    except ValueError:
+        return None
+
+
 def _is_accelerator(device: Device) -> bool:
     place = place_of(device)
     return place != "disk" and place.type not in ("cpu", "meta")
@@ -130,7 +143,11 @@ def _free_of(device: torch.device) -> int:
 def _free_of_host() -> int:
     """What the host has free for this process: of the machine, and of the container."""
     available = int(psutil.virtual_memory().available)
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    limit, used, parts = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        return min(available, max(0, int(most) - int(used.read_text())))
+        sizes = dict(line.split() for line in parts.read_text().splitlines()) if parts.exists() else {}
+        of_files = int(sizes.get("active_file", 0)) + int(
+            sizes.get("inactive_file", 0)
+        )  # the cache, given back
+        return min(available, max(0, int(most) - int(used.read_text()) + of_files))
     return available

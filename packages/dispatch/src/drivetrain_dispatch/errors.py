@@ -19,3 +19,11 @@ class OffloadedError(RuntimeError):
 
 class CostError(RuntimeError):
     """What a model's parts do in a forward cannot be measured without data."""
+
+
+class WeightsMismatchError(ValueError):
+    """The names or shapes of a checkpoint are not those of the model."""
+
+
+class LoadError(RuntimeError):
+    """A load ended on the way, and the model is as it was."""

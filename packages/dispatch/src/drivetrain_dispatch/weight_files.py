@@ -1,10 +1,11 @@
-"""The files of a model's weights, as safetensors and Hugging Face's libraries lay them out.
+"""The files of a model's weights, as safetensors, torch and Hugging Face's libraries lay them out.
 
 A tensor of such a file is the file's pages: it takes no memory of its own, and nothing is read before it is used.
 """
 
+import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain_dispatch.errors import WeightFilesError
+from drivetrain_dispatch.pickled_files import PICKLED_SUFFIXES, map_pickled
 
-_INDEX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
-_SINGLE = "model.safetensors"
+# In the order of preference: what an index's name ends with, what a folder's only file is called, and other ends.
+_KINDS = (
+    (f"{_SUFFIX}.index.json", f"model{_SUFFIX}", (_SUFFIX,)),
+    (".bin.index.json", "pytorch_model.bin", PICKLED_SUFFIXES),
+)
+_INDICES = tuple(index for index, _, _ in _KINDS)
 _NUM_SHOWN = 5
 
 
@@ -33,7 +39,7 @@ class _Stamp(NamedTuple):
 
 
 class MappedFile:
-    """A safetensors file that is mapped into memory.
+    """A file of weights that is mapped into memory: a safetensors file, or one that `torch.save` wrote.
 
     Args:
         path: Where.
@@ -41,29 +47,83 @@ class MappedFile:
     Attributes:
         path: Where.
         names: Of its tensors.
+        in_order: The same, as they lie in the file.
 
     Raises:
-        WeightFilesError: It is missing, cut, or no safetensors file.
+        WeightFilesError: It is missing, cut, or no file of weights.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._stamp = _Stamp.of(path)
-            self._reader: Any = safe_open(
-                path, framework="pt", device="cpu"
-            )  # checks the header and the size
+            # Where each tensor begins; empty where the format hides it.
+            self._starts: dict[str, int] = {}
+            if path.suffix in PICKLED_SUFFIXES:
+                self._tensors = map_pickled(path)
+            else:
+                reader: Any = safe_open(path, framework="pt", device="cpu")  # checks the header and the size
+                self._starts = _starts(path)
+                self._tensors: dict[str, Tensor] = {name: reader.get_tensor(name) for name in self._starts}
         except FileNotFoundError as error:
             raise WeightFilesError(f"{path} is missing") from error
         except (SafetensorError, IsADirectoryError) as error:
             raise WeightFilesError(
                 f"{path} is no whole safetensors file ({error}): it was cut or damaged; fetch it again"
             ) from error
-        self.names = frozenset(self._reader.keys())
+        except RuntimeError as error:  # Linux maps no file larger than memory and swap, unless it is told to
+            raise WeightFilesError(
+                f"{path} cannot be mapped ({error}): store it as several files that are each smaller than the memory"
+            ) from error
+        self.in_order = tuple(self._tensors)
+        self.names = frozenset(self.in_order)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as the file's pages. To write to it changes memory, never the file."""
-        return self._reader.get_tensor(name)
+        return self._tensors[name]
+
+    def divisible(self, name: str) -> bool:
+        """Whether a tensor can be copied piece by piece; what `torch.save` wrote may lie in another order."""
+        return name in self._starts or self._tensors[name].is_contiguous()
+
+    def copy(self, name: str, target: Tensor, *, start: int = 0, buffer: Tensor) -> None:
+        """Copy elements of a tensor, without its pages becoming part of this process's memory where that can be.
+
+        Args:
+            name: The tensor.
+            target: Contiguous, of one dim; any device and dtype.
+            start: The first element that is copied, counted in the tensor's own order. All, unless it is divisible.
+            buffer: Bytes on the CPU, at least as many as are copied, for what another device or dtype needs.
+
+        Raises:
+            WeightFilesError: The file ends before.
+        """
+        mapped = self._tensors[name]
+        if name not in self._starts:
+            whole = not mapped.is_contiguous()
+            target.view(mapped.shape).copy_(mapped) if whole else target.copy_(
+                mapped.view(-1)[start : start + target.numel()]
+            )
+            return
+        direct = target.device.type == "cpu" and target.dtype == mapped.dtype
+        size = mapped.element_size()
+        read = target if direct else buffer[: target.numel() * size].view(mapped.dtype)
+        self._fill(_bytes_of(read), self._starts[name] + start * size)
+        if not direct:
+            target.copy_(read)
+
+    def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
+        """Copy a part of a tensor, given by begin and end in each dim, through the file's pages."""
+        target.copy_(self._tensors[name][tuple(slice(begin, end) for begin, end in box)])
+
+    def _fill(self, memory: memoryview, start: int) -> None:
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while memory:
+                count = file.readinto(memory)
+                if not count:
+                    raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
+                memory = memory[count:]
 
     def check_unchanged(self) -> None:
         """Check that it is the file that was opened.
@@ -84,44 +144,52 @@ class MappedFile:
 
 
 def find_weights(checkpoint: Path | str) -> dict[str, Path]:
-    """Which file holds each tensor of a model's weights.
+    """Which file holds each tensor of a model's weights, in the order in which they lie there.
 
     Args:
-        checkpoint: A safetensors file, an index of several (`*.safetensors.index.json`), or a folder that holds one
-            of them.
+        checkpoint: A safetensors file or one that `torch.save` wrote, an index of several (`*.safetensors.index.json`
+            or `*.bin.index.json`), or a folder that holds one of them; of both kinds, safetensors is taken.
 
     Raises:
         WeightFilesError: It is none of them, or a file that it names is missing, damaged, or lacks a tensor.
     """
+    return {name: file.path for name, file in open_weights(checkpoint).items()}
+
+
+def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
+    """As `find_weights`, with the files opened."""
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         path = _in_folder(path)
-    if path.name.endswith(_INDEX):
+    if path.name.endswith(_INDICES):
         return _indexed(path)
-    if path.suffix != _SUFFIX:
+    if path.suffix not in (_SUFFIX, *PICKLED_SUFFIXES):
         raise WeightFilesError(
-            f"{path} is no model's weights: name a .safetensors file, an index *{_INDEX}, or a folder that holds one"
+            f"{path} is no model's weights: name a {_SUFFIX} file, one of {', '.join(PICKLED_SUFFIXES)} that "
+            f"torch.save wrote, an index *{' or *'.join(_INDICES)}, or a folder that holds one"
         )
-    return dict.fromkeys(sorted(MappedFile(path).names), path)
+    file = MappedFile(path)
+    return dict.fromkeys(file.in_order, file)
 
 
 def _in_folder(folder: Path) -> Path:
     """The index of a folder, or its one file."""
-    indices = sorted(folder.glob(f"*{_INDEX}"))
-    files = sorted(folder.glob(f"*{_SUFFIX}"))
-    if len(indices) == 1:
-        return indices[0]
-    if not indices and (folder / _SINGLE).is_file():
-        return folder / _SINGLE
-    if not indices and len(files) == 1:
-        return files[0]
-    found = ", ".join(path.name for path in (indices or files)[:_NUM_SHOWN])
-    raise WeightFilesError(
-        f"{folder} holds {f'several weights ({found}): name one of them' if found else f'no *{_SUFFIX} file'}"
-    )
+    for index, single, suffixes in _KINDS:
+        indices = sorted(folder.glob(f"*{index}"))
+        files = sorted(path for path in folder.iterdir() if path.suffix in suffixes)
+        if len(indices) == 1:
+            return indices[0]
+        if not indices and (folder / single).is_file():
+            return folder / single
+        if not indices and len(files) == 1:
+            return files[0]
+        if found := indices or files:
+            shown = ", ".join(path.name for path in found[:_NUM_SHOWN])
+            raise WeightFilesError(f"{folder} holds several weights ({shown}): name one of them")
+    raise WeightFilesError(f"{folder} holds no *{_SUFFIX} file, and none of {', '.join(PICKLED_SUFFIXES)}")
 
 
-def _indexed(index: Path) -> dict[str, Path]:
+def _indexed(index: Path) -> dict[str, MappedFile]:
     """What an index says, held against the files."""
     try:
         said: object = json.loads(index.read_text())
@@ -132,15 +200,32 @@ def _indexed(index: Path) -> dict[str, Path]:
     names = said.get("weight_map") if isinstance(said, dict) else None
     if not isinstance(names, Mapping) or not all(isinstance(file, str) for file in names.values()):
         raise WeightFilesError(f'{index} has no "weight_map" from tensors to files')
-    held: dict[str, frozenset[str]] = {}
+    held: dict[str, MappedFile] = {}
     for file in sorted(set(names.values())):
         if Path(file).name != file:
             raise WeightFilesError(f"{index} names the file {file!r}: must be one beside it")
-        held[file] = MappedFile(index.parent / file).names
-    if lacking := sorted(name for name, file in names.items() if name not in held[file]):
+        held[file] = MappedFile(index.parent / file)
+    if lacking := sorted(name for name, file in names.items() if name not in held[file].names):
         more = f" and {len(lacking) - _NUM_SHOWN} more" if len(lacking) > _NUM_SHOWN else ""
         raise WeightFilesError(
             f"{index} names tensors that their files do not hold: "
             f"{', '.join(f'{name!r} ({names[name]})' for name in lacking[:_NUM_SHOWN])}{more}"
         )
-    return {name: index.parent / file for name, file in names.items()}
+    return {name: file for said, file in held.items() for name in file.in_order if names.get(name) == said}
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Where each tensor of a safetensors file begins, in bytes and in that order; its header has been checked."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    begins = {name: 8 + length + int(entry["data_offsets"][0]) for name, entry in header.items()}
+    return dict(sorted(begins.items(), key=lambda item: item[1]))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which must outlive the view; without NumPy, which knows no bfloat16."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

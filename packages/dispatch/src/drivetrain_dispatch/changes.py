@@ -1,0 +1,88 @@
+"""What a load does to a model, once all values are there: made ready first, so that the doing cannot fail."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_dispatch.load_plan import Arrival
+from drivetrain_dispatch.parts import divided_like, is_divided, put_part
+from drivetrain_dispatch.sizes import named_tensors
+from drivetrain_dispatch.weight_files import MappedFile
+
+
+class Change(NamedTuple):
+    """A tensor of the model and its value: given to `kept`, or put in its place under all names."""
+
+    names: tuple[str, ...]
+    kept: Tensor | None
+    value: Tensor
+
+
+def changes_of(
+    model: nn.Module,
+    arrivals: Sequence[Arrival],
+    targets: Mapping[str, Tensor],
+    files: Mapping[str, MappedFile],
+) -> list[Change]:
+    """What is to be done to a model.
+
+    Args:
+        model: The model.
+        arrivals: What gets values.
+        targets: Those that were read, by the checkpoint's name.
+        files: Of those that stay on disk, by the checkpoint's name.
+    """
+    by_name = dict(named_tensors(model))
+    changes: list[Change] = []
+    for arrival in arrivals:
+        if arrival.is_read:
+            value = targets[arrival.stored]
+        elif arrival.place == "disk":
+            value = files[arrival.stored].tensor(arrival.stored)
+        else:
+            value = torch.empty(arrival.shape, dtype=arrival.dtype, device="meta")
+        changes.append(_change(arrival, by_name[arrival.names[0]], value))
+    return changes
+
+
+def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:
+    """A buffer is replaced, and so is a parameter that can hold no such value; any other only gets it."""
+    if not isinstance(old, nn.Parameter):
+        return Change(arrival.names, None, value)
+    learns = old.requires_grad and (value.is_floating_point() or value.is_complex())
+    if arrival.box is not None:
+        if old.is_meta:
+            return Change(arrival.names, None, divided_like(old, value, requires_grad=learns))
+        return Change(arrival.names, old, value)
+    if learns == old.requires_grad and _takes(old, value):
+        return Change(arrival.names, old, value)
+    new = type(old)(value, requires_grad=learns)  # a subclass takes what its base takes
+    vars(new).update(vars(old))
+    return Change(arrival.names, None, new)
+
+
+def _takes(old: Tensor, value: Tensor) -> bool:
+    """Whether a tensor can be given a value of another device and dtype: not where torch has it in another way."""
+    if old.is_meta or value.is_meta:
+        return old.is_meta and value.is_meta
+    probe = torch.empty(0, dtype=old.dtype, device=old.device)
+    try:
+        probe.data = torch.empty(0, dtype=value.dtype, device=value.device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Change a model in place."""
+    for names, kept, value in changes:
+        if kept is not None and is_divided(kept):
+            put_part(kept, value)
+        elif kept is not None:
+            kept.data = value
+        else:
+            for name in names:
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, value)

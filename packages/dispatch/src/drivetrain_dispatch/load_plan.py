@@ -1,0 +1,210 @@
+"""Which tensor of a checkpoint becomes which of a model, on what device and in what dtype. Pure."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_dispatch.device_map import Place
+from drivetrain_dispatch.misfits import Misfits, Stored
+from drivetrain_dispatch.parts import Box, box_of, device_of, is_divided, shape_of
+from drivetrain_dispatch.sizes import dtype_after, named_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A tensor of the model that gets values.
+
+    Attributes:
+        names: All that the model calls it.
+        stored: What the checkpoint calls it.
+        copies: What else the checkpoint has for its names; must be equal.
+        shape: Its dims, of this rank's part where it is divided among ranks.
+        stored_dtype: In the checkpoint.
+        dtype: In the model.
+        place: Where it goes.
+        box: Where this rank's part lies in the whole; None where it is not divided.
+    """
+
+    names: tuple[str, ...]
+    stored: str
+    copies: tuple[str, ...]
+    shape: tuple[int, ...]
+    stored_dtype: torch.dtype
+    dtype: torch.dtype
+    place: Place
+    box: Box | None = None
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes where it goes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it gets memory, rather than staying in the file or without values."""
+        return self.place != "disk" and self.place.type != "meta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What a load does.
+
+    Attributes:
+        arrivals: What gets values, in the order of the checkpoint.
+        missing: Names of the model that the checkpoint lacks.
+        unexpected: Names of the checkpoint, after renaming, that the model lacks.
+    """
+
+    arrivals: tuple[Arrival, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def plan_load(
+    model: nn.Module,
+    stored: Mapping[str, Stored],
+    places: Mapping[str, Place],
+    *,
+    checkpoint: str,
+    dtype: torch.dtype | None = None,
+    special_dtypes: Mapping[str, torch.dtype] | None = None,
+    strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
+) -> LoadPlan:
+    """Plan a load, and check all that can be known before anything is read. Works on the meta device.
+
+    Args:
+        model: The model.
+        stored: What the checkpoint holds, in its order.
+        places: Where each tensor of the model goes, by every name.
+        checkpoint: What errors call it.
+        dtype: What floating-point and complex tensors become; None leaves the model's.
+        special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
+        strict: Whether the checkpoint must have the model's names and no others.
+        rename: From a name of the checkpoint to the model's; None for what is to be left out.
+
+    Raises:
+        WeightsMismatchError: Names or shapes do not fit, or a tensor would stay on the meta device.
+        ValueError: `rename` gives two tensors one name, `special_dtypes` names one that the model does not have, or
+            one is divided among ranks in a way that is not known here.
+    """
+    found = _renamed(stored, rename)
+    tensors = _wanted(model, places, dtype, special_dtypes or {})
+    misfits = Misfits(checkpoint=checkpoint, strict=strict)
+    arrivals = [
+        arrival for wanted in tensors if (arrival := _arrival(wanted, stored, found, misfits)) is not None
+    ]
+    known = {name for wanted in tensors for name in wanted.saved}
+    misfits.unexpected.update({name: stored[file] for name, file in found.items() if name not in known})
+    misfits.check(known=known, found=found)
+    order = {name: index for index, name in enumerate(stored)}
+    arrivals.sort(key=lambda arrival: order[arrival.stored])
+    return LoadPlan(
+        arrivals=tuple(arrivals), missing=tuple(misfits.missing), unexpected=tuple(misfits.unexpected)
+    )
+
+
+def present_places(model: nn.Module) -> dict[str, Place]:
+    """Where each tensor of a model is, by every name; those on the meta device go to the CPU, or to their mesh."""
+    places: dict[str, Place] = {}
+    for name, tensor in named_tensors(model):
+        without = device_of(tensor) if is_divided(tensor) else torch.device("cpu")
+        places[name] = without if tensor.is_meta else tensor.device
+    return places
+
+
+class _Wanted(NamedTuple):
+    """A tensor of the model: all its names, those that checkpoints have, what it is to be, and where."""
+
+    names: tuple[str, ...]
+    saved: tuple[str, ...]
+    tensor: Tensor
+    described: Stored
+    converts: bool  # the user asked for just this dtype
+    place: Place
+
+
+def _wanted(
+    model: nn.Module,
+    places: Mapping[str, Place],
+    dtype: torch.dtype | None,
+    special: Mapping[str, torch.dtype],
+) -> list[_Wanted]:
+    """Each parameter and buffer once."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    if unknown := sorted(special.keys() - {name for each in names.values() for name in each}):
+        raise ValueError(
+            f"special_dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
+        )
+    saved = model.state_dict(keep_vars=True).keys()
+    wanted: list[_Wanted] = []
+    for key, tensor in tensors.items():
+        own = tuple(names[key])
+        chosen = next((special[name] for name in own if name in special), None)
+        described = Stored(tuple(tensor.shape), dtype_after(tensor, dtype, chosen))
+        kept = tuple(name for name in own if name in saved)
+        place = _one_place([places[name] for name in own])
+        wanted.append(_Wanted(own, kept, tensor, described, chosen is not None, place))
+    return wanted
+
+
+def _arrival(
+    wanted: _Wanted, stored: Mapping[str, Stored], found: Mapping[str, str], misfits: Misfits
+) -> Arrival | None:
+    """What a tensor of the model gets; None where the checkpoint has nothing for it."""
+    names, saved, tensor, described, converts, place = wanted
+    there = [name for name in saved if name in found]
+    if not there:
+        empty = tensor.is_meta and not _is_meta(place)
+        misfits.absent(names[0], described, persistent=bool(saved), empty=empty)
+        return None
+    for name in there:
+        misfits.compare(name, stored[found[name]], described, converts=converts)
+    first, *copies = (found[name] for name in there)
+    for copy in copies:
+        misfits.compare_copies(there, stored[first], stored[copy])
+    box = box_of(names[0], tensor) if is_divided(tensor) else None
+    return Arrival(
+        names=names, stored=first, copies=tuple(copies), shape=described.shape if box is None else shape_of(box),
+        stored_dtype=stored[first].dtype, dtype=described.dtype, place=place, box=box,
+    )  # fmt: skip
+
+
+def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None) -> dict[str, str]:
+    """The checkpoint's name of each name that is to be looked for in the model."""
+    found: dict[str, str] = {}
+    for name in names:
+        new = name if rename is None else rename(name)
+        if new is None:
+            continue
+        if new in found:
+            raise ValueError(
+                f"rename: {found[new]!r} and {name!r} both become {new!r}: give each its own name"
+            )
+        found[new] = name
+    return found
+
+
+def _one_place(places: Sequence[Place]) -> Place:
+    """Where a tensor of several names goes: to the first device that one of them has, before it stays on disk."""
+    for place in places:
+        if place != "disk" and place.type != "meta":
+            return place
+    return places[0]
+
+
+def _is_meta(place: Place) -> bool:
+    return place != "disk" and place.type == "meta"

@@ -1,0 +1,60 @@
+"""PyTorch's own files of weights, read without running what is in them."""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain_dispatch.errors import WeightFilesError
+
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
+
+
+def map_pickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that `torch.save` wrote, as its pages: nothing is read before it is used.
+
+    Only tensors and plain containers are built of what the file says; no code in it runs.
+
+    Args:
+        path: Where.
+
+    Raises:
+        FileNotFoundError: It is missing.
+        WeightFilesError: It is cut, in the format before torch 1.6, or holds anything but tensors by name.
+    """
+    try:
+        held: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise WeightFilesError(
+            f"{path} is refused: to build what it holds would run code out of it. If you trust who wrote it, load it "
+            "with torch.load yourself, and save its weights with safetensors.torch.save_file"
+        ) from error
+    except (RuntimeError, EOFError, IsADirectoryError) as error:
+        raise WeightFilesError(
+            f"{path} cannot be mapped ({_first_line(error)}): it was cut or damaged, or is in the format before "
+            "torch 1.6; load it with torch.load, and save its weights with safetensors.torch.save_file"
+        ) from error
+    if not isinstance(held, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in held.items()
+    ):
+        raise WeightFilesError(
+            f"{path} holds {_described(held)}: must be a dict of tensors by name, as model.state_dict() is; save "
+            "that part of it by itself"
+        )
+    return dict(held)
+
+
+def _described(held: object) -> str:
+    if not isinstance(held, Mapping):
+        return f"a {type(held).__name__}"
+    others = [
+        f"{name!r} ({type(value).__name__})" for name, value in held.items() if not isinstance(value, Tensor)
+    ]
+    return f"what is no tensor, {', '.join(others[:5])}" if others else "names that are no text"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
