@@ -8,6 +8,7 @@ same bytes beside them. Then 193 tiny modules, whose forward is all overhead: wi
 copied before their use, and by Accelerate.
 """
 
+import argparse
 import ctypes
 import shutil
 import statistics
@@ -151,8 +152,18 @@ def a_module(arguments: Namespace, root: Path) -> Table:
     return Table(title=f"A module of {NUM_TINY}, {TINY} x {TINY}, a forward", unit="us", measured=each)
 
 
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", choices=["a module", "the disk"], help="a part of the tables")
+    chosen, sys.argv[1:] = parser.parse_known_args()
+    arguments = parse_arguments(__doc__ or "", rounds=7)
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=Path.cwd()) as folder:
+        tables = [] if chosen.only == "a module" else from_the_disk(arguments, Path(folder))
+        if chosen.only != "the disk":
+            tables.append(a_module(arguments, Path(folder)))
+    report("offload", tables, arguments)
+
+
 if __name__ == "__main__":
-    given = parse_arguments(__doc__ or "", rounds=7)
-    with tempfile.TemporaryDirectory(prefix="offload-", dir=Path.cwd()) as name:
-        tables = [*from_the_disk(given, Path(name)), a_module(given, Path(name))]
-    report("offload", tables, given)
+    main()

@@ -1,12 +1,13 @@
 """What a device map means for each tensor: where its values are kept, and which device computes with them. Pure."""
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
 from drivetrain_dispatch.device_map import Device, Place, place_of, places_of_tensors
+from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 
 _CPU = torch.device("cpu")
@@ -63,7 +64,10 @@ def placements_of(
     """
     homes = places_of_tensors(model, device_map)
     places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
-    devices = _devices_of(places, None if main_device is None else place_of(main_device))
+    main = None if main_device is None else place_of(main_device)
+    if main == "disk":
+        raise DeviceMapError("main_device='disk' does not compute: give an accelerator or 'cpu'")
+    devices = _devices_of(places, main)
     may_leave = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if offload_buffers:
         may_leave = homes.keys() - running_statistics(model)
@@ -84,20 +88,18 @@ def running_statistics(model: nn.Module) -> set[str]:
     }
 
 
-def _devices_of(places: Mapping[str, Place], main: Place | None) -> dict[str, torch.device]:
+def _devices_of(places: Mapping[str, Place], main: torch.device | None) -> dict[str, torch.device]:
     """The device that computes each entry of a map."""
-    first = next((place for place in places.values() if _computes(place)), _CPU)
-    current = first if main is None else main
+    current = next(filter(_computes, places.values()), _CPU) if main is None else main
     devices: dict[str, torch.device] = {}
     for name, place in places.items():
         if _computes(place):
             current = place
-        assert isinstance(current, torch.device)
         devices[name] = current
     return devices
 
 
-def _computes(place: Place) -> bool:
+def _computes(place: Place) -> TypeGuard[torch.device]:
     return place not in ("disk", _CPU)
 
 

@@ -1,0 +1,138 @@
+"""Checkpoints straight to where a map puts them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from drivetrain_dispatch.dispatching import dispatched, offload_stats, remove_hooks
+from drivetrain_dispatch.empty import init_empty_weights
+from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError, WeightsMismatchError
+from drivetrain_dispatch.loaded import load_checkpoint_and_dispatch
+from drivetrain_dispatch.timeline import Rates
+
+WIDTH = 16
+RATES = Rates(to_device=1e9, from_disk=1e9)
+
+
+class Language(nn.Module):
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(self.norm(x.to(self.norm.weight.dtype)).to(x.dtype))
+
+
+@pytest.fixture
+def plain() -> Language:
+    torch.manual_seed(0)
+    return Language()
+
+
+@pytest.fixture
+def checkpoint(plain: Language, tmp_path: Path) -> Path:
+    """Two shards with an index; the tied weight stands there once."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    weights = {name: tensor for name, tensor in plain.state_dict().items() if name != "head.weight"}
+    where: dict[str, str] = {}
+    for number, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2])):
+        file = f"model-{number}.safetensors"
+        save_file({name: weights[name] for name in names}, folder / file)
+        where |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+def empty() -> Language:
+    with init_empty_weights():
+        return Language()
+
+
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}, {"layers": "disk", "": "cpu"}, None])
+def test_what_is_loaded_computes_the_same(
+    plain: Language, checkpoint: Path, device_map: dict[str, str] | None
+) -> None:
+    files = {path: path.read_bytes() for path in checkpoint.iterdir()}
+    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    assert model.head.weight is model.embed.weight
+    assert dispatched(model) == (device_map is not None)
+    assert {
+        path: path.read_bytes() for path in checkpoint.iterdir()
+    } == files  # no second copy, nothing written
+
+
+def test_a_budget_plans_the_map(plain: Language, checkpoint: Path) -> None:
+    layer = WIDTH * (WIDTH + 1) * 4
+    model = load_checkpoint_and_dispatch(
+        empty(),
+        checkpoint,
+        "auto",
+        {"cpu": 5 * layer, "disk": "1GB"},
+        rates=RATES,
+        no_split_module_classes=["Linear"],
+    )
+    assert set(model.hf_device_map.values()) == {"cpu", "disk"}
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+def test_weights_on_the_disk_are_converted_when_they_are_used(plain: Language, checkpoint: Path) -> None:
+    model = load_checkpoint_and_dispatch(
+        empty(), checkpoint, {"": "disk"}, dtype=torch.bfloat16, keep_in_fp32_modules=["norm"]
+    )
+    expected = plain.to(torch.bfloat16)
+    expected.norm.float()
+    torch.manual_seed(0)
+    expected.norm.load_state_dict(Language().norm.state_dict())  # what bfloat16 has not rounded
+    assert torch.equal(model(TOKENS), expected(TOKENS))
+    assert model.layers[0].weight.dtype == torch.float32  # as the file has it
+    assert offload_stats(model).num_used > 0
+    remove_hooks(model)
+
+
+def test_a_checkpoint_that_changes_stops_the_next_forward(checkpoint: Path) -> None:
+    model = load_checkpoint_and_dispatch(empty(), checkpoint, {"": "disk"})
+    model(TOKENS)
+    file = checkpoint / "model-1.safetensors"
+    file.write_bytes(file.read_bytes())
+    with pytest.raises(WeightFilesError, match="has changed since"):
+        model(TOKENS)
+
+
+def test_bad_input_is_said_and_leaves_the_model(checkpoint: Path, tmp_path: Path) -> None:
+    model = empty()
+    with pytest.raises(
+        ValueError, match="device_map='fast': give a map from names to devices, or one of 'auto'"
+    ):
+        load_checkpoint_and_dispatch(model, checkpoint, "fast")
+    with pytest.raises(ValueError, match=r"keep_in_fp32_modules=\['nrom'\]: the model has no module called"):
+        load_checkpoint_and_dispatch(model, checkpoint, "auto", keep_in_fp32_modules=["nrom"])
+    with pytest.raises(DeviceMapError, match="give them more"):
+        load_checkpoint_and_dispatch(model, checkpoint, "auto", {"cpu": 10, "disk": 10}, rates=RATES)
+    with pytest.raises(WeightFilesError, match="holds no"):
+        load_checkpoint_and_dispatch(model, tmp_path, "auto")
+    with init_empty_weights():
+        larger = Language(5)
+    with pytest.raises(WeightsMismatchError, match=r"layers\.4\.weight"):
+        load_checkpoint_and_dispatch(larger, checkpoint, {"": "disk"})
+    assert all(parameter.is_meta for one in (model, larger) for parameter in one.parameters())
+    assert not dispatched(model)
+    load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"})
+    with pytest.raises(OffloadedError, match="dispatched already"):
+        load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"})

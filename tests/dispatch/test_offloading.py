@@ -1,0 +1,69 @@
+"""The common cases, and models that come as a whole."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.offloading import cpu_offload, cpu_offload_with_hook, disk_offload
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def test_the_host_computes_what_is_offloaded_to_it(tmp_path: Path) -> None:
+    plain, x = model(), torch.randn(2, 4)
+    for offloaded in (
+        cpu_offload(copy.deepcopy(plain), "cpu"),
+        disk_offload(copy.deepcopy(plain), tmp_path, "cpu"),
+        disk_offload(copy.deepcopy(plain), tmp_path, "cpu"),  # the same folder again
+        cpu_offload_with_hook(copy.deepcopy(plain), "cpu")[0],
+    ):
+        assert torch.equal(offloaded(x), plain(x))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_model_that_comes_sends_away_the_one_before() -> None:
+    first, hook = cpu_offload_with_hook(model(), "meta")  # a device that shows who is where
+    second, other = cpu_offload_with_hook(model(), "cpu", hook)
+    first(torch.ones(1, 4))
+    assert first[0].weight.is_meta
+    first.to_empty(device="cpu")  # what was on the meta device has no values to come back
+    second(torch.ones(1, 4))
+    assert not first[0].weight.is_meta
+    hook.remove()
+    other.remove()
+    assert torch.equal(first(torch.ones(1, 4)), first(torch.ones(1, 4)))
+    assert not first[0].weight.is_meta
+
+
+def test_the_disk_does_not_compute() -> None:
+    with pytest.raises(DeviceMapError, match="does not compute"):
+        cpu_offload_with_hook(model(), "disk")
+    with pytest.raises(DeviceMapError, match="does not compute"):
+        cpu_offload(model(), "disk")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+@pytest.mark.parametrize("way", ["host", "disk"])
+def test_an_accelerator_computes_what_is_kept_elsewhere(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
+    offloaded = copy.deepcopy(plain)
+    plain.cuda()
+    if way == "host":
+        cpu_offload(offloaded)
+    else:
+        disk_offload(offloaded, tmp_path)
+    x = torch.randn(8, 1024)
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(offloaded(x), plain(x.cuda()).cpu())
+    assert torch.cuda.max_memory_allocated() - held < 5 * 1024 * 1025 * 4
