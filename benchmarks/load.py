@@ -6,8 +6,8 @@ Four safetensors shards, from the cache and from the disk, as they are and conve
 a fresh process that has imported all it needs and holds the empty model. What they are held against is a plain read
 of the same bytes into one small buffer that is used again and again; to read them into memory of their own takes
 longer, since the system must find and clear it, so that this is shown too. safetensors' own `load_file` leaves the
-weights in the files; it is timed until all their pages have been touched. Memory is what the process itself takes,
-without pages of files, at most, beyond what it had before.
+weights in the files, as Accelerate does where dtypes stay; it is timed until their pages have been touched. Memory
+is what the process itself takes, without pages of files, at most, beyond what it had before.
 """
 
 import argparse
