@@ -1,8 +1,9 @@
-"""Build a model without memory, measure it before it is loaded, and keep its ties.
+"""Run a model that does not fit: plan where its weights go, load them straight there, have them come when used.
 
-`init_empty_weights` builds a model of any size in no memory, `init_on_device` straight on a device,
-`compute_module_sizes` says what each part will take, and `find_tied_parameters` and `retie_parameters` keep shared
-parameters shared across loading.
+`init_empty_weights` builds a model of any size in no memory. `load_checkpoint_and_dispatch` plans a device map, reads
+each weight to where the map puts it, and leaves what is placed on the disk in the checkpoint's own files. While one
+part computes, the weights of the next ones are on their way. `infer_auto_device_map`, `load_checkpoint_in_model` and
+`dispatch_model` are its steps; `cpu_offload` and `disk_offload` do without a map. `remove_hooks` ends it.
 """
 
 from typing import TYPE_CHECKING
@@ -10,35 +11,59 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_dispatch.budget import get_balanced_memory as get_balanced_memory
     from drivetrain_dispatch.budget import get_max_memory as get_max_memory
+    from drivetrain_dispatch.casting import apply_layerwise_casting as apply_layerwise_casting
+    from drivetrain_dispatch.cost import ComputeRate as ComputeRate
+    from drivetrain_dispatch.cost import measure_costs as measure_costs
     from drivetrain_dispatch.device_map import DeviceMap as DeviceMap
     from drivetrain_dispatch.dispatching import dispatch_model as dispatch_model
     from drivetrain_dispatch.dispatching import offload_stats as offload_stats
     from drivetrain_dispatch.dispatching import remove_hooks as remove_hooks
+    from drivetrain_dispatch.dispatching import trace_offload as trace_offload
     from drivetrain_dispatch.empty import init_empty_weights as init_empty_weights
     from drivetrain_dispatch.empty import init_on_device as init_on_device
+    from drivetrain_dispatch.errors import CostError as CostError
     from drivetrain_dispatch.errors import DeviceMapError as DeviceMapError
+    from drivetrain_dispatch.errors import LoadError as LoadError
     from drivetrain_dispatch.errors import OffloadedError as OffloadedError
     from drivetrain_dispatch.errors import TiedParametersError as TiedParametersError
     from drivetrain_dispatch.errors import WeightFilesError as WeightFilesError
+    from drivetrain_dispatch.errors import WeightsMismatchError as WeightsMismatchError
     from drivetrain_dispatch.infer import infer_auto_device_map as infer_auto_device_map
+    from drivetrain_dispatch.load import LoadReport as LoadReport
+    from drivetrain_dispatch.load import load_checkpoint_in_model as load_checkpoint_in_model
+    from drivetrain_dispatch.loaded import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from drivetrain_dispatch.offloading import OffloadHook as OffloadHook
     from drivetrain_dispatch.offloading import cpu_offload as cpu_offload
     from drivetrain_dispatch.offloading import cpu_offload_with_hook as cpu_offload_with_hook
     from drivetrain_dispatch.offloading import disk_offload as disk_offload
+    from drivetrain_dispatch.plan import Cost as Cost
+    from drivetrain_dispatch.rates import measure_compute as measure_compute
+    from drivetrain_dispatch.rates import measure_rates as measure_rates
     from drivetrain_dispatch.seats import OffloadStats as OffloadStats
     from drivetrain_dispatch.sizes import compute_module_sizes as compute_module_sizes
     from drivetrain_dispatch.tied import find_tied_parameters as find_tied_parameters
     from drivetrain_dispatch.tied import retie_parameters as retie_parameters
+    from drivetrain_dispatch.timeline import Rates as Rates
+    from drivetrain_dispatch.trace import OffloadTrace as OffloadTrace
 
 # Public name -> the file it stands in.
 _ROOMS = {
+    "ComputeRate": "cost",
+    "Cost": "plan",
+    "CostError": "errors",
     "DeviceMap": "device_map",
     "DeviceMapError": "errors",
+    "LoadError": "errors",
+    "LoadReport": "load",
     "OffloadHook": "offloading",
     "OffloadStats": "seats",
+    "OffloadTrace": "trace",
     "OffloadedError": "errors",
+    "Rates": "timeline",
     "TiedParametersError": "errors",
     "WeightFilesError": "errors",
+    "WeightsMismatchError": "errors",
+    "apply_layerwise_casting": "casting",
     "compute_module_sizes": "sizes",
     "cpu_offload": "offloading",
     "cpu_offload_with_hook": "offloading",
@@ -50,18 +75,33 @@ _ROOMS = {
     "infer_auto_device_map": "infer",
     "init_empty_weights": "empty",
     "init_on_device": "empty",
+    "load_checkpoint_and_dispatch": "loaded",
+    "load_checkpoint_in_model": "load",
+    "measure_compute": "rates",
+    "measure_costs": "cost",
+    "measure_rates": "rates",
     "offload_stats": "dispatching",
     "remove_hooks": "dispatching",
     "retie_parameters": "tied",
+    "trace_offload": "dispatching",
 }
 __all__ = [
+    "ComputeRate",
+    "Cost",
+    "CostError",
     "DeviceMap",
     "DeviceMapError",
+    "LoadError",
+    "LoadReport",
     "OffloadHook",
     "OffloadStats",
+    "OffloadTrace",
     "OffloadedError",
+    "Rates",
     "TiedParametersError",
     "WeightFilesError",
+    "WeightsMismatchError",
+    "apply_layerwise_casting",
     "compute_module_sizes",
     "cpu_offload",
     "cpu_offload_with_hook",
@@ -73,9 +113,15 @@ __all__ = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "measure_compute",
+    "measure_costs",
+    "measure_rates",
     "offload_stats",
     "remove_hooks",
     "retie_parameters",
+    "trace_offload",
 ]
 
 

@@ -31,9 +31,17 @@ if TYPE_CHECKING:
     from drivetrain_data import shard_loader as shard_loader
     from drivetrain_data import skip_first_batches as skip_first_batches
     from drivetrain_dispatch import compute_module_sizes as compute_module_sizes
+    from drivetrain_dispatch import cpu_offload as cpu_offload
+    from drivetrain_dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from drivetrain_dispatch import disk_offload as disk_offload
+    from drivetrain_dispatch import dispatch_model as dispatch_model
     from drivetrain_dispatch import find_tied_parameters as find_tied_parameters
+    from drivetrain_dispatch import infer_auto_device_map as infer_auto_device_map
     from drivetrain_dispatch import init_empty_weights as init_empty_weights
     from drivetrain_dispatch import init_on_device as init_on_device
+    from drivetrain_dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from drivetrain_dispatch import load_checkpoint_in_model as load_checkpoint_in_model
+    from drivetrain_dispatch import remove_hooks as remove_hooks
     from drivetrain_dispatch import retie_parameters as retie_parameters
     from drivetrain_launcher import debug_launcher as debug_launcher
     from drivetrain_launcher import notebook_launcher as notebook_launcher
@@ -84,15 +92,23 @@ _HOMES = {
     "UnknownBackendError": "drivetrain_backends",
     "compute_module_sizes": "drivetrain_dispatch",
     "connect": "drivetrain_state",
+    "cpu_offload": "drivetrain_dispatch",
+    "cpu_offload_with_hook": "drivetrain_dispatch",
     "debug_launcher": "drivetrain_launcher",
+    "disk_offload": "drivetrain_dispatch",
+    "dispatch_model": "drivetrain_dispatch",
     "find_executable_batch_size": "drivetrain_memory",
     "find_tied_parameters": "drivetrain_dispatch",
     "free_memory": "drivetrain_memory",
     "get_logger": "drivetrain_state",
+    "infer_auto_device_map": "drivetrain_dispatch",
     "init_empty_weights": "drivetrain_dispatch",
     "init_on_device": "drivetrain_dispatch",
+    "load_checkpoint_and_dispatch": "drivetrain_dispatch",
+    "load_checkpoint_in_model": "drivetrain_dispatch",
     "notebook_launcher": "drivetrain_launcher",
     "register_backend": "drivetrain_backends",
+    "remove_hooks": "drivetrain_dispatch",
     "resolve": "drivetrain_config",
     "retie_parameters": "drivetrain_dispatch",
     "set_seed": "drivetrain_state",
@@ -131,15 +147,23 @@ __all__ = [
     "UnknownBackendError",
     "compute_module_sizes",
     "connect",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
     "find_tied_parameters",
     "free_memory",
     "get_logger",
+    "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "notebook_launcher",
     "register_backend",
+    "remove_hooks",
     "resolve",
     "retie_parameters",
     "set_seed",
