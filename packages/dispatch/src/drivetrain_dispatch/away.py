@@ -57,30 +57,23 @@ class AwayBuffer(Tensor):
         return _compute(func, types, args, kwargs)
 
 
-def send_away(tensor: Tensor, fetcher: Fetcher) -> None:
-    """Make a parameter or buffer one that is brought when it is used.
+def class_away(tensor: Tensor) -> type[Tensor]:
+    """The class by which a parameter or buffer is brought when it is used.
 
-    One of another class, a quantised weight for example, has that protocol for itself: its module alone brings it.
+    One of another class, a quantised weight for example, keeps it: it has that protocol for itself, and its module
+    alone brings it.
     """
     if type(tensor) is nn.Parameter:
-        tensor.__class__ = AwayParameter
-    elif type(tensor) is Tensor:
-        tensor.__class__ = AwayBuffer
-    tensor._fetcher = fetcher  # type: ignore[attr-defined]
+        return AwayParameter
+    return AwayBuffer if type(tensor) is Tensor else type(tensor)
 
 
-def call_back(tensor: Tensor) -> None:
-    """Make it an ordinary one again."""
-    if type(tensor) is AwayParameter:
-        tensor.__class__ = nn.Parameter  # type: ignore[assignment] the class that it was
-    elif type(tensor) is AwayBuffer:
-        tensor.__class__ = Tensor  # type: ignore[assignment]
-
-
-def forget(tensor: Tensor) -> None:
-    """Make it an ordinary one for good."""
-    call_back(tensor)
-    del tensor._fetcher  # type: ignore[attr-defined]
+def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:
+    """Say who brings a tensor that is away; None for nobody any more."""
+    if fetcher is None:
+        del tensor._fetcher  # type: ignore[attr-defined]
+    else:
+        tensor._fetcher = fetcher  # type: ignore[attr-defined]
 
 
 def _compute(

@@ -70,7 +70,7 @@ class Backward:
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Saved":
         with self._lock:
-            seat = self._seats.in_place(tensor)
+            seat = self._seats.in_use(tensor)
         if seat is None:
             # Autograd puts its own graph back; with the tensor's, an output would hold itself for ever.
             return tensor.detach()
@@ -82,7 +82,7 @@ class Backward:
         unit = self._unit_of[saved.seat]
         with self._lock:
             self._claim([unit, *self._before(unit)])
-            (value,) = self._seats.arrived([saved.seat])
+            value = self._seats.value(saved.seat)
         return value.as_strided(saved.size, saved.stride, saved.offset)
 
     def _before(self, unit: int) -> list[int]:

@@ -34,20 +34,22 @@ class Parcel(NamedTuple):
         return cls(home, device, dtype, home.nbytes <= _SMALL_BYTES or home.is_pinned())
 
 
-class _Brought(NamedTuple):
-    tensors: list[Tensor]
-    event: torch.Event | None  # recorded behind their copies, on the stream that copies
-    times: tuple[float, float]  # when that was begun and asked for
+# Tensors; the event behind their copies on the stream that copies; and when that was begun and asked for.
+_Brought = tuple[list[Tensor], torch.Event | None, tuple[float, float]]
 
 
 class Arrival:
     """Tensors on their way.
 
     Args:
-        work: What a thread does, or what was done at once.
+        brought: What was brought at once.
+        work: What a thread does, else.
     """
 
-    def __init__(self, work: "Future[_Brought] | _Brought") -> None:
+    __slots__ = ("_brought", "_waited", "_work")
+
+    def __init__(self, brought: _Brought | None = None, work: Future[_Brought] | None = None) -> None:
+        self._brought = brought
         self._work = work
         self._waited: set[int] | None = None  # streams that the copies come before
 
@@ -57,16 +59,19 @@ class Arrival:
         Raises:
             Exception: Whatever kept the thread from bringing them, such as no memory on the device.
         """
-        work = self._work
-        if isinstance(work, Future):
-            work = self._work = work.result()
-        if work.event is not None:
-            self._order(work.tensors, work.event)
-        return work.tensors
+        tensors, event, _ = self._brought or self._result()
+        if event is not None:
+            self._order(tensors, event)
+        return tensors
 
     def times(self) -> tuple[float, float]:
         """When it was begun and ended; waits for it."""
-        return (self._work.result() if isinstance(self._work, Future) else self._work).times
+        return (self._brought or self._result())[2]
+
+    def _result(self) -> _Brought:
+        assert self._work is not None
+        self._brought = self._work.result()
+        return self._brought
 
     def _order(self, tensors: Sequence[Tensor], event: torch.Event) -> None:
         """Have this thread's stream wait for the copies, once."""
@@ -93,7 +98,7 @@ class Carrier:
         """Begin to bring tensors; what takes less time than to ask a thread for it is done at once."""
         for parcel in parcels:
             if not parcel.quick:
-                return Arrival(self._thread.submit(self._bring, parcels))
+                return Arrival(work=self._thread.submit(self._bring, parcels))
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False):  # parameters are made of ordinary tensors
                 return Arrival(self._bring(parcels))
@@ -110,7 +115,7 @@ class Carrier:
             tensors = [parcel.home.to(parcel.dtype, copy=True) for parcel in parcels]
         else:
             tensors, event = self._copy(parcels)
-        return _Brought(tensors, event, (begin, perf_counter()))
+        return tensors, event, (begin, perf_counter())
 
     def _copy(self, parcels: Sequence[Parcel]) -> tuple[list[Tensor], torch.Event]:
         device = parcels[0].device

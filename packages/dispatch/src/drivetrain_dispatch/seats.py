@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.away import Fetcher, call_back, forget, send_away
+from drivetrain_dispatch.away import Fetcher, class_away, set_fetcher
 from drivetrain_dispatch.carrier import Arrival, Carrier, Parcel
 
 
@@ -23,15 +23,17 @@ class Seat:
         claims: How many units are using it or expect to.
         users: How many are using it.
         version: The tensor's, when its values came.
+        classes: The tensor's while its values are stored elsewhere, and while they are here.
     """
 
-    __slots__ = ("arrival", "at", "claims", "parcel", "tensor", "users", "version")
+    __slots__ = ("arrival", "at", "claims", "classes", "parcel", "tensor", "users", "version")
 
     def __init__(self, tensor: Tensor, parcel: Parcel) -> None:
         self.tensor = tensor
         self.parcel = parcel
         self.arrival: Arrival | None = None
         self.at = self.claims = self.users = self.version = 0
+        self.classes = (class_away(tensor), type(tensor))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,33 +61,37 @@ class Seats:
 
     def __init__(self, seats: Iterable[Seat], fetcher: Fetcher) -> None:
         self.stats = OffloadStats()
-        self._fetcher = fetcher
         self._carrier = Carrier()
         self._of_tensors = {id(seat.tensor): seat for seat in seats}
-        self._of_memory: dict[int, Seat] = {}  # of those in place, by where their values are
+        self._here: dict[Seat, None] = {}  # those that are in use
         for seat in self._of_tensors.values():
             seat.tensor.data = seat.parcel.home
-            send_away(seat.tensor, fetcher)
+            set_fetcher(seat.tensor, fetcher)
+            seat.tensor.__class__ = seat.classes[0]  # type: ignore[assignment]
 
     def of_tensors(self, tensors: Iterable[Tensor]) -> list[Seat]:
         """The seats of parameters and buffers, each once."""
         return [self._of_tensors[key] for key in dict.fromkeys(id(tensor) for tensor in tensors)]
 
-    def in_place(self, tensor: Tensor) -> Seat | None:
-        """The seat whose values a tensor shares, if it is in place."""
-        return self._of_memory.get(tensor.untyped_storage().data_ptr())
+    def in_use(self, tensor: Tensor) -> Seat | None:
+        """The seat that is in use and shares its values with a tensor."""
+        memory = tensor.untyped_storage().data_ptr()
+        return next((seat for seat in self._here if seat.tensor.untyped_storage().data_ptr() == memory), None)
 
     def claim(self, seats: Sequence[Seat]) -> bool:
         """Ask for seats; whether any was not there or on its way."""
-        away = [seat for seat in seats if seat.arrival is None]
-        if away:
-            arrival = self._carrier.bring([seat.parcel for seat in away])
-            for at, seat in enumerate(away):
-                seat.arrival, seat.at = arrival, at
-                self.stats.bytes_brought += seat.parcel.home.nbytes
+        missing = False
         for seat in seats:
             seat.claims += 1
-        return bool(away)
+            if seat.arrival is None:
+                missing = True
+        if missing:
+            try:
+                self._ask([seat for seat in seats if seat.arrival is None])
+            except BaseException:
+                self.give_up(seats)
+                raise
+        return missing
 
     def give_up(self, seats: Sequence[Seat]) -> None:
         """Need seats no more; what nobody claims gives its memory back."""
@@ -94,23 +100,36 @@ class Seats:
             if seat.claims == 0:
                 seat.arrival = None
 
-    def arrived(self, seats: Sequence[Seat]) -> list[Tensor]:
-        """The values of claimed seats, once they are there.
+    def value(self, seat: Seat) -> Tensor:
+        """The values of a claimed seat, once they are there.
 
         Raises:
             Exception: Whatever kept them from coming.
         """
-        return [seat.arrival.wait()[seat.at] for seat in seats if seat.arrival is not None]
+        assert seat.arrival is not None
+        return seat.arrival.wait()[seat.at]
 
-    def put(self, seats: Sequence[Seat], values: Sequence[Tensor]) -> None:
-        """Put values that have arrived in place."""
-        for seat, value in zip(seats, values, strict=True):
-            seat.users += 1
-            if seat.users == 1:
-                call_back(seat.tensor)
-                seat.tensor.data = value
-                seat.version = seat.tensor._version  # pyright: ignore[reportPrivateUsage] it has no other name
-                self._of_memory[value.untyped_storage().data_ptr()] = seat
+    def put(self, seats: Sequence[Seat]) -> None:
+        """Put claimed values in place, once they are there. After an error none is, nor claimed.
+
+        Raises:
+            Exception: Whatever kept them from coming.
+        """
+        num_put = 0
+        try:
+            for seat in seats:
+                if seat.users == 0:
+                    tensor, value = seat.tensor, self.value(seat)
+                    tensor.__class__ = seat.classes[1]  # type: ignore[assignment]
+                    tensor.data = value
+                    seat.version = tensor._version  # pyright: ignore[reportPrivateUsage] it has no other name
+                    self._here[seat] = None
+                seat.users += 1
+                num_put += 1
+        except BaseException:
+            self.release(seats[:num_put])
+            self.give_up(seats[num_put:])
+            raise
 
     def release(self, seats: Sequence[Seat]) -> None:
         """Nobody computes with them for now: what is stored takes their place. The claim goes too."""
@@ -118,18 +137,25 @@ class Seats:
             seat.users -= 1
             if seat.users == 0:
                 tensor, home = seat.tensor, seat.parcel.home
-                self._of_memory.pop(tensor.untyped_storage().data_ptr(), None)
+                del self._here[seat]
                 if tensor._version != seat.version:  # pyright: ignore[reportPrivateUsage]
                     with torch.no_grad():
                         home.copy_(tensor)  # written to while it was here
                 tensor.data = home
-                send_away(tensor, self._fetcher)
+                tensor.__class__ = seat.classes[0]  # type: ignore[assignment]
         self.give_up(seats)
+
+    def _ask(self, seats: Sequence[Seat]) -> None:
+        arrival = self._carrier.bring([seat.parcel for seat in seats])
+        for at, seat in enumerate(seats):
+            seat.arrival, seat.at = arrival, at
+            self.stats.bytes_brought += seat.parcel.home.nbytes
 
     def close(self) -> None:
         """Make every tensor an ordinary one again, its values those that are stored."""
         self._carrier.close()
         for seat in self._of_tensors.values():
-            forget(seat.tensor)
+            seat.tensor.__class__ = seat.classes[1]  # type: ignore[assignment]
+            set_fetcher(seat.tensor, None)
             seat.tensor.data = seat.parcel.home
             seat.arrival = None

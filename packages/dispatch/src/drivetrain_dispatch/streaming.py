@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drivetrain_dispatch.backward import Backward
 from drivetrain_dispatch.order import Cursor, Order
-from drivetrain_dispatch.seats import OffloadStats, Seat, Seats
+from drivetrain_dispatch.seats import Seat, Seats
 from drivetrain_dispatch.trace import OffloadTrace, Turn
 from drivetrain_dispatch.weight_files import MappedFile
 
@@ -28,6 +28,7 @@ class Streaming:
         names: Of the units, for a trace.
 
     Attributes:
+        stats: What was brought.
         trace: What is written into at each use of a unit; None for no trace.
     """
 
@@ -47,14 +48,10 @@ class Streaming:
         self._lock = threading.RLock()
         self._own = _Own(self._order)  # before the seats, which ask whether a thread is inside
         self._seats = Seats({seat: None for unit in units for seat in unit}, self)
+        self.stats = self._seats.stats
         self._backward = Backward(units, self._seats, self._order, self._lock, depth=depth)
         self._forwards: list[Cursor] = []  # of the threads that are in one
         self._expected: set[int] = set()  # units that a thread will use next
-
-    @property
-    def stats(self) -> OffloadStats:
-        """What was brought."""
-        return self._seats.stats
 
     def begin(self) -> None:
         """A forward of the whole model begins.
@@ -135,28 +132,33 @@ class Streaming:
 
     def _take(self, seats: Sequence[Seat]) -> None:
         """Put tensors in place; what comes next is asked for before they are waited for."""
-        self.stats.num_used += 1
+        stats = self.stats
+        stats.num_used += 1
         if self._seats.claim(seats):
-            self.stats.num_missed += 1
+            stats.num_missed += 1
         try:
             self._look_ahead()
-            values = self._seats.arrived(seats)
         except BaseException:
             self._seats.give_up(seats)
             raise
-        self._seats.put(seats, values)
+        self._seats.put(seats)
 
     def _look_ahead(self) -> None:
         """Ask for what the threads will use next, and give up what they will not."""
-        expected = self._expected
-        wanted = [index for cursor in self._forwards for index in cursor.ahead]
-        for index in expected.difference(wanted):
-            expected.discard(index)
-            self._seats.give_up(self._units[index])
+        expected, forwards = self._expected, self._forwards
+        if len(forwards) == 1:
+            wanted = forwards[0].ahead
+        else:
+            wanted = tuple({index: None for cursor in forwards for index in cursor.ahead})
         for index in wanted:
             if index not in expected:
                 self._seats.claim(self._units[index])
                 expected.add(index)
+        if len(expected) > len(wanted):
+            for index in tuple(expected):
+                if index not in wanted:
+                    expected.discard(index)
+                    self._seats.give_up(self._units[index])
 
 
 class _Own(threading.local):
