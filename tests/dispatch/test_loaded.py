@@ -12,10 +12,8 @@ from drivetrain_dispatch.dispatching import dispatched, offload_stats, remove_ho
 from drivetrain_dispatch.empty import init_empty_weights
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError, WeightsMismatchError
 from drivetrain_dispatch.loaded import load_checkpoint_and_dispatch
-from drivetrain_dispatch.timeline import Rates
 
 WIDTH = 16
-RATES = Rates(to_device=1e9, from_disk=1e9)
 
 
 class Language(nn.Module):
@@ -85,7 +83,6 @@ def test_a_budget_plans_the_map(plain: Language, checkpoint: Path) -> None:
         checkpoint,
         "auto",
         {"cpu": 5 * layer, "disk": "1GB"},
-        rates=RATES,
         no_split_module_classes=["Linear"],
     )
     assert set(model.hf_device_map.values()) == {"cpu", "disk"}
@@ -124,7 +121,7 @@ def test_bad_input_is_said_and_leaves_the_model(checkpoint: Path, tmp_path: Path
     with pytest.raises(ValueError, match=r"keep_in_fp32_modules=\['nrom'\]: the model has no module called"):
         load_checkpoint_and_dispatch(model, checkpoint, "auto", keep_in_fp32_modules=["nrom"])
     with pytest.raises(DeviceMapError, match="give them more"):
-        load_checkpoint_and_dispatch(model, checkpoint, "auto", {"cpu": 10, "disk": 10}, rates=RATES)
+        load_checkpoint_and_dispatch(model, checkpoint, "auto", {"cpu": 10, "disk": 10})
     with pytest.raises(WeightFilesError, match="holds no"):
         load_checkpoint_and_dispatch(model, tmp_path, "auto")
     with init_empty_weights():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain_dispatch.carrier import Parcel
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
@@ -107,19 +107,11 @@ def dispatch_model(
 
     After an error the model is what it was.
     """
-    if dispatched(model):
-        raise OffloadedError(
-            "the model is dispatched already: call remove_hooks(model) before it is dispatched anew"
-        )
     placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
-    check_places([place for placement in placements.values() for place in placement])
     tensors = dict(named_tensors(model))
-    if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise DeviceMapError(
-            f"{empty[0]!r} and {len(empty) - 1} more are on the meta device: load weights first, or with "
-            "load_checkpoint_and_dispatch at once"
-        )
-    wanted = {name: dtype for name, dtype in (dtypes or {}).items() if name not in running_statistics(model)}
+    _check(model, tensors, placements)
+    statistics = running_statistics(model)
+    wanted = {name: dtype for name, dtype in (dtypes or {}).items() if name not in statistics}
     coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
     files = settle(tensors, placements, mapped or {}, offload_dir)
     depth = device_map.depth if isinstance(device_map, DeviceMap) and device_map.depth is not None else _DEPTH
@@ -196,6 +188,25 @@ def _streams(model: nn.Module) -> list[Streaming]:
     if record is None:
         raise OffloadedError("the model is not dispatched: nothing is brought for it")
     return [engine for engine in record.engines if isinstance(engine, Streaming)]
+
+
+def _check(model: nn.Module, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement]) -> None:
+    """Check what can be checked before anything is moved.
+
+    Raises:
+        OffloadedError: The model is dispatched already.
+        DeviceMapError: The machine lacks a device, or a tensor has no data.
+    """
+    if dispatched(model):
+        raise OffloadedError(
+            "the model is dispatched already: call remove_hooks(model) before it is dispatched anew"
+        )
+    check_places([place for placement in placements.values() for place in placement])
+    if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise DeviceMapError(
+            f"{empty[0]!r}{more} on the meta device: load weights first, or with load_checkpoint_and_dispatch at once"
+        )
 
 
 def _coming(placements: Mapping[str, Placement], dtypes: Mapping[str, torch.dtype]) -> list[str]:
