@@ -397,6 +397,25 @@ class TestOnTheDisk:
             dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "file")
         assert not dispatched(model)
 
+    def test_a_disk_that_is_full_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        resource = pytest.importorskip("resource")
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        values = [parameter.data_ptr() for parameter in model.parameters()]
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (300_000, hard)
+        )  # no file grows beyond: as a full disk does
+        try:
+            with pytest.raises(
+                WeightFilesError, match=r"0\.00 GB of weights could not be written .* free the disk"
+            ):
+                dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert list(tmp_path.iterdir()) == []
+        assert not dispatched(model)
+        assert [parameter.data_ptr() for parameter in model.parameters()] == values
+
     def test_training_writes_to_memory_and_never_to_the_file(self, tmp_path: Path) -> None:
         model = dispatch_model(Stack(), {"": "disk"}, offload_dir=tmp_path)
         (file,) = tmp_path.iterdir()
@@ -455,6 +474,14 @@ class TestTraining:
         brought = offload_stats(model).bytes_brought
         loss.backward()
         assert offload_stats(model).bytes_brought > 1.8 * brought
+
+    def test_a_weight_that_changes_before_its_backward_is_told(self) -> None:
+        model = streamed(Stack())
+        loss = model(torch.randn(2, WIDTH)).sum()
+        with torch.no_grad():
+            model.layers[4].weight.add_(1)
+        with pytest.raises(OffloadedError, match=r"a weight of shape \[8, 8\] was changed after the forward"):
+            loss.backward()
 
     def test_weights_of_another_dtype_are_trained(self) -> None:
         torch.manual_seed(0)

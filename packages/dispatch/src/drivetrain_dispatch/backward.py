@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.order import Order
 from drivetrain_dispatch.seats import Seat, Seats
 
 
 class _Saved(NamedTuple):
-    """A weight, or a view of one, that autograd has saved."""
+    """A weight, or a view of one, that autograd has saved; by its version, changes since then are told."""
 
     seat: Seat
+    version: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -74,11 +76,17 @@ class Backward:
         if seat is None:
             # Autograd puts its own graph back; with the tensor's, an output would hold itself for ever.
             return tensor.detach()
-        return _Saved(seat, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+        version = seat.tensor._version  # pyright: ignore[reportPrivateUsage] it has no other name
+        return _Saved(seat, version, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: "Tensor | _Saved") -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if saved.seat.tensor._version != saved.version:  # pyright: ignore[reportPrivateUsage]
+            raise OffloadedError(
+                f"a weight of shape {list(saved.seat.tensor.shape)} was changed after the forward and before its "
+                "backward: call backward() before optimizer.step(), or run the forward again"
+            )
         unit = self._unit_of[saved.seat]
         with self._lock:
             self._claim([unit, *self._before(unit)])
