@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.offloading import cpu_offload as cpu_offload
     from drivetrain_dispatch.offloading import cpu_offload_with_hook as cpu_offload_with_hook
     from drivetrain_dispatch.offloading import disk_offload as disk_offload
+    from drivetrain_dispatch.optimizer_state import OptimizerOffload as OptimizerOffload
+    from drivetrain_dispatch.optimizer_state import disk_offload_optimizer as disk_offload_optimizer
     from drivetrain_dispatch.plan import Cost as Cost
     from drivetrain_dispatch.rates import measure_compute as measure_compute
     from drivetrain_dispatch.rates import measure_rates as measure_rates
@@ -59,6 +61,7 @@ _ROOMS = {
     "OffloadStats": "seats",
     "OffloadTrace": "trace",
     "OffloadedError": "errors",
+    "OptimizerOffload": "optimizer_state",
     "Rates": "timeline",
     "TiedParametersError": "errors",
     "WeightFilesError": "errors",
@@ -68,6 +71,7 @@ _ROOMS = {
     "cpu_offload": "offloading",
     "cpu_offload_with_hook": "offloading",
     "disk_offload": "offloading",
+    "disk_offload_optimizer": "optimizer_state",
     "dispatch_model": "dispatching",
     "find_tied_parameters": "tied",
     "get_balanced_memory": "budget",
@@ -97,6 +101,7 @@ __all__ = [
     "OffloadStats",
     "OffloadTrace",
     "OffloadedError",
+    "OptimizerOffload",
     "Rates",
     "TiedParametersError",
     "WeightFilesError",
@@ -106,6 +111,7 @@ __all__ = [
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",
+    "disk_offload_optimizer",
     "dispatch_model",
     "find_tied_parameters",
     "get_balanced_memory",

@@ -72,6 +72,7 @@ def dispatch_model(
     *,
     main_device: Device | None = None,
     offload_dir: Path | str | None = None,
+    write_back: bool = False,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
     skip_keys: Collection[str] = (),
@@ -88,6 +89,7 @@ def dispatch_model(
         device_map: Device by the name of a module, parameter or buffer; `""` is all that is left.
         main_device: The accelerator that computes what the map names before any; the map's first unless said.
         offload_dir: Where weights of the disk are written to, if they are in no file yet.
+        write_back: Whether training changes that file; else what it changes takes memory.
         offload_buffers: Whether buffers are kept away too.
         preload_module_classes: Names of module classes whose weights come all at once: a layer that is compiled, or
             that uses the weights of modules inside it without calling them.
@@ -113,7 +115,7 @@ def dispatch_model(
     statistics = running_statistics(model)
     wanted = {name: dtype for name, dtype in (dtypes or {}).items() if name not in statistics}
     coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
-    files = settle(tensors, placements, mapped or {}, offload_dir)
+    files = settle(tensors, placements, mapped or {}, offload_dir, write_back=write_back)
     depth = device_map.depth if isinstance(device_map, DeviceMap) and device_map.depth is not None else _DEPTH
     record = _Dispatch()
     setattr(model, _RECORD, record)

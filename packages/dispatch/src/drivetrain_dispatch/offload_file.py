@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -12,7 +13,39 @@ from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.weight_files import MappedFile
 
 
-def write_offloaded(tensors: Mapping[str, Tensor], folder: Path | str) -> MappedFile:
+class WritableFile(MappedFile):
+    """A safetensors file of which the tensors are written to: what changes them changes it.
+
+    Args:
+        path: Where.
+
+    Raises:
+        WeightFilesError: It is missing, cut, or no file of weights.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._pages = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as the file's pages."""
+        private, start = super().tensor(name), self.start_of(name)
+        if start is None or start % private.element_size():
+            return private  # torch has no tensor that begins between two elements: its changes stay in memory
+        return self._pages[start : start + private.nbytes].view(private.dtype).view(private.shape)
+
+    def check_unchanged(self, *, may_be_written: bool = True) -> None:
+        """Check that it is the file that was opened.
+
+        Raises:
+            WeightFilesError: It was replaced, deleted, or is of another size.
+        """
+        super().check_unchanged(may_be_written=may_be_written)
+
+
+def write_offloaded(
+    tensors: Mapping[str, Tensor], folder: Path | str, *, write_back: bool = False
+) -> MappedFile:
     """Write tensors to a new safetensors file of a folder, and map it.
 
     The file has a name of its own, so that two models may use one folder. It is the user's to delete.
@@ -20,6 +53,7 @@ def write_offloaded(tensors: Mapping[str, Tensor], folder: Path | str) -> Mapped
     Args:
         tensors: By name; each with elements of its own.
         folder: Where; made if it is not there.
+        write_back: Whether what changes the tensors changes the file; else changes stay in memory.
 
     Raises:
         WeightFilesError: It could not be written; nothing is left of it.
@@ -38,4 +72,4 @@ def write_offloaded(tensors: Mapping[str, Tensor], folder: Path | str) -> Mapped
             f"{size / 1e9:.2f} GB of weights could not be written to {path.parent} ({error}): free the disk, or name "
             "another folder"
         ) from error
-    return MappedFile(path)
+    return WritableFile(path) if write_back else MappedFile(path)

@@ -50,6 +50,7 @@ def disk_offload(
     offload_dir: Path | str,
     execution_device: Device | None = None,
     *,
+    write_back: bool = False,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
 ) -> nn.Module:
@@ -62,6 +63,7 @@ def disk_offload(
         model: The model, with its weights; changed in place.
         offload_dir: Where the file is written.
         execution_device: Where it computes; the first accelerator, or the host, unless said.
+        write_back: Whether training changes the file; else what it changes takes memory.
         offload_buffers: Whether buffers are kept away too.
         preload_module_classes: Names of module classes whose weights come all at once.
 
@@ -79,6 +81,7 @@ def disk_offload(
         {"": "disk"},
         main_device=_chosen(execution_device),
         offload_dir=offload_dir,
+        write_back=write_back,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
     )

@@ -17,6 +17,8 @@ def settle(
     placements: Mapping[str, Placement],
     mapped: Mapping[str, MappedFile],
     offload_dir: Path | str | None,
+    *,
+    write_back: bool = False,
 ) -> dict[str, MappedFile]:
     """Put tensors where they are kept.
 
@@ -25,6 +27,7 @@ def settle(
         placements: By the same names.
         mapped: Of those that are the pages of a file, that file.
         offload_dir: Where the others of the disk are written to.
+        write_back: Whether what changes these changes their file.
 
     Returns:
         The files of all that are kept on the disk, by name.
@@ -48,7 +51,7 @@ def settle(
         )
     settled = {name: _kept(name, tensors[name], placements[name]) for name in names if name not in written}
     if written and offload_dir is not None:
-        file = write_offloaded(written, offload_dir)
+        file = write_offloaded(written, offload_dir, write_back=write_back)
         settled.update({name: file.tensor(name) for name in written})
         in_files.update({id(tensors[name]): file for name in written})
     for name, kept in settled.items():

@@ -82,6 +82,10 @@ class MappedFile:
         """A tensor as the file's pages. To write to it changes memory, never the file."""
         return self._tensors[name]
 
+    def start_of(self, name: str) -> int | None:
+        """Where a tensor begins in the file, in bytes; None where the format hides it."""
+        return self._starts.get(name)
+
     def divisible(self, name: str) -> bool:
         """Whether a tensor can be copied piece by piece; what `torch.save` wrote may lie in another order."""
         return name in self._starts or self._tensors[name].is_contiguous()
@@ -125,18 +129,23 @@ class MappedFile:
                     raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
                 memory = memory[count:]
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, may_be_written: bool = False) -> None:
         """Check that it is the file that was opened.
+
+        Args:
+            may_be_written: Whether its time may be another one.
 
         Raises:
             WeightFilesError: It was replaced, written to or deleted. Of a file that was made shorter, the pages that
                 are gone end the process when they are used; nothing can prevent that.
         """
         try:
-            same = _Stamp.of(self.path) == self._stamp
+            found = _Stamp.of(self.path)
         except FileNotFoundError:
-            same = False
-        if not same:
+            found = None
+        if found is not None and may_be_written:
+            found = found._replace(modified_ns=self._stamp.modified_ns)
+        if found != self._stamp:
             raise WeightFilesError(
                 f"{self.path} has changed since the model was loaded from it: load the model again, and write new "
                 "weights into new files"

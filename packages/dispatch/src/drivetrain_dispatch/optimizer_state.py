@@ -1,0 +1,150 @@
+"""What an optimizer keeps for each parameter, in files: made there, updated there, never whole in memory."""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from drivetrain_dispatch.errors import OffloadedError, WeightFilesError
+
+_MARK = "_drivetrain_offload"  # the optimizer's attribute
+_SMALL_BYTES = 64 << 10  # step counts and the like stay in memory
+# How optimizers make their state.
+_MAKES = (torch.zeros_like, torch.full_like, torch.ones_like, torch.clone, Tensor.clone)
+
+
+class OptimizerOffload:
+    """Keeps what an optimizer has in files, until it is removed.
+
+    Args:
+        optimizer: The optimizer.
+        folder: For the files.
+    """
+
+    def __init__(self, optimizer: Optimizer, folder: Path) -> None:
+        self._optimizer = optimizer
+        self._folder = folder
+        self._kept = WeakIdKeyDictionary()
+        self._was_own = optimizer.__dict__.get("step")
+        self._handle = optimizer.register_load_state_dict_post_hook(self._keep_all)
+        self._keep_all(optimizer)
+        setattr(optimizer, _MARK, True)
+        # A bound method, which schedulers expect.
+        optimizer.step = MethodType(self._around(optimizer.step), optimizer)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Make no more files. What is in one stays there, as ordinary tensors."""
+        self._handle.remove()
+        delattr(self._optimizer, _MARK)
+        if self._was_own is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._was_own  # type: ignore[method-assign]
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """A tensor with the same values in a file of its own that has no name: it goes with the tensor.
+
+        Raises:
+            WeightFilesError: The disk has no room.
+        """
+        if tensor in self._kept or tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
+            return tensor
+        path = self._folder / f"state-{uuid4().hex}"
+        try:
+            with path.open("xb") as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+                else:
+                    file.truncate(tensor.nbytes)
+            pages = torch.from_file(str(path), shared=True, size=tensor.nbytes, dtype=torch.uint8)
+        except OSError as error:
+            raise WeightFilesError(
+                f"{self._folder} has no room for {tensor.nbytes / 1e6:.1f} MB of an optimizer's state ({error}): "
+                "free the disk, or name another folder"
+            ) from error
+        finally:
+            path.unlink(missing_ok=True)
+        kept = pages.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._kept[kept] = True
+        return kept
+
+    def _keep_all(self, optimizer: Optimizer) -> None:
+        for state in cast("Mapping[Tensor, dict[str, object]]", optimizer.state).values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = self.kept(value)
+
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The optimizer's step; while state is still to be made, it is made in files."""
+
+        @wraps(step)
+        def stepped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            groups = cast("list[dict[str, list[Tensor]]]", optimizer.param_groups)
+            state = cast("Mapping[Tensor, object]", optimizer.state)
+            if all(parameter in state for group in groups for parameter in group["params"]):
+                return step(*args, **kwargs)
+            with _Making(self):
+                output = step(*args, **kwargs)
+            self._keep_all(optimizer)
+            return output
+
+        return stepped
+
+
+class _Making(TorchFunctionMode):
+    """Within it what is made is kept in files, one tensor after the other."""
+
+    def __init__(self, offload: OptimizerOffload) -> None:
+        super().__init__()
+        self._offload = offload
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What the function makes, in a file if it is to last."""
+        made = func(*args, **(kwargs or {}))
+        if func not in _MAKES or not isinstance(made, Tensor):
+            return made
+        with torch.no_grad():
+            return self._offload.kept(made)
+
+
+def disk_offload_optimizer(optimizer: Optimizer, offload_dir: Path | str) -> OptimizerOffload:
+    """Keep what an optimizer has for each parameter (averages, momenta) on the disk.
+
+    It is made there in the first step, one tensor after the other, and updated there: the system writes changed pages
+    and takes their memory for others. With weights on the disk (`disk_offload(..., write_back=True)`) a model is
+    trained that the memory does not hold. Parameters must be on the host; state of less than 64 KiB stays in memory.
+
+    Args:
+        optimizer: Any of torch's, or one that makes its state as they do.
+        offload_dir: Where the files are; made if it is not there. They have no names and go with the optimizer.
+
+    Returns:
+        What ends it: `remove()`.
+
+    Raises:
+        OffloadedError: The optimizer is offloaded already.
+        WeightFilesError: The disk has no room. A step may raise it too.
+    """
+    if hasattr(optimizer, _MARK):
+        raise OffloadedError("the optimizer is offloaded already: remove() what that returned first")
+    folder = Path(offload_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightFilesError(f"{folder} cannot be made ({error}): name another folder") from error
+    return OptimizerOffload(optimizer, folder)
