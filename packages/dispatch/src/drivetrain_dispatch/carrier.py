@@ -30,8 +30,9 @@ class Parcel(NamedTuple):
 
     @classmethod
     def of(cls, home: Tensor, device: torch.device, dtype: torch.dtype) -> "Parcel":
-        """With what is known of its size and memory."""
-        return cls(home, device, dtype, home.nbytes <= _SMALL_BYTES or home.is_pinned())
+        """With what is known of its size and memory. What goes through the pinned pieces is one thread's."""
+        small = device.type == "cpu" and home.nbytes <= _SMALL_BYTES
+        return cls(home, device, dtype, small or home.is_pinned() or home.device.type != "cpu")
 
 
 # Tensors; the event behind their copies on the stream that copies; and when that was begun and asked for.
@@ -119,7 +120,9 @@ class Carrier:
 
     def _copy(self, parcels: Sequence[Parcel]) -> tuple[list[Tensor], torch.Event]:
         device = parcels[0].device
-        stream = self._streams.setdefault(device, torch.Stream(device))
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.Stream(device)
         event = torch.Event(device)
         with stream:
             tensors = [self._copied(parcel, stream) for parcel in parcels]

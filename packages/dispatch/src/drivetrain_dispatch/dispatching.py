@@ -21,7 +21,7 @@ from drivetrain_dispatch.settling import settle
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 from drivetrain_dispatch.streaming import Streaming
 from drivetrain_dispatch.trace import OffloadTrace
-from drivetrain_dispatch.units import Unit, units_of
+from drivetrain_dispatch.units import Unit, check_devices, units_of
 from drivetrain_dispatch.weight_files import MappedFile
 
 _CPU = torch.device("cpu")
@@ -112,9 +112,9 @@ def dispatch_model(
     placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
     tensors = dict(named_tensors(model))
     _check(model, tensors, placements)
-    statistics = running_statistics(model)
-    wanted = {name: dtype for name, dtype in (dtypes or {}).items() if name not in statistics}
+    wanted = _without_statistics(model, dtypes or {})
     coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
+    check_devices(coming, {name: placement.device for name, placement in placements.items()})
     files = settle(tensors, placements, mapped or {}, offload_dir, write_back=write_back)
     depth = device_map.depth if isinstance(device_map, DeviceMap) and device_map.depth is not None else _DEPTH
     record = _Dispatch()
@@ -209,6 +209,12 @@ def _check(model: nn.Module, tensors: Mapping[str, Tensor], placements: Mapping[
         raise DeviceMapError(
             f"{empty[0]!r}{more} on the meta device: load weights first, or with load_checkpoint_and_dispatch at once"
         )
+
+
+def _without_statistics(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """What is converted at use: what a norm writes to in a forward is not, since nothing tells that it did."""
+    statistics = running_statistics(model)
+    return {name: dtype for name, dtype in dtypes.items() if name not in statistics}
 
 
 def _coming(placements: Mapping[str, Placement], dtypes: Mapping[str, torch.dtype]) -> list[str]:

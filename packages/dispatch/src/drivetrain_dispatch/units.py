@@ -1,10 +1,12 @@
 """Which weights come together: a unit is brought when its module is called, and leaves when the call is over."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 
 # Modules of torch that use the weights of those inside them without calling them.
@@ -63,6 +65,26 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
         if name in held
     }
     return list(reversed(units.values()))
+
+
+def check_devices(units: Iterable[Unit], devices: Mapping[str, torch.device]) -> None:
+    """Check that each unit is computed by one device.
+
+    Args:
+        units: The units.
+        devices: The device that computes each tensor, by the model's names.
+
+    Raises:
+        DeviceMapError: One is not.
+    """
+    for unit in units:
+        found = {devices[name] for name in unit.tensors}
+        if len(found) > 1:
+            raise DeviceMapError(
+                f"device_map: {', '.join(sorted(map(str, found)))} compute parts of {unit.name or 'the model'!r}, "
+                "whose weights come all at once: give all of it to one of them, or leave its class out of "
+                "preload_module_classes"
+            )
 
 
 def _unit_of(tensor: str, modules: Mapping[str, nn.Module], stay: Collection[str]) -> str:
