@@ -1,18 +1,39 @@
 """Weights that are elsewhere: whoever computes with one gets it, also where no module was called for it.
 
-While a parameter is away its class is `AwayParameter`, which torch asks before every operation (the
-`__torch_function__` protocol). So a module that uses the weight of another one (a tied head, `nn.LSTM`'s flat list)
-meets the weight itself, on the device that computes, and never the one on the host.
+The class of a parameter that comes and goes is `AwayParameter`, which torch asks before every operation (the
+`__torch_function__` protocol). In a forward, a module that uses the weight of another one (a tied head, `nn.LSTM`'s
+flat list) computes with the weight itself, on the device that computes. Elsewhere, the parameter is what is stored.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import OffloadedError
+
+# What can be said of a tensor without its values.
+_ASKED = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape",
+        "ndim",
+        "requires_grad",
+        "grad",
+        "is_leaf",
+        "layout",
+        "grad_fn",
+        "_version",
+    )
+) | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.requires_grad_,
+}
+_SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 a descriptor, which types do not know
 
 
 class Fetcher(Protocol):
@@ -22,8 +43,12 @@ class Fetcher(Protocol):
         """Whether this thread is in a forward: there an operation computes, elsewhere it looks at what is stored."""
         ...
 
-    def fetched(self, tensors: list[Tensor]) -> AbstractContextManager[None]:
-        """Within it the tensors are where they are computed."""
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What to compute with in place of tensors that are away."""
+        ...
+
+    def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
+        """That is over; the result may be views of them."""
         ...
 
 
@@ -39,7 +64,16 @@ class AwayParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Bring the weights that an operation is about to use."""
-        return _compute(func, types, args, kwargs)
+        return _compute(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own, of what is stored."""
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is stored, as an ordinary parameter."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class AwayBuffer(Tensor):
@@ -54,7 +88,7 @@ class AwayBuffer(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Bring the values that an operation is about to use."""
-        return _compute(func, types, args, kwargs)
+        return _compute(func, args, kwargs)
 
 
 def class_away(tensor: Tensor) -> type[Tensor]:
@@ -68,6 +102,11 @@ def class_away(tensor: Tensor) -> type[Tensor]:
     return AwayBuffer if type(tensor) is Tensor else type(tensor)
 
 
+def is_away(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a model that is dispatched."""
+    return isinstance(tensor, AwayParameter | AwayBuffer)
+
+
 def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:
     """Say who brings a tensor that is away; None for nobody any more."""
     if fetcher is None:
@@ -76,29 +115,45 @@ def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:
         tensor._fetcher = fetcher  # type: ignore[attr-defined]
 
 
-def _compute(
-    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> Any:
+def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
     given = dict(kwargs or {})
-    away = [found for found in _tensors_in((args, given)) if isinstance(found, AwayParameter | AwayBuffer)]
-    fetcher = cast("Fetcher | None", away[0].__dict__.get("_fetcher")) if away else None
-    # Another thread may have brought them since torch asked: then there is nothing to do.
-    if fetcher is not None and fetcher.inside():
-        with fetcher.fetched(cast("list[Tensor]", away)):
-            return _plainly(func, types, args, given)
-    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+    if func == _SET_DATA:
         raise OffloadedError(
-            "the weights of this model are offloaded: they cannot be moved or converted (to, cuda, half, ...); call "
-            "remove_hooks(model) first, or give the dtype when the model is dispatched"
+            "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, "
+            "cuda, half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"
         )
-    return _plainly(func, types, args, given)
+    fetchers = _fetchers_of((args, given)) if func not in _ASKED else {}
+    if not fetchers:
+        return plainly(func, *args, **given)
+    replaced: dict[int, Tensor] = {}
+    result: Any = None
+    taken: list[tuple[Fetcher, list[Tensor]]] = []
+    try:
+        for fetcher, tensors in fetchers.items():
+            shown = fetcher.fetch(tensors)
+            taken.append((fetcher, tensors))
+            replaced.update(zip(map(id, tensors), shown, strict=True))
+        result = plainly(func, *_replace(args, replaced), **_replace(given, replaced))
+    finally:
+        for fetcher, tensors in taken:
+            fetcher.let_go(tensors, result)
+    return result
 
 
-def _plainly(
-    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """What torch does with a parameter: the operation, its results ordinary tensors."""
-    return nn.Parameter.__torch_function__(func, tuple(types), args, kwargs)
+def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
+    """The tensors that are away among arguments, each once, by who brings them to a forward of this thread."""
+    found: dict[Fetcher, dict[int, Tensor]] = {}
+    for tensor in _tensors_in(value):
+        if is_away(tensor):
+            fetcher = cast("Fetcher | None", tensor.__dict__.get("_fetcher"))
+            if fetcher is not None and fetcher.inside():
+                found.setdefault(fetcher, {})[id(tensor)] = tensor
+    return {fetcher: list(tensors.values()) for fetcher, tensors in found.items()}
+
+
+def plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function makes of what is stored; its results are ordinary tensors."""
+    return nn.Parameter.__torch_function__(func, (), args, kwargs)
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
@@ -109,3 +164,13 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
             yield from _tensors_in(item)
     elif isinstance(value, dict):
         yield from _tensors_in(list(cast("dict[str, object]", value).values()))
+
+
+def _replace(value: Any, replaced: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return replaced.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, replaced) for item in value)
+    if type(value) is dict:
+        return {key: _replace(item, replaced) for key, item in cast("dict[str, Any]", value).items()}
+    return value

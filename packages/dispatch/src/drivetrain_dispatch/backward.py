@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.order import Order
 from drivetrain_dispatch.seats import Seat, Seats
 
 
-class _Saved(NamedTuple):
-    """A weight, or a view of one, that autograd has saved; by its version, changes since then are told."""
+class _Weight(NamedTuple):
+    """A view of a weight that autograd has saved; by its version, changes since then are told."""
 
     seat: Seat
     version: int
@@ -24,8 +24,15 @@ class _Saved(NamedTuple):
     offset: int
 
 
+class _Activation(NamedTuple):
+    """Another tensor that autograd has saved; torch leaves its check for changes to whoever keeps it."""
+
+    tensor: Tensor
+    version: int
+
+
 class Backward:
-    """Brings what autograd saved of the seats, and takes gradients to where parameters are stored.
+    """Brings what autograd saved of the seats.
 
     Args:
         units: The seats of each unit.
@@ -54,7 +61,7 @@ class Backward:
             for seat in unit:
                 self._unit_of.setdefault(seat, index)
         self._claimed: list[int] = []
-        self._handles = [handle for seat in self._unit_of for handle in _store_gradient(seat)]
+        self._under_way = False  # whether torch will tell of the end of a backward
 
     def saving(self) -> AbstractContextManager[None]:
         """Within it autograd saves which weight it needs, not the weight."""
@@ -62,33 +69,39 @@ class Backward:
 
     def end(self) -> None:
         """No backward goes on: what it has claimed may be changed now, by an optimizer for example."""
-        self._claim([])
+        with self._lock:
+            self._under_way = False
+            if self._claimed:
+                self._claim([])
 
-    def close(self) -> None:
-        """Forget everything."""
-        self.end()
-        for handle in self._handles:
-            handle.remove()
-
-    def _pack(self, tensor: Tensor) -> "Tensor | _Saved":
+    def _pack(self, tensor: Tensor) -> _Activation | _Weight:
         with self._lock:
             seat = self._seats.in_use(tensor)
         if seat is None:
             # Autograd puts its own graph back; with the tensor's, an output would hold itself for ever.
-            return tensor.detach()
-        version = seat.tensor._version  # pyright: ignore[reportPrivateUsage] it has no other name
-        return _Saved(seat, version, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+            return _Activation(tensor.detach(), _version_of(tensor))
+        version = _version_of(seat.tensor)
+        return _Weight(seat, version, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: "Tensor | _Saved") -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if saved.seat.tensor._version != saved.version:  # pyright: ignore[reportPrivateUsage]
+    def _unpack(self, saved: _Activation | _Weight) -> Tensor:
+        if isinstance(saved, _Activation):
+            if _version_of(saved.tensor) != saved.version:
+                raise OffloadedError(
+                    f"a tensor of shape {list(saved.tensor.shape)} that the backward needs was changed in place "
+                    "after the forward used it: write x = x * 2 instead of x *= 2 there"
+                )
+            return saved.tensor
+        if _version_of(saved.seat.tensor) != saved.version:
             raise OffloadedError(
                 f"a weight of shape {list(saved.seat.tensor.shape)} was changed after the forward and before its "
                 "backward: call backward() before optimizer.step(), or run the forward again"
             )
         unit = self._unit_of[saved.seat]
         with self._lock:
+            if not self._under_way:
+                self._under_way = True
+                # As DistributedDataParallel has it: called when this backward is over.
+                Variable._execution_engine.queue_callback(self.end)  # pyright: ignore[reportPrivateUsage]
             self._claim([unit, *self._before(unit)])
             value = self._seats.value(saved.seat)
         return value.as_strided(saved.size, saved.stride, saved.offset)
@@ -109,23 +122,5 @@ class Backward:
         self._claimed = list(units)
 
 
-def _store_gradient(seat: Seat) -> list[RemovableHandle]:
-    """Have the gradient of a parameter go to where the parameter is stored, and be added up there."""
-    parameter, home = seat.tensor, seat.parcel.home
-    if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
-        return []
-    stored: list[Tensor] = []
-
-    def hide(_gradient: Tensor) -> None:
-        # Autograd would add the new gradient to the stored one: on another device, or in another dtype.
-        stored.clear()
-        if parameter.grad is not None:
-            stored.append(parameter.grad)
-            parameter.grad = None
-
-    def store(_parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            gradient = parameter.grad.to(home.device, home.dtype)
-            parameter.grad = stored.pop().add_(gradient) if stored else gradient
-
-    return [parameter.register_hook(hide), parameter.register_post_accumulate_grad_hook(store)]
+def _version_of(tensor: Tensor) -> int:
+    return tensor._version  # pyright: ignore[reportPrivateUsage] torch has no other name for it

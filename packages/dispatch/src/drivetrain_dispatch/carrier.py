@@ -1,5 +1,6 @@
 """Who brings weights to the device that computes: a thread beside the forward, on a stream beside its stream."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
@@ -91,14 +92,17 @@ class Carrier:
     """Brings tensors in the order in which they were asked for."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drivetrain-offload")
+        self._thread: ThreadPoolExecutor | None = _new_thread()
+        self._process = os.getpid()
         self._streams: dict[torch.device, torch.Stream] = {}
         self._chunks: _Chunks | None = None
 
     def bring(self, parcels: Sequence[Parcel]) -> Arrival:
         """Begin to bring tensors; what takes less time than to ask a thread for it is done at once."""
+        if self._process != os.getpid():  # a fork has no threads of its parent's
+            self._process, self._thread = os.getpid(), _new_thread()
         for parcel in parcels:
-            if not parcel.quick:
+            if not parcel.quick and self._thread is not None:
                 return Arrival(work=self._thread.submit(self._bring, parcels))
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False):  # parameters are made of ordinary tensors
@@ -106,8 +110,10 @@ class Carrier:
         return Arrival(self._bring(parcels))
 
     def close(self) -> None:
-        """Bring nothing more."""
-        self._thread.shutdown(cancel_futures=True)
+        """End the thread; what is still asked for, by a backward for example, is brought at once."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
 
     def _bring(self, parcels: Sequence[Parcel]) -> _Brought:
         begin = perf_counter()
@@ -124,6 +130,9 @@ class Carrier:
         if stream is None:
             stream = self._streams[device] = torch.Stream(device)
         event = torch.Event(device)
+        if any(parcel.home.device.type != "cpu" for parcel in parcels):
+            # What is stored on a device may just be written there; such parcels are this thread's own.
+            stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             tensors = [self._copied(parcel, stream) for parcel in parcels]
             event.record(stream)
@@ -137,6 +146,10 @@ class Carrier:
             self._chunks = self._chunks or _Chunks()
             arrived = self._chunks.copied(home, parcel.device, stream)
         return arrived.to(parcel.dtype)
+
+
+def _new_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="drivetrain-offload")
 
 
 class _Chunks:

@@ -16,7 +16,7 @@ from drivetrain_dispatch.hooks import Listener, Listening
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
-from drivetrain_dispatch.seats import OffloadStats, Seat
+from drivetrain_dispatch.seats import OffloadStats, Owner, Seat
 from drivetrain_dispatch.settling import settle
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 from drivetrain_dispatch.streaming import Streaming
@@ -120,7 +120,7 @@ def dispatch_model(
     record = _Dispatch()
     setattr(model, _RECORD, record)
     if coming:
-        record.listen(model, coming, _streaming(coming, placements, wanted, files, depth=depth))
+        record.listen(model, coming, _streaming(model, coming, placements, wanted, files, depth=depth))
     if in_place := units_of(model, _in_place(placements, files, coming)):
         record.listen(model, (), InPlace(in_place, _files_of(in_place, files)))
     record.move(model, placements, skip_keys)
@@ -235,6 +235,7 @@ def _in_place(
 
 
 def _streaming(
+    model: nn.Module,
     units: Sequence[Unit],
     placements: Mapping[str, Placement],
     dtypes: Mapping[str, torch.dtype],
@@ -242,11 +243,16 @@ def _streaming(
     *,
     depth: int,
 ) -> Streaming:
+    owners: dict[int, list[Owner]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(Owner.of(module, name))
     seats: dict[int, Seat] = {}
     for unit in units:
         for name, tensor in unit.tensors.items():
-            parcel = Parcel.of(tensor.data, placements[name].device, dtypes.get(name, tensor.dtype))
-            seats.setdefault(id(tensor), Seat(tensor, parcel))
+            if id(tensor) not in seats:
+                parcel = Parcel.of(tensor.data, placements[name].device, dtypes.get(name, tensor.dtype))
+                seats[id(tensor)] = Seat(tensor, parcel, owners.get(id(tensor), ()))
     each = [[seats[id(tensor)] for tensor in unit.tensors.values()] for unit in units]
     return Streaming(
         [list(dict.fromkeys(unit)) for unit in each],

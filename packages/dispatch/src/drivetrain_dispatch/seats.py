@@ -1,39 +1,70 @@
-"""Tensors that come and go: who claims them, and whose memory they take meanwhile."""
+"""Tensors that come and go: who claims them, and what modules meet in their place."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from drivetrain_dispatch.away import Fetcher, class_away, set_fetcher
+from drivetrain_dispatch.away import Fetcher, class_away, plainly, set_fetcher
 from drivetrain_dispatch.carrier import Arrival, Carrier, Parcel
+
+
+class Owner(NamedTuple):
+    """A module that has a parameter, and its name there.
+
+    Attributes:
+        attributes: The module's own: what stands there comes before its parameters.
+        parameters: The module's.
+        name: The parameter's.
+    """
+
+    attributes: dict[str, Any]
+    parameters: dict[str, Any]
+    name: str
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> "Owner":
+        """That of a module."""
+        return cls(module.__dict__, module.__dict__["_parameters"], name)
 
 
 class Seat:
     """A tensor that comes and goes. Several units may use it.
 
+    While it is in use, modules meet a tensor with its values as their attribute, in the parameter's place. A buffer
+    has no gradient and may be assigned to: it takes the values itself.
+
     Args:
         tensor: The parameter or buffer, as the model holds it.
         parcel: Its values and where they are computed.
+        owners: The modules that have it if it is a parameter, at least one; of a buffer none.
 
     Attributes:
         arrival: Its values on the device or on their way there; None while nobody claims them.
         at: Their place in the arrival.
         claims: How many units are using it or expect to.
         users: How many are using it.
-        version: The tensor's, when its values came.
-        classes: The tensor's while its values are stored elsewhere, and while they are here.
+        value: Its values, while it is in use.
+        shown: What modules meet.
+        version: The values', when they came.
     """
 
-    __slots__ = ("arrival", "at", "claims", "classes", "parcel", "tensor", "users", "version")
+    __slots__ = (
+        "arrival", "at", "away", "claims", "here", "owners", "parcel", "shown", "tensor", "users", "value", "version"
+    )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, parcel: Parcel) -> None:
+    def __init__(self, tensor: Tensor, parcel: Parcel, owners: Sequence[Owner] = ()) -> None:
         self.tensor = tensor
         self.parcel = parcel
+        self.owners = owners
         self.arrival: Arrival | None = None
+        self.value: Tensor | None = None
+        self.shown: Tensor | None = None
         self.at = self.claims = self.users = self.version = 0
-        self.classes = (class_away(tensor), type(tensor))
+        self.away, self.here = class_away(tensor), type(tensor)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,16 +98,35 @@ class Seats:
         for seat in self._of_tensors.values():
             seat.tensor.data = seat.parcel.home
             set_fetcher(seat.tensor, fetcher)
-            seat.tensor.__class__ = seat.classes[0]  # type: ignore[assignment]
+            seat.tensor.__class__ = seat.away  # type: ignore[assignment]
 
     def of_tensors(self, tensors: Iterable[Tensor]) -> list[Seat]:
         """The seats of parameters and buffers, each once."""
         return [self._of_tensors[key] for key in dict.fromkeys(id(tensor) for tensor in tensors)]
 
     def in_use(self, tensor: Tensor) -> Seat | None:
-        """The seat that is in use and shares its values with a tensor."""
+        """The seat that is in use and of whose values a tensor is a view, bit by bit."""
+        if (
+            type(tensor) is not Tensor
+            or tensor.layout is not torch.strided
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return None
         memory = tensor.untyped_storage().data_ptr()
-        return next((seat for seat in self._here if seat.tensor.untyped_storage().data_ptr() == memory), None)
+        for seat in self._here:
+            value = seat.value
+            if (
+                value is not None
+                and value.dtype == tensor.dtype
+                and value.untyped_storage().data_ptr() == memory
+            ):
+                return seat
+        return None
+
+    def some_in_use(self) -> bool:
+        """Whether anything is."""
+        return bool(self._here)
 
     def claim(self, seats: Sequence[Seat]) -> bool:
         """Ask for seats; whether any was not there or on its way."""
@@ -118,12 +168,12 @@ class Seats:
         num_put = 0
         try:
             for seat in seats:
+                value = self.value(seat)
                 if seat.users == 0:
-                    tensor, value = seat.tensor, self.value(seat)
-                    tensor.__class__ = seat.classes[1]  # type: ignore[assignment]
-                    tensor.data = value
-                    seat.version = tensor._version  # pyright: ignore[reportPrivateUsage] it has no other name
+                    seat.value = value
+                    seat.version = _version_of(value)
                     self._here[seat] = None
+                self._show(seat, value)
                 seat.users += 1
                 num_put += 1
         except BaseException:
@@ -136,14 +186,40 @@ class Seats:
         for seat in seats:
             seat.users -= 1
             if seat.users == 0:
-                tensor, home = seat.tensor, seat.parcel.home
                 del self._here[seat]
-                if tensor._version != seat.version:  # pyright: ignore[reportPrivateUsage]
-                    with torch.no_grad():
-                        home.copy_(tensor)  # written to while it was here
-                tensor.data = home
-                tensor.__class__ = seat.classes[0]  # type: ignore[assignment]
+                self._hide(seat)
         self.give_up(seats)
+
+    def _show(self, seat: Seat, value: Tensor) -> None:
+        """Let modules meet the values; with a way back to the parameter where autograd wants one."""
+        if seat.owners:
+            shown, tracked = seat.shown, torch.is_grad_enabled() and seat.tensor.requires_grad
+            if shown is None or (tracked and not shown.requires_grad):
+                shown = seat.shown = _borrow(seat.tensor, value) if tracked else value
+                for attributes, parameters, name in seat.owners:
+                    if parameters.get(name) is seat.tensor:  # not another one that somebody has put there
+                        attributes[name] = shown
+        elif seat.users == 0:
+            seat.tensor.__class__ = seat.here  # type: ignore[assignment]
+            seat.tensor.data = value
+            seat.shown, seat.version = seat.tensor, _version_of(seat.tensor)
+
+    def _hide(self, seat: Seat) -> None:
+        """Let modules meet what is stored; what was written into the values is stored first."""
+        values = seat.value if seat.owners else seat.tensor
+        assert values is not None
+        if _version_of(values) != seat.version:
+            with torch.no_grad():
+                seat.parcel.home.copy_(values)
+            if seat.owners:
+                increment_version(seat.tensor)
+        for attributes, _, name in seat.owners:
+            if attributes.get(name) is seat.shown:
+                del attributes[name]
+        if not seat.owners:
+            seat.tensor.data = seat.parcel.home
+            seat.tensor.__class__ = seat.away  # type: ignore[assignment]
+        seat.value = seat.shown = None
 
     def _ask(self, seats: Sequence[Seat]) -> None:
         arrival = self._carrier.bring([seat.parcel for seat in seats])
@@ -155,7 +231,30 @@ class Seats:
         """Make every tensor an ordinary one again, its values those that are stored."""
         self._carrier.close()
         for seat in self._of_tensors.values():
-            seat.tensor.__class__ = seat.classes[1]  # type: ignore[assignment]
+            seat.tensor.__class__ = seat.here  # type: ignore[assignment]
             set_fetcher(seat.tensor, None)
             seat.tensor.data = seat.parcel.home
             seat.arrival = None
+
+
+class _Borrowed(torch.autograd.Function):
+    """The values of a parameter where they are computed; their gradient goes to where the parameter is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, values: list[Tensor]) -> Tensor:
+        ctx.device, ctx.dtype = parameter.device, parameter.dtype
+        return values[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].to(ctx.device, ctx.dtype), None
+
+
+def _borrow(parameter: Tensor, values: Tensor) -> Tensor:
+    shown = plainly(_Borrowed.apply, parameter, [values])
+    assert isinstance(shown, Tensor)
+    return shown
+
+
+def _version_of(tensor: Tensor) -> int:
+    return tensor._version  # pyright: ignore[reportPrivateUsage] torch has no other name for it

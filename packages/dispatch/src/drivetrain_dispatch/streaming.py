@@ -1,8 +1,8 @@
 """Weights that come while others compute: each unit of a model is brought before its turn and leaves after it."""
 
 import threading
-from collections.abc import Collection, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 
 import torch
@@ -83,12 +83,17 @@ class Streaming:
         own.cursor.end(whole=whole)
         with self._lock:
             self._forwards.remove(own.cursor)
+            if not own.cursor.inside:
+                viewed, own.viewed = own.viewed, []
+                self._seats.release(viewed)
             self._look_ahead()
 
     def enter(self, index: int) -> None:
         """A unit is used: bring it, and begin to bring those that follow."""
         own = self._own
         own.cursor.use(index)
+        if not own.cursor.inside:
+            self._backward.end()  # what is stored may have changed since
         start = perf_counter()
         with self._lock:
             self._take(self._units[index])
@@ -112,22 +117,31 @@ class Streaming:
         """Whether this thread computes with the model."""
         return self._own.num_inside > 0 or self._own.cursor.inside
 
-    @contextmanager
-    def fetched(self, tensors: list[Tensor]) -> Generator[None]:
-        """Within it single tensors are there, which no unit in use has brought."""
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Bring single tensors that no unit in use has brought, or lend those that one has."""
         with self._lock:
             seats = self._seats.of_tensors(tensors)
             self._take(seats)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._seats.release(seats)
+            return [seat.shown for seat in seats if seat.shown is not None]
+
+    def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
+        """That is over; of what the result is a view, what is written to it is awaited until the forward ends."""
+        with self._lock:
+            seats = self._seats.of_tensors(tensors)
+            viewed = [
+                seat for seat in seats if isinstance(result, Tensor) and self._seats.in_use(result) is seat
+            ]
+            self._own.viewed.extend(viewed)
+            self._seats.release([seat for seat in seats if seat not in viewed])
+
+    def busy(self) -> bool:
+        """Whether some thread computes with the model."""
+        return bool(self._forwards) or self._seats.some_in_use()
 
     def close(self) -> None:
         """Make every tensor an ordinary one again, its values those that are stored."""
         with self._lock:
-            self._backward.close()
+            self._backward.end()
             self._seats.close()
 
     def _take(self, seats: Sequence[Seat]) -> None:
@@ -168,4 +182,5 @@ class _Own(threading.local):
         self.cursor = Cursor(order)
         self.num_inside = 0
         self.saving: list[ExitStack] = []
+        self.viewed: list[Seat] = []  # of which the forward has views
         self.turns: list[tuple[float, float]] = []  # of the units it is in, when they were waited for
