@@ -91,7 +91,7 @@ def test_a_budget_plans_the_map(plain: Language, checkpoint: Path) -> None:
 
 def test_weights_on_the_disk_are_converted_when_they_are_used(plain: Language, checkpoint: Path) -> None:
     model = load_checkpoint_and_dispatch(
-        empty(), checkpoint, {"": "disk"}, dtype=torch.bfloat16, keep_in_fp32_modules=["norm"]
+        empty(), checkpoint, {"": "disk"}, dtype=torch.bfloat16, keep_in_fp32_modules="norm"
     )
     expected = plain.to(torch.bfloat16)
     expected.norm.float()
@@ -118,12 +118,14 @@ def test_bad_input_is_said_and_leaves_the_model(checkpoint: Path, tmp_path: Path
         ValueError, match="device_map='fast': give a map from names to devices, or one of 'auto'"
     ):
         load_checkpoint_and_dispatch(model, checkpoint, "fast")
-    with pytest.raises(ValueError, match=r"keep_in_fp32_modules=\['nrom'\]: the model has no module called"):
+    with pytest.raises(ValueError, match="keep_in_fp32_modules='nrom': the model has no module called so"):
         load_checkpoint_and_dispatch(model, checkpoint, "auto", keep_in_fp32_modules=["nrom"])
     with pytest.raises(DeviceMapError, match="give them more"):
         load_checkpoint_and_dispatch(model, checkpoint, "auto", {"cpu": 10, "disk": 10})
     with pytest.raises(WeightFilesError, match="holds no"):
         load_checkpoint_and_dispatch(model, tmp_path, "auto")
+    with pytest.raises(ValueError, match=r"preload_module_classes=\['Nope'\]"):
+        load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"}, preload_module_classes="Nope")
     with init_empty_weights():
         larger = Language(5)
     with pytest.raises(WeightsMismatchError, match=r"layers\.4\.weight"):

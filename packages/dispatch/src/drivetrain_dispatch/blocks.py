@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.sizes import dtype_after, identity, named_tensors
+from drivetrain_dispatch.sizes import dtype_after, identity, listed, named_tensors
 
 
 class Block(NamedTuple):
@@ -45,7 +45,7 @@ def blocks_of(
     Raises:
         ValueError: `no_split` names a class that the model does not have, or `special_dtypes` such a tensor.
     """
-    kept = frozenset(no_split)
+    kept = frozenset(listed(no_split))
     names: list[str] = []
     classes: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):

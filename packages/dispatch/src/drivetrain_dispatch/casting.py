@@ -6,13 +6,14 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from drivetrain_dispatch.dispatching import dispatch_model, dispatched
+from drivetrain_dispatch.dispatching import check_dispatchable, dispatch_model, dispatched
 from drivetrain_dispatch.errors import OffloadedError
+from drivetrain_dispatch.placement import NORMS, placements_of
 from drivetrain_dispatch.sizes import named_tensors
 
 # What few bits hurt most and saves least: norms by their usual names and classes, and embeddings.
 _SENSITIVE_NAMES = ("norm", "embed")
-_SENSITIVE_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.Embedding)
+_SENSITIVE_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Embedding, *NORMS)
 
 
 def apply_layerwise_casting(
@@ -41,6 +42,7 @@ def apply_layerwise_casting(
 
     Raises:
         OffloadedError: The model is dispatched already: give `dispatch_model` the `dtypes` instead.
+        DeviceMapError: A tensor has no data.
         ValueError: A dtype is no floating-point one, or nothing is left to store.
     """
     if dispatched(model):
@@ -69,7 +71,8 @@ def apply_layerwise_casting(
     stored = [name for name, tensor in parameters.items() if id(tensor) not in whole]
     if not stored:
         raise ValueError("nothing to store: every floating-point parameter is skipped, or there is none")
+    devices = {name: tensor.device for name, tensor in named_tensors(model)}
+    check_dispatchable(model, dict(named_tensors(model)), placements_of(model, devices))
     for tensor in parameters.values():
         tensor.data = tensor.data.to(compute_dtype if id(tensor) in whole else storage_dtype)
-    devices = {name: tensor.device for name, tensor in named_tensors(model)}
     return dispatch_model(model, devices, dtypes=dict.fromkeys(stored, compute_dtype))

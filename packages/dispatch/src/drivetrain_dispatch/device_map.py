@@ -41,6 +41,8 @@ class DeviceMap(dict[str, Device]):
         super().__init__(devices)
         self.sizes = dict(sizes or {})
         self.seconds = dict(seconds or {})
+        if depth is not None and depth < 0:
+            raise ValueError(f"depth={depth}: must be at least 0, how many parts may be on their way")
         self.depth = depth
 
     def __str__(self) -> str:

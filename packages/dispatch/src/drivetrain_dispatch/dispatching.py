@@ -9,10 +9,11 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.away import is_away
 from drivetrain_dispatch.carrier import Parcel
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.hooks import Listener, Listening
+from drivetrain_dispatch.hooks import Listener, Listening, check_removable
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
@@ -34,6 +35,8 @@ class _Handle(Protocol):
 
 
 class _Engine(Listener, Protocol):
+    def busy(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -111,7 +114,7 @@ def dispatch_model(
     """
     placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
     tensors = dict(named_tensors(model))
-    _check(model, tensors, placements)
+    check_dispatchable(model, tensors, placements)
     wanted = _without_statistics(model, dtypes or {})
     coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
     check_devices(coming, {name: placement.device for name, placement in placements.items()})
@@ -134,9 +137,17 @@ def remove_hooks(model: nn.Module) -> nn.Module:
     Its hooks are gone, and its weights are ordinary tensors with the values they have: those that were offloaded on
     the host, those of the disk still the pages of their file, the others where they are. Nothing happens to a model
     that is not dispatched.
+
+    Raises:
+        OffloadedError: A forward is under way, or the forward of a module was replaced. Nothing is done then.
     """
     record: _Dispatch | None = model.__dict__.get(_RECORD)
     if record is not None:
+        if any(engine.busy() for engine in record.engines):
+            raise OffloadedError(
+                "a forward of the model is under way: call remove_hooks(model) when it is over"
+            )
+        check_removable([handle for handle in record.handles if isinstance(handle, Listening)])
         for handle in reversed(record.handles):
             handle.remove()
         for engine in record.engines:
@@ -192,17 +203,34 @@ def _streams(model: nn.Module) -> list[Streaming]:
     return [engine for engine in record.engines if isinstance(engine, Streaming)]
 
 
-def _check(model: nn.Module, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement]) -> None:
+def check_dispatchable(
+    model: nn.Module, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement]
+) -> None:
     """Check what can be checked before anything is moved.
 
     Raises:
-        OffloadedError: The model is dispatched already.
-        DeviceMapError: The machine lacks a device, or a tensor has no data.
+        OffloadedError: The model is dispatched already, or a part of it.
+        DeviceMapError: The machine lacks a device, or a tensor has no data or belongs to inference mode.
     """
     if dispatched(model):
         raise OffloadedError(
             "the model is dispatched already: call remove_hooks(model) before it is dispatched anew"
         )
+    for name, module in model.named_modules():
+        if dispatched(module):
+            raise OffloadedError(
+                f"{name!r} of the model is dispatched already: call remove_hooks on it first"
+            )
+    for name, tensor in tensors.items():
+        if is_away(tensor):
+            raise OffloadedError(
+                f"{name!r} belongs to another model that is dispatched: call remove_hooks on that one first"
+            )
+        if tensor.is_inference():
+            raise DeviceMapError(
+                f"{name!r} was made in torch.inference_mode, where nothing tells when a tensor is written to: build "
+                "and load the model outside of it"
+            )
     check_places([place for placement in placements.values() for place in placement])
     if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""

@@ -49,7 +49,7 @@ class _Around:
 
     def __init__(self, module: nn.Module) -> None:
         self.inner: Callable[..., Any] = module.forward
-        self._module = module
+        self.module = module
         self._was_own = "forward" in module.__dict__
         # Whoever asks for the signature gets the module's.
         update_wrapper(cast("Callable[..., Any]", self), self.inner, updated=())
@@ -62,20 +62,11 @@ class _Around:
         )
 
     def remove(self) -> None:
-        """Give the module back its forward.
-
-        Raises:
-            OffloadedError: Somebody has put another one around it since.
-        """
-        if self._module.forward is not self:
-            raise OffloadedError(
-                f"the forward of {type(self._module).__name__} was replaced after the model was dispatched: undo "
-                "that before remove_hooks(model)"
-            )
+        """Give the module back its forward."""
         if self._was_own:
-            self._module.forward = self.inner
+            self.module.forward = self.inner
         else:
-            del self._module.forward
+            del self.module.forward
 
 
 class _AroundPart(_Around):
@@ -132,13 +123,34 @@ class Listening:
         model: The model.
         parts: Modules of it.
         listener: Who is told of a part by its index.
+
+    Attributes:
+        around: What stands around forwards, each after those that it stands around.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], listener: Listener) -> None:
         around = [_AroundPart(part, listener, index) for index, part in enumerate(parts)]
-        self._around: list[_Around] = [*around, _AroundModel(model, listener, around)]
+        self.around: list[_Around] = [*around, _AroundModel(model, listener, around)]
 
     def remove(self) -> None:
         """Tell no more."""
-        for around in reversed(self._around):
+        for around in reversed(self.around):
             around.remove()
+
+
+def check_removable(listening: Sequence[Listening]) -> None:
+    """Check that all can be removed, the last one first.
+
+    Raises:
+        OffloadedError: Somebody has replaced the forward of a module since.
+    """
+    forwards: dict[nn.Module, object] = {}
+    for one in reversed(listening):
+        for around in reversed(one.around):
+            module = around.module
+            if forwards.get(module, module.forward) is not around:
+                raise OffloadedError(
+                    f"the forward of {type(module).__name__} was replaced after the model was dispatched: undo that "
+                    "before remove_hooks(model)"
+                )
+            forwards[module] = around.inner

@@ -71,6 +71,10 @@ class InPlace:
                     self._order.learn(own.reading.used)
                 self._reading = own.reading = None
 
+    def busy(self) -> bool:
+        """Whether some thread reads ahead for a forward."""
+        return self._reading is not None
+
     def close(self) -> None:
         """Read nothing more."""
         with self._lock:

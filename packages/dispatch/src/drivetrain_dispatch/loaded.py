@@ -14,6 +14,9 @@ from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.filling import Progress
 from drivetrain_dispatch.infer import infer_auto_device_map
 from drivetrain_dispatch.load import load_checkpoint_in_model
+from drivetrain_dispatch.placement import placements_of
+from drivetrain_dispatch.sizes import listed
+from drivetrain_dispatch.units import units_of
 
 # How a map is planned: spread evenly over the accelerators ("auto" is that), the same with the first one left to what
 # generation needs, or one after the other.
@@ -61,8 +64,8 @@ def load_checkpoint_and_dispatch(
         DeviceMapError: No map keeps within the budgets, or the map does not fit the model or the machine.
         ValueError: Another argument is wrong, or what `load_checkpoint_in_model` raises of this kind.
     """
-    _check_unused(model)
     kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
+    _check_early(model, device_map, preload_module_classes)
     if isinstance(device_map, str):
         device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds)
     report = load_checkpoint_in_model(
@@ -89,11 +92,17 @@ class _Dtypes(TypedDict):
     special_dtypes: Mapping[str, torch.dtype]
 
 
-def _check_unused(model: nn.Module) -> None:
+def _check_early(
+    model: nn.Module, device_map: Mapping[str, Device] | str | None, whole: str | Collection[str]
+) -> None:
+    """Refuse what `dispatch_model` would, before anything is loaded."""
     if dispatched(model):
         raise OffloadedError(
             "the model is dispatched already: call remove_hooks(model) before it is loaded anew"
         )
+    units_of(model, (), whole=whole)
+    if device_map is not None and not isinstance(device_map, str):
+        placements_of(model, device_map)
 
 
 def _planned(
@@ -126,7 +135,7 @@ def _in_fp32(model: nn.Module, parts: Collection[str]) -> dict[str, torch.dtype]
         ValueError: No module is called so.
     """
     found: dict[str, torch.dtype] = {}
-    for part in parts:
+    for part in listed(parts):
         names = [
             name
             for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
@@ -134,7 +143,7 @@ def _in_fp32(model: nn.Module, parts: Collection[str]) -> dict[str, torch.dtype]
         ]
         if not names:
             raise ValueError(
-                f"keep_in_fp32_modules={list(parts)}: the model has no module called {part!r}; see named_modules()"
+                f"keep_in_fp32_modules={part!r}: the model has no module called so; see named_modules()"
             )
         found.update(dict.fromkeys(names, torch.float32))
     return found

@@ -2,12 +2,16 @@
 
 import threading
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
+
+from drivetrain_dispatch.sizes import listed
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -18,21 +22,27 @@ def move(value: Any, device: torch.device) -> Any:
     """
     if isinstance(value, Tensor):
         return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
+    if isinstance(value, PackedSequence):
+        return cast("Any", value).to(device)  # its sizes stay on the host
     if isinstance(value, list | tuple):
         items = cast("list[Any] | tuple[Any, ...]", value)
         moved = [move(item, device) for item in items]
         if all(one is other for one, other in zip(items, moved, strict=True)):
             return items
-        if isinstance(items, list):
-            return moved
-        make = cast("Callable[..., Any] | None", getattr(items, "_make", None))
-        return tuple(moved) if make is None else make(moved)
+        if type(items) in (list, tuple):
+            return type(items)(moved)
+        # Named tuples, and what torch.max and its like return.
+        return cast("Callable[[list[Any]], Any]", getattr(items, "_make", type(items)))(moved)
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
         moved = {key: move(item, device) for key, item in mapping.items()}
         if all(moved[key] is item for key, item in mapping.items()):
             return mapping
-        return moved if type(mapping) is dict else cast("Callable[[object], object]", type(mapping))(moved)
+        if isinstance(mapping, dict):  # also those that are made of more than their items
+            changed = copy(mapping)
+            changed.update(moved)
+            return changed
+        return cast("Callable[[object], object]", type(mapping))(moved)
     if is_dataclass(value) and not isinstance(value, type):
         moved = {
             field.name: move(getattr(value, field.name), device) for field in fields(value) if field.init
@@ -57,18 +67,20 @@ class Moving:
         self, module: nn.Module, device: torch.device, skip_keys: Collection[str], *, returns: bool
     ) -> None:
         self._device = device
-        self._skip_keys = frozenset(skip_keys)
-        self._own = threading.local()  # of each thread, where the inputs of its calls came from
+        self._returns = returns
+        self._skip_keys = frozenset(listed(skip_keys))
+        self._own = _Own()
         self.handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         ]
         if returns:
-            self.handles.append(module.register_forward_hook(self._after))
+            self.handles.append(module.register_forward_hook(self._after, always_call=True))
 
     def _before(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._own.came_from = _first_device((args, kwargs))
+        if self._returns:
+            self._own.came_from.append(_first_device((args, kwargs)))
         moved = {
             name: value if name in self._skip_keys else move(value, self._device)
             for name, value in kwargs.items()
@@ -76,13 +88,22 @@ class Moving:
         return move(args, self._device), moved
 
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        came_from: torch.device | None = self._own.came_from
+        came_from = self._own.came_from.pop()
         return output if came_from is None else move(output, came_from)
+
+
+class _Own(threading.local):
+    """What each thread has for itself: where the inputs came from of the calls that it is in."""
+
+    def __init__(self) -> None:
+        self.came_from: list[torch.device | None] = []
 
 
 def _first_device(value: Any) -> torch.device | None:
     if isinstance(value, Tensor):
         return value.device
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
         value = list(cast("Mapping[str, Any]", value).values())
     if isinstance(value, list | tuple):

@@ -11,7 +11,7 @@ from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 
 _CPU = torch.device("cpu")
-_NORMS = (
+NORMS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
     nn.BatchNorm3d,
@@ -60,7 +60,8 @@ def placements_of(
             norms write to.
 
     Raises:
-        DeviceMapError: A name is not in the model, a tensor has no device, or there is no such kind of device.
+        DeviceMapError: A name is not in the model, a tensor has no device, there is no such kind of device, or
+            several would compute with one tensor.
     """
     homes = places_of_tensors(model, device_map)
     places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
@@ -83,7 +84,7 @@ def running_statistics(model: nn.Module) -> set[str]:
     return {
         f"{name}.{buffer}" if name else buffer
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, _NORMS)
+        if isinstance(module, NORMS)
         for buffer, _ in module.named_buffers(recurse=False, remove_duplicate=False)
     }
 
@@ -115,6 +116,11 @@ def _tied(model: nn.Module, placements: Mapping[str, Placement]) -> dict[str, Pl
         names.setdefault(id(tensor), []).append(name)
     tied = dict(placements)
     for group in names.values():
+        if len(devices := {placements[name].device for name in group}) > 1:
+            raise DeviceMapError(
+                f"device_map: {' and '.join(map(repr, group))} are one tensor, which "
+                f"{' and '.join(sorted(map(str, devices)))} would compute with: give them to one device"
+            )
         homes: list[Place] = [placements[name].home for name in group]
         home = min(homes, key=lambda place: (place == "disk", place == _CPU))
         for name in group:

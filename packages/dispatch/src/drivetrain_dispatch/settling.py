@@ -1,4 +1,4 @@
-"""Put weights where they are kept: on a device, in the host's memory, in a file. The model changes at the end."""
+"""Put weights where they are kept: on a device, in the host's memory, in a file. After an error all is as it was."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,26 +49,40 @@ def settle(
             f"device_map puts {next(iter(written))!r} and {len(written) - 1} more on the disk, and they are in no "
             "file yet: name a folder for them, offload_dir=..."
         )
-    settled = {name: _kept(name, tensors[name], placements[name]) for name in names if name not in written}
+    file = None
     if written and offload_dir is not None:
         file = write_offloaded(written, offload_dir, write_back=write_back)
-        settled.update({name: file.tensor(name) for name in written})
-        in_files.update({id(tensors[name]): file for name in written})
-    for name, kept in settled.items():
-        tensors[name].data = kept
+    moved: list[tuple[Tensor, torch.device]] = []
+    try:
+        for name in names:
+            tensor, placement = tensors[name], placements[name]
+            if placement.home != "disk":
+                moved.append((tensor, tensor.device))
+                # One after the other: what has moved frees its memory.
+                tensor.data = _kept(name, tensor, placement.home, stays=placement.stays)
+    except BaseException:
+        for tensor, device in moved:
+            tensor.data = tensor.data.to(device)
+        if file is not None:
+            file.path.unlink()
+        raise
+    if file is not None:
+        for name in written:
+            tensors[name].data = file.tensor(name)
+            in_files[id(tensors[name])] = file
     return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
 
 
-def _kept(name: str, tensor: Tensor, placement: Placement) -> Tensor:
+def _kept(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> Tensor:
     """A tensor where it is kept; the one that it is if it is there."""
-    if placement.home == "disk":
-        return tensor.data
     try:
-        kept = tensor.data.to(placement.home)
+        kept = tensor.data.to(home)
         # Pages that the system cannot move are copied to an accelerator without the processor.
-        return kept if placement.stays or kept.device.type != "cpu" else kept.pin_memory()
-    except torch.OutOfMemoryError as error:
+        return kept if stays or kept.device.type != "cpu" else kept.pin_memory()
+    except (
+        RuntimeError
+    ) as error:  # torch.OutOfMemoryError, and what a driver says of memory that it cannot pin
         raise DeviceMapError(
-            f"{placement.home} has no room for {name!r} ({tensor.nbytes / 1e6:.1f} MB): give the map's inference a "
-            f"smaller budget for it, max_memory={{{placement.home.index or 0}: ...}}, or use another device"
+            f"{home} has no room for {name!r} ({tensor.nbytes / 1e6:.1f} MB; {error}): give the map's inference a "
+            f"smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"
         ) from error

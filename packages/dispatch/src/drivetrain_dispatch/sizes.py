@@ -1,6 +1,6 @@
 """How many bytes each part of a model takes, also before it has any memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -74,3 +74,8 @@ def dtype_after(tensor: Tensor, dtype: torch.dtype | None, special: torch.dtype 
         return special
     converts = tensor.is_floating_point() or tensor.is_complex()
     return dtype if dtype is not None and converts else tensor.dtype
+
+
+def listed(names: str | Collection[str]) -> Collection[str]:
+    """Names, of which a single one may be given as it is."""
+    return (names,) if isinstance(names, str) else names

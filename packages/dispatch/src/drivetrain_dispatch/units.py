@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.sizes import enclosing_modules, listed, named_tensors
 
 # Modules of torch that use the weights of those inside them without calling them.
 _REACH_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -41,6 +41,7 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
     Raises:
         ValueError: `whole` names a class that the model does not have.
     """
+    whole = listed(whole)
     kinds = {type(module).__name__ for module in model.modules()}
     if unknown := sorted(set(whole) - kinds):
         raise ValueError(

@@ -1,0 +1,167 @@
+"""Models for the tests of dispatching, and ways to dispatch them."""
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain_dispatch.dispatching import dispatch_model
+
+WIDTH = 8
+
+
+class Gate(nn.Module):
+    """A module with a parameter and a buffer of its own, and one inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("shift", torch.rand(WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale + self.shift
+
+
+class Listed(nn.Module):
+    """Weights in a list that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights[0] + self.weights[1]
+
+
+class Attention(nn.Module):
+    """Attention over the batch, whose output projection is used without being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Recurrent(nn.Module):
+    """An LSTM keeps references to its weights beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Borrows(nn.Module):
+    """Computes with the weight of another module that it does not call."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.rand(WIDTH))
+        self._other = [other]  # no submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self._other[0].weight.t(), self.bias)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "gate": Gate,
+    "listed": Listed,
+    "attention": Attention,
+    "recurrent": Recurrent,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0),
+    "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
+}
+
+
+class Tree(nn.Module):
+    """Parts called in any order, some several times, some never; the last may borrow and share weights."""
+
+    def __init__(self, kinds: list[str], calls: list[int], *, tied: bool, borrows: bool) -> None:
+        super().__init__()
+        first = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList([first, *(KINDS[kind]() for kind in kinds)])
+        self.head = Borrows(first) if borrows else nn.Linear(WIDTH, WIDTH)
+        if tied and isinstance(self.head, nn.Linear):
+            self.head.weight = first.weight
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for call in self.calls:
+            x = self.parts[call % len(self.parts)](x)
+        return self.head(x)
+
+
+trees = st.builds(
+    Tree,
+    st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 4), min_size=1, max_size=8),
+    tied=st.booleans(),
+    borrows=st.booleans(),
+)
+
+
+class Stack(nn.Module):
+    """Layers that are called one after the other."""
+
+    def __init__(self, num_layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, *, skip: int = -1) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != skip:
+                x = layer(x).tanh()
+        return x
+
+
+class Checkpointed(Stack):
+    """Its layers are computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda layer, x: layer(x).tanh(), layer, x, use_reentrant=False)
+        return x
+
+
+class Uses(nn.Module):
+    """Does something with a weight."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.weight)
+
+
+class Writes(nn.Module):
+    """Writes to a weight in its forward, by a view, from outside of the module that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.embed.weight[0].zero_()
+        return self.embed(tokens)
+
+
+def streamed(model: nn.Module, **options: object) -> nn.Module:
+    """The model with all weights copied before their use."""
+    names = [name for name, _ in model.named_parameters()]
+    return dispatch_model(model, {"": "cpu"}, dtypes=dict.fromkeys(names, torch.float32), **options)
+
+
+def same_values(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
