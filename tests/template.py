@@ -139,6 +139,9 @@ def become(order: Order) -> None:
         os.dup2(opened, descriptor)
         os.close(opened)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "torch" in sys.modules:
+        # Before a second thread does: of two at once after a fork, torch loses its pool of threads.
+        sys.modules["torch"].set_num_threads(sys.modules["torch"].get_num_threads())
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # as in every fresh process; Python's own is seeded anew at a fork
     importlib.invalidate_caches()

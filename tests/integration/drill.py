@@ -121,6 +121,9 @@ def fork_ranks(world_size: int, work: Callable[[int], None], log: Path) -> list[
             pids.append(pid)
             continue
         code = 1
+        torch.set_num_threads(
+            1
+        )  # before a second thread does: of two at once after a fork, torch loses its pool
         try:
             output = os.open(log.with_suffix(f".{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
