@@ -178,6 +178,13 @@ def test_what_a_forward_writes_by_a_view_is_stored() -> None:
     assert not model(torch.tensor([0])).any()
     assert not model.embed.weight[0].any()
     assert model.embed.weight[1].any()
+    around = nn.Sequential(model)
+    remove_hooks(model)
+    streamed(around, preload_module_classes="Writes")
+    model.embed.weight.data.fill_(1)
+    model(torch.tensor([1]))  # the part by itself
+    assert not model.embed.weight[0].any()
+    remove_hooks(around)  # nothing is in use any more
 
 
 def test_a_weight_cannot_be_replaced_in_a_forward(stack: tuple[nn.Module, nn.Module]) -> None:

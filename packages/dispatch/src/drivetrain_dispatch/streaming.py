@@ -83,9 +83,7 @@ class Streaming:
         own.cursor.end(whole=whole)
         with self._lock:
             self._forwards.remove(own.cursor)
-            if not own.cursor.inside:
-                viewed, own.viewed = own.viewed, []
-                self._seats.release(viewed)
+            self._leave_views()
             self._look_ahead()
 
     def enter(self, index: int) -> None:
@@ -112,6 +110,7 @@ class Streaming:
             self.trace.turns.append(Turn(self._names[index], came, waited, (waited[1], perf_counter())))
         with self._lock:
             self._seats.release(self._units[index])
+            self._leave_views()
 
     def inside(self) -> bool:
         """Whether this thread computes with the model."""
@@ -156,6 +155,13 @@ class Streaming:
             self._seats.give_up(seats)
             raise
         self._seats.put(seats)
+
+    def _leave_views(self) -> None:
+        """Once this thread is in no forward, what its operations have viewed is written to no more."""
+        own = self._own
+        if own.viewed and not self.inside():
+            viewed, own.viewed = own.viewed, []
+            self._seats.release(viewed)
 
     def _look_ahead(self) -> None:
         """Ask for what the threads will use next, and give up what they will not."""
