@@ -52,19 +52,42 @@ class Fetcher(Protocol):
         ...
 
 
+def _bring_what_is_used(
+    _cls: type,
+    func: Callable[..., Any],
+    _types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """What torch calls before an operation: in a forward it is given the weights themselves."""
+    given = dict(kwargs or {})
+    if func == _SET_DATA:
+        raise OffloadedError(
+            "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, "
+            "cuda, half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"
+        )
+    fetchers = _fetchers_of((args, given)) if func not in _ASKED else {}
+    if not fetchers:
+        return plainly(func, *args, **given)
+    replaced: dict[int, Tensor] = {}
+    result: Any = None
+    taken: list[tuple[Fetcher, list[Tensor]]] = []
+    try:
+        for fetcher, tensors in fetchers.items():
+            shown = fetcher.fetch(tensors)
+            taken.append((fetcher, tensors))
+            replaced.update(zip(map(id, tensors), shown, strict=True))
+        result = plainly(func, *_replace(args, replaced), **_replace(given, replaced))
+    finally:
+        for fetcher, tensors in taken:
+            fetcher.let_go(tensors, result)
+    return result
+
+
 class AwayParameter(nn.Parameter):
     """A parameter whose weight is elsewhere."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Bring the weights that an operation is about to use."""
-        return _compute(func, args, kwargs)
+    __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter of its own, of what is stored."""
@@ -79,16 +102,7 @@ class AwayParameter(nn.Parameter):
 class AwayBuffer(Tensor):
     """A buffer whose values are elsewhere."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Bring the values that an operation is about to use."""
-        return _compute(func, args, kwargs)
+    __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
 
 
 def class_away(tensor: Tensor) -> type[Tensor]:
@@ -113,31 +127,6 @@ def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:
         del tensor._fetcher  # type: ignore[attr-defined]
     else:
         tensor._fetcher = fetcher  # type: ignore[attr-defined]
-
-
-def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-    given = dict(kwargs or {})
-    if func == _SET_DATA:
-        raise OffloadedError(
-            "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, "
-            "cuda, half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"
-        )
-    fetchers = _fetchers_of((args, given)) if func not in _ASKED else {}
-    if not fetchers:
-        return plainly(func, *args, **given)
-    replaced: dict[int, Tensor] = {}
-    result: Any = None
-    taken: list[tuple[Fetcher, list[Tensor]]] = []
-    try:
-        for fetcher, tensors in fetchers.items():
-            shown = fetcher.fetch(tensors)
-            taken.append((fetcher, tensors))
-            replaced.update(zip(map(id, tensors), shown, strict=True))
-        result = plainly(func, *_replace(args, replaced), **_replace(given, replaced))
-    finally:
-        for fetcher, tensors in taken:
-            fetcher.let_go(tensors, result)
-    return result
 
 
 def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
