@@ -101,7 +101,7 @@ def test_no_rank_holds_more_than_its_part_and_a_few_blocks(run_ranks, tmp_path: 
     path = tmp_path / "model.safetensors"
     save_file({f"blocks.{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(DEPTH)}, path)
     for rank, found in enumerate(run_ranks(peaks, str(path), num_processes=2, timeout_seconds=150)):
-        # Blocks on their way, and what the allocator keeps a while of those that were: 33 was met. All would be 100 more.
+        # Blocks on their way, and what the allocator keeps a while of earlier ones: 33 was met. All are 100 more.
         part, blocks = 100, 48
         assert part - 8 <= found["building"] < part + blocks  # the model is 200
         assert found["whole state"] < blocks
