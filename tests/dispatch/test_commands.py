@@ -123,7 +123,7 @@ def test_a_configuration_that_does_not_fit_together_is_told(
 ) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_key_value_heads": 3}))
-    told(capsys, str(tmp_path), gpu=("1GB",))
+    assert "config.json describes fails" in told(capsys, str(tmp_path), gpu=("1GB",))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ def test_nothing_that_does_not_fit_is_no_error() -> None:
     misfits.compare_copies(["a", "b"], FLOATS, FLOATS)
     misfits.absent("scratch", FLOATS, persistent=False, empty=False)
     misfits.check(known={"a"}, found={"a"})
+    misfits.compare("a", FLOATS, Stored((3, 2), torch.float32), converts=False)
+    assert "'a'" in told(misfits)  # the same calls tell what does not fit
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])

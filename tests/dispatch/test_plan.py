@@ -112,7 +112,9 @@ def test_what_an_error_asks_for_is_enough(model: list[tuple[int, int, int]]) -> 
         + max(peak for _, peak, _ in model)
         + sum(kept for _, _, kept in model)
     )
-    plan_places(blocks, costs, Budgets(devices=(1, asked), host=0), RATES)
+    plan = plan_places(blocks, costs, Budgets(devices=(1, asked), host=0), RATES)
+    assert len(plan.sources) == len(blocks)
+    assert "host" not in plan.sources  # which may hold nothing
 
 
 models = st.lists(

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.order import Order
-from drivetrain_dispatch.seats import Seat, Seats
+from drivetrain_dispatch.seats import Seat, Seats, version_of
 
 
 class _Weight(NamedTuple):
@@ -79,19 +79,19 @@ class Backward:
             seat = self._seats.in_use(tensor)
         if seat is None:
             # Autograd puts its own graph back; with the tensor's, an output would hold itself for ever.
-            return _Activation(tensor.detach(), _version_of(tensor))
-        version = _version_of(seat.tensor)
+            return _Activation(tensor.detach(), version_of(tensor))
+        version = version_of(seat.tensor)
         return _Weight(seat, version, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: _Activation | _Weight) -> Tensor:
         if isinstance(saved, _Activation):
-            if _version_of(saved.tensor) != saved.version:
+            if version_of(saved.tensor) != saved.version:
                 raise OffloadedError(
                     f"a tensor of shape {list(saved.tensor.shape)} that the backward needs was changed in place "
                     "after the forward used it: write x = x * 2 instead of x *= 2 there"
                 )
             return saved.tensor
-        if _version_of(saved.seat.tensor) != saved.version:
+        if version_of(saved.seat.tensor) != saved.version:
             raise OffloadedError(
                 f"a weight of shape {list(saved.seat.tensor.shape)} was changed after the forward and before its "
                 "backward: call backward() before optimizer.step(), or run the forward again"
@@ -120,7 +120,3 @@ class Backward:
             if index not in units:
                 self._seats.give_up(self._units[index])
         self._claimed = list(units)
-
-
-def _version_of(tensor: Tensor) -> int:
-    return tensor._version  # pyright: ignore[reportPrivateUsage] torch has no other name for it

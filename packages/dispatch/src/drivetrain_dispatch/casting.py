@@ -9,7 +9,7 @@ from torch import nn
 from drivetrain_dispatch.dispatching import check_dispatchable, dispatch_model, dispatched
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.placement import NORMS, placements_of
-from drivetrain_dispatch.sizes import named_tensors
+from drivetrain_dispatch.sizes import listed, named_tensors
 
 # What few bits hurt most and saves least: norms by their usual names and classes, and embeddings.
 _SENSITIVE_NAMES = ("norm", "embed")
@@ -21,7 +21,7 @@ def apply_layerwise_casting(
     storage_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     *,
-    skip_modules_pattern: Collection[str] = _SENSITIVE_NAMES,
+    skip_modules_pattern: str | Collection[str] = _SENSITIVE_NAMES,
     skip_modules_classes: Collection[type[nn.Module]] = _SENSITIVE_CLASSES,
 ) -> nn.Module:
     """Store the weights of a model in one dtype and compute in another, a layer at a time.
@@ -66,7 +66,7 @@ def apply_layerwise_casting(
     whole = {
         id(tensor)
         for name, tensor in parameters.items()
-        if name in skipped or any(re.search(pattern, name) for pattern in skip_modules_pattern)
+        if name in skipped or any(re.search(pattern, name) for pattern in listed(skip_modules_pattern))
     }
     stored = [name for name, tensor in parameters.items() if id(tensor) not in whole]
     if not stored:

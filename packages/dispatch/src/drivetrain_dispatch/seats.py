@@ -171,7 +171,7 @@ class Seats:
                 value = self.value(seat)
                 if seat.users == 0:
                     seat.value = value
-                    seat.version = _version_of(value)
+                    seat.version = version_of(value)
                     self._here[seat] = None
                 self._show(seat, value)
                 seat.users += 1
@@ -202,13 +202,13 @@ class Seats:
         elif seat.users == 0:
             seat.tensor.__class__ = seat.here  # type: ignore[assignment]
             seat.tensor.data = value
-            seat.shown, seat.version = seat.tensor, _version_of(seat.tensor)
+            seat.shown, seat.version = seat.tensor, version_of(seat.tensor)
 
     def _hide(self, seat: Seat) -> None:
         """Let modules meet what is stored; what was written into the values is stored first."""
         values = seat.value if seat.owners else seat.tensor
         assert values is not None
-        if _version_of(values) != seat.version:
+        if version_of(values) != seat.version:
             with torch.no_grad():
                 seat.parcel.home.copy_(values)
             if seat.owners:
@@ -256,5 +256,6 @@ def _borrow(parameter: Tensor, values: Tensor) -> Tensor:
     return shown
 
 
-def _version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to, as torch counts it."""
     return tensor._version  # pyright: ignore[reportPrivateUsage] torch has no other name for it

@@ -14,6 +14,7 @@ from drivetrain_dispatch.blocks import blocks_of
 from drivetrain_dispatch.budget import get_max_memory, parse_size
 from drivetrain_dispatch.cost import ComputeRate, measure_costs
 from drivetrain_dispatch.device_map import Device
+from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.forecast import Forecast, Holding, forecast
 from drivetrain_dispatch.huggingface import build_empty, prompt_of, token_after, whole_classes
 from drivetrain_dispatch.infer import rooms_of
@@ -101,8 +102,7 @@ def run(arguments: PlanArguments) -> int:
         dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
         model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
         found = _forecast(model, arguments, budgets, rates, rate)
-    # A RuntimeError is what a model's forward says of a configuration that does not fit together.
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
+    except (ValueError, ImportError, OSError, CostError) as error:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
     shown = (
@@ -158,15 +158,19 @@ def _forecast(
     rate: ComputeRate,
 ) -> Forecast:
     blocks = blocks_of(model, no_split=whole_classes(model))
-    prompt = prompt_of(model, arguments.batch, arguments.seq)
-    token = token_after(model, arguments.batch, arguments.seq)
-    return forecast(
-        blocks,
-        budgets,
-        rates,
-        prefill=measure_costs(model, kwargs=prompt, blocks=blocks, rate=rate),
-        token=measure_costs(model, kwargs=token, blocks=blocks, rate=rate),
-    )
+    try:
+        prompt = prompt_of(model, arguments.batch, arguments.seq)
+        token = token_after(model, arguments.batch, arguments.seq)
+        prefill = measure_costs(model, kwargs=prompt, blocks=blocks, rate=rate)
+        decode = measure_costs(model, kwargs=token, blocks=blocks, rate=rate)
+    except CostError:
+        raise
+    except RuntimeError as error:  # torch's, of shapes that do not fit
+        raise ValueError(
+            f"a forward of the model that {arguments.model_dir}/config.json describes fails ({error}): check the sizes "
+            "in it"
+        ) from error
+    return forecast(blocks, budgets, rates, prefill=prefill, token=decode)
 
 
 def _as_json(model: nn.Module, found: Forecast) -> dict[str, Any]:
