@@ -167,8 +167,8 @@ def _forecast(
         raise
     except RuntimeError as error:  # torch's, of shapes that do not fit
         raise ValueError(
-            f"a forward of the model that {arguments.model_dir}/config.json describes fails ({error}): check the sizes "
-            "in it"
+            f"a forward of the model that {arguments.model_dir}/config.json describes fails ({error}): check "
+            "the sizes in it"
         ) from error
     return forecast(blocks, budgets, rates, prefill=prefill, token=decode)
 
