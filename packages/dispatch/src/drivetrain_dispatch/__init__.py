@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.optimizer_state import OptimizerOffload as OptimizerOffload
     from drivetrain_dispatch.optimizer_state import disk_offload_optimizer as disk_offload_optimizer
     from drivetrain_dispatch.plan import Cost as Cost
+    from drivetrain_dispatch.quantization import BitsAndBytes4Bit as BitsAndBytes4Bit
+    from drivetrain_dispatch.quantization import BitsAndBytes8Bit as BitsAndBytes8Bit
+    from drivetrain_dispatch.quantization import Quantization as Quantization
+    from drivetrain_dispatch.quantization import TorchAO as TorchAO
+    from drivetrain_dispatch.quantization import quantized_sizes as quantized_sizes
     from drivetrain_dispatch.rates import measure_compute as measure_compute
     from drivetrain_dispatch.rates import measure_rates as measure_rates
     from drivetrain_dispatch.seats import OffloadStats as OffloadStats
@@ -50,6 +55,8 @@ if TYPE_CHECKING:
 
 # Public name -> the file it stands in.
 _ROOMS = {
+    "BitsAndBytes4Bit": "quantization",
+    "BitsAndBytes8Bit": "quantization",
     "ComputeRate": "cost",
     "Cost": "plan",
     "CostError": "errors",
@@ -62,8 +69,10 @@ _ROOMS = {
     "OffloadTrace": "trace",
     "OffloadedError": "errors",
     "OptimizerOffload": "optimizer_state",
+    "Quantization": "quantization",
     "Rates": "timeline",
     "TiedParametersError": "errors",
+    "TorchAO": "quantization",
     "WeightFilesError": "errors",
     "WeightsMismatchError": "errors",
     "apply_layerwise_casting": "casting",
@@ -85,11 +94,14 @@ _ROOMS = {
     "measure_costs": "cost",
     "measure_rates": "rates",
     "offload_stats": "dispatching",
+    "quantized_sizes": "quantization",
     "remove_hooks": "dispatching",
     "retie_parameters": "tied",
     "trace_offload": "dispatching",
 }
 __all__ = [
+    "BitsAndBytes4Bit",
+    "BitsAndBytes8Bit",
     "ComputeRate",
     "Cost",
     "CostError",
@@ -102,8 +114,10 @@ __all__ = [
     "OffloadTrace",
     "OffloadedError",
     "OptimizerOffload",
+    "Quantization",
     "Rates",
     "TiedParametersError",
+    "TorchAO",
     "WeightFilesError",
     "WeightsMismatchError",
     "apply_layerwise_casting",
@@ -125,6 +139,7 @@ __all__ = [
     "measure_costs",
     "measure_rates",
     "offload_stats",
+    "quantized_sizes",
     "remove_hooks",
     "retie_parameters",
     "trace_offload",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.sizes import dtype_after, identity, listed, named_tensors
+from drivetrain_dispatch.sizes import Sizes, identity, listed, named_tensors
 
 
 class Block(NamedTuple):
@@ -30,6 +30,7 @@ def blocks_of(
     no_split: Collection[str] = (),
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
+    special_sizes: Mapping[str, int] | None = None,
 ) -> list[Block]:
     """The blocks of a model, in its order. Pure; works on the meta device.
 
@@ -41,9 +42,10 @@ def blocks_of(
         no_split: Names of module classes that stay whole.
         dtype: What floating-point and complex tensors will be converted to; None takes them as they are.
         special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
+        special_sizes: Bytes of single tensors by name, which win over dtypes.
 
     Raises:
-        ValueError: `no_split` names a class that the model does not have, or `special_dtypes` such a tensor.
+        ValueError: A class or tensor is named that the model does not have.
     """
     kept = frozenset(listed(no_split))
     names: list[str] = []
@@ -62,23 +64,18 @@ def blocks_of(
         names_of_tensors.append(name)
         tensors.append(tensor)
     found, places = _numbered(names, classes, kept, names_of_tensors)
-    special = dict(special_dtypes or {})
+    size_of = Sizes(names_of_tensors, dtype, special_dtypes, special_sizes)
     sizes = [0] * len(found)
     groups = list(range(len(found)))
     holders: dict[object, int] = {}  # of each tensor, the first block that has it
     for name, tensor in zip(names_of_tensors, tensors, strict=True):
         index = places[name] if name in places else places[name.rpartition(".")[0]]
-        chosen = special.pop(name, None) if special else None
         key = identity(tensor)
         if key in holders:
             _join(groups, holders[key], index)
         else:
             holders[key] = index
-            sizes[index] += tensor.numel() * dtype_after(tensor, dtype, chosen).itemsize
-    if special:
-        raise ValueError(
-            f"special_dtypes={sorted(special)}: the model has no such parameter or buffer; see named_parameters()"
-        )
+            sizes[index] += size_of(name, tensor)
     return [Block(name, sizes[index], _first(groups, index)) for index, name in enumerate(found)]
 
 

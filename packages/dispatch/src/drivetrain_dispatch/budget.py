@@ -55,6 +55,7 @@ def get_balanced_memory(
     no_split_module_classes: Collection[str] = (),
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
+    special_sizes: Mapping[str, int] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
     """Budgets by which a model is spread evenly over the accelerators, rather than filling the first ones.
@@ -65,6 +66,7 @@ def get_balanced_memory(
         no_split_module_classes: Names of module classes that stay whole.
         dtype: What floating-point and complex tensors will be converted to.
         special_dtypes: Dtypes of single tensors by name.
+        special_sizes: Bytes of single tensors by name, as `quantized_sizes` gives them.
         low_zero: Whether the first accelerator gets only what the others cannot hold, for generation for instance,
             which happens there.
 
@@ -72,7 +74,13 @@ def get_balanced_memory(
         Bytes by device: never more than `max_memory` says; `"cpu"` and `"disk"` as they were.
     """
     budgets = get_max_memory(max_memory)
-    blocks = blocks_of(model, no_split=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
+    blocks = blocks_of(
+        model,
+        no_split=no_split_module_classes,
+        dtype=dtype,
+        special_dtypes=special_dtypes,
+        special_sizes=special_sizes,
+    )
     spread = [device for device in budgets if _is_accelerator(device)]
     total = sum(block.size_bytes for block in blocks)
     if len(spread) < 2:

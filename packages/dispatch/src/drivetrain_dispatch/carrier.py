@@ -1,13 +1,16 @@
 """Who brings weights to the device that computes: a thread beside the forward, on a stream beside its stream."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from drivetrain_dispatch.packed import made_of, parts_of
 
 _CHUNK_BYTES = 16 << 20  # of pinned memory: large enough for the link's full rate
 _SMALL_BYTES = 64 << 10
@@ -18,22 +21,34 @@ class Parcel(NamedTuple):
     """A tensor that is to be brought.
 
     Attributes:
-        home: Its values, on the host: memory, pinned memory or the pages of a file.
+        home: The tensor that is stored.
+        parts: Its values, on the host: memory, pinned memory or the pages of a file; several of one that is packed.
         device: Where it is computed.
         dtype: As what.
         quick: Whether to bring it takes this thread less time than to ask another one.
     """
 
     home: Tensor
+    parts: tuple[Tensor, ...]
     device: torch.device
     dtype: torch.dtype
     quick: bool
+    size_bytes: int
 
     @classmethod
     def of(cls, home: Tensor, device: torch.device, dtype: torch.dtype) -> "Parcel":
         """With what is known of its size and memory. What goes through the pinned pieces is one thread's."""
-        small = device.type == "cpu" and home.nbytes <= _SMALL_BYTES
-        return cls(home, device, dtype, small or home.is_pinned() or home.device.type != "cpu")
+        parts = tuple(parts_of(home))
+        size_bytes = sum(part.nbytes for part in parts)
+        small = device.type == "cpu" and size_bytes <= _SMALL_BYTES
+        direct = all(part.is_pinned() or part.device.type != "cpu" for part in parts)
+        return cls(home, parts, device, dtype, small or direct, size_bytes)
+
+    def made(self, bring: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
+        """The tensor, of what each of its parts becomes; parts of one that is packed keep their dtypes."""
+        if self.parts[0] is self.home:
+            return bring(self.home, self.dtype)
+        return made_of(self.home, [bring(part, part.dtype) for part in self.parts])
 
 
 # Tensors; the event behind their copies on the stream that copies; and when that was begun and asked for.
@@ -83,7 +98,7 @@ class Arrival:
         if stream.stream_id not in self._waited:
             self._waited.add(stream.stream_id)
             stream.wait_event(event)
-            for tensor in tensors:
+            for tensor in (part for whole in tensors for part in parts_of(whole)):
                 # The memory came from another stream's pool: it is free again when this stream is through with it.
                 tensor.record_stream(stream)
 
@@ -119,7 +134,7 @@ class Carrier:
         begin = perf_counter()
         event = None
         if parcels[0].device.type == "cpu":
-            tensors = [parcel.home.to(parcel.dtype, copy=True) for parcel in parcels]
+            tensors = [parcel.made(_copied_here) for parcel in parcels]
         else:
             tensors, event = self._copy(parcels)
         return tensors, event, (begin, perf_counter())
@@ -134,18 +149,19 @@ class Carrier:
             # What is stored on a device may just be written there; such parcels are this thread's own.
             stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
-            tensors = [self._copied(parcel, stream) for parcel in parcels]
+            tensors = [parcel.made(partial(self._copied, device, stream)) for parcel in parcels]
             event.record(stream)
         return tensors, event
 
-    def _copied(self, parcel: Parcel, stream: torch.Stream) -> Tensor:
-        home = parcel.home
+    def _copied(self, device: torch.device, stream: torch.Stream, home: Tensor, dtype: torch.dtype) -> Tensor:
         if home.is_pinned() or home.device.type != "cpu" or not home.is_contiguous():
-            arrived = home.to(parcel.device, non_blocking=True)
-        else:
-            self._chunks = self._chunks or _Chunks()
-            arrived = self._chunks.copied(home, parcel.device, stream)
-        return arrived.to(parcel.dtype)
+            return home.to(device, non_blocking=True).to(dtype)
+        self._chunks = self._chunks or _Chunks()
+        return self._chunks.copied(home, device, stream).to(dtype)
+
+
+def _copied_here(home: Tensor, dtype: torch.dtype) -> Tensor:
+    return home.to(dtype, copy=True)
 
 
 def _new_thread() -> ThreadPoolExecutor:

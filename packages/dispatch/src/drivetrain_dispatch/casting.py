@@ -8,6 +8,7 @@ from torch import nn
 
 from drivetrain_dispatch.dispatching import check_dispatchable, dispatch_model, dispatched
 from drivetrain_dispatch.errors import OffloadedError
+from drivetrain_dispatch.packed import is_packed
 from drivetrain_dispatch.placement import NORMS, placements_of
 from drivetrain_dispatch.sizes import listed, named_tensors
 
@@ -61,7 +62,7 @@ def apply_layerwise_casting(
     parameters = {
         name: tensor
         for name, tensor in named_tensors(model)
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and not is_packed(tensor)
     }
     whole = {
         id(tensor)

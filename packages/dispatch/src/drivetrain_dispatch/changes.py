@@ -7,17 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.load_plan import Arrival
+from drivetrain_dispatch.packing import Packing
 from drivetrain_dispatch.parts import divided_like, is_divided, put_part
+from drivetrain_dispatch.quantization import Quantization
 from drivetrain_dispatch.sizes import named_tensors
 from drivetrain_dispatch.weight_files import MappedFile
 
 
 class Change(NamedTuple):
-    """A tensor of the model and its value: given to `kept`, or put in its place under all names."""
+    """A tensor of the model and its value: given to `kept`, or put in its place under all names; or so a module."""
 
     names: tuple[str, ...]
     kept: Tensor | None
-    value: Tensor
+    value: Tensor | nn.Module
 
 
 def changes_of(
@@ -25,6 +27,7 @@ def changes_of(
     arrivals: Sequence[Arrival],
     targets: Mapping[str, Tensor],
     files: Mapping[str, MappedFile],
+    packing: Packing,
 ) -> list[Change]:
     """What is to be done to a model.
 
@@ -33,10 +36,16 @@ def changes_of(
         arrivals: What gets values.
         targets: Those that were read, by the checkpoint's name.
         files: Of those that stay on disk, by the checkpoint's name.
+        packing: Those that were packed.
     """
     by_name = dict(named_tensors(model))
     changes: list[Change] = []
     for arrival in arrivals:
+        if packing.quantization is not None and arrival.is_packed:
+            # First of all: what else a layer has is put into the one that takes its place.
+            weight = packing.weights[arrival.stored]
+            changes.insert(0, _packed_change(model, arrival.names, packing.quantization, weight))
+            continue
         if arrival.is_read:
             value = targets[arrival.stored]
         elif arrival.place == "disk":
@@ -63,6 +72,17 @@ def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:
     return Change(arrival.names, None, new)
 
 
+def _packed_change(
+    model: nn.Module, names: tuple[str, ...], quantization: Quantization, weight: nn.Parameter
+) -> Change:
+    """The layer that computes with a packed weight in place of another, or its weight."""
+    layers = tuple(name.rpartition(".")[0] for name in names)
+    linear = model.get_submodule(layers[0])
+    assert isinstance(linear, nn.Linear)
+    layer = quantization.layer(linear, weight)
+    return Change(names, None, weight) if layer is None else Change(layers, None, layer)
+
+
 def _takes(old: Tensor, value: Tensor) -> bool:
     """Whether a tensor can be given a value of another device and dtype: not where torch has it in another way."""
     if old.is_meta or value.is_meta:
@@ -78,10 +98,11 @@ def _takes(old: Tensor, value: Tensor) -> bool:
 def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
     """Change a model in place."""
     for names, kept, value in changes:
-        if kept is not None and is_divided(kept):
-            put_part(kept, value)
-        elif kept is not None:
-            kept.data = value
+        if kept is not None and isinstance(value, Tensor):
+            if is_divided(kept):
+                put_part(kept, value)
+            else:
+                kept.data = value
         else:
             for name in names:
                 module, _, leaf = name.rpartition(".")

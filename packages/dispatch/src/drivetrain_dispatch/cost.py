@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from drivetrain_dispatch.blocks import Block
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.meta_copy import meta_copy
+from drivetrain_dispatch.packed import is_packed
 from drivetrain_dispatch.plan import Cost
 from drivetrain_dispatch.recording import FusedAttention, Recorder, kept_memories, peaks
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
@@ -72,8 +73,13 @@ def measure_costs(
         A cost for every block, by its name; one that never ran has none of anything.
 
     Raises:
-        CostError: The forward depends on data, or the model or the inputs cannot be copied.
+        CostError: The forward depends on data, the model or the inputs cannot be copied, or the model is quantised.
     """
+    if packed := [name for name, tensor in named_tensors(model) if is_packed(tensor)]:
+        raise CostError(
+            f"{packed[0]!r} is quantised, and computes with data alone: measure the model as it was before; with "
+            "special_sizes=quantized_sizes(...) a map is planned for it as it will be"
+        )
     try:
         copied, (positional, named) = meta_copy(
             model, (tuple(args), dict(kwargs or {})), dtype=dtype, special_dtypes=special_dtypes

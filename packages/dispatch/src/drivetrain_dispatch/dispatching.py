@@ -16,6 +16,7 @@ from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Listener, Listening, check_removable
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
+from drivetrain_dispatch.packed import is_packed, take_back, why_unready
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
 from drivetrain_dispatch.seats import OffloadStats, Owner, Seat
 from drivetrain_dispatch.settling import settle
@@ -114,8 +115,9 @@ def dispatch_model(
     """
     placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
     tensors = dict(named_tensors(model))
+    take_back(model)
     check_dispatchable(model, tensors, placements)
-    wanted = _without_statistics(model, dtypes or {})
+    wanted = _converted(model, tensors, dtypes or {})
     coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
     check_devices(coming, {name: placement.device for name, placement in placements.items()})
     files = settle(tensors, placements, mapped or {}, offload_dir, write_back=write_back)
@@ -231,6 +233,11 @@ def check_dispatchable(
                 f"{name!r} was made in torch.inference_mode, where nothing tells when a tensor is written to: build "
                 "and load the model outside of it"
             )
+        if is_packed(tensor) and not tensor.is_meta and (reason := why_unready(tensor)):
+            raise DeviceMapError(
+                f"{name!r} is a quantised weight that {reason}: quantise it and freeze it before the model is "
+                "dispatched, or load it with load_checkpoint_and_dispatch(quantization=...)"
+            )
     check_places([place for placement in placements.values() for place in placement])
     if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
@@ -239,8 +246,15 @@ def check_dispatchable(
         )
 
 
-def _without_statistics(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+def _converted(
+    model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.dtype]:
     """What is converted at use: what a norm writes to in a forward is not, since nothing tells that it did."""
+    for name, dtype in dtypes.items():
+        if is_packed(tensors[name]) and dtype != tensors[name].dtype:
+            raise DeviceMapError(
+                f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
+            )
     statistics = running_statistics(model)
     return {name: dtype for name, dtype in dtypes.items() if name not in statistics}
 
@@ -279,7 +293,8 @@ def _streaming(
     for unit in units:
         for name, tensor in unit.tensors.items():
             if id(tensor) not in seats:
-                parcel = Parcel.of(tensor.data, placements[name].device, dtypes.get(name, tensor.dtype))
+                home = tensor if is_packed(tensor) else tensor.data
+                parcel = Parcel.of(home, placements[name].device, dtypes.get(name, tensor.dtype))
                 seats[id(tensor)] = Seat(tensor, parcel, owners.get(id(tensor), ()))
     each = [[seats[id(tensor)] for tensor in unit.tensors.values()] for unit in units]
     return Streaming(

@@ -63,10 +63,12 @@ def allocate(arrivals: Sequence[Arrival], into: MutableMapping[str, Tensor]) -> 
     try:
         _check_host(read)
         for index, arrival in enumerate(read):
+            if arrival.is_packed:  # takes its memory when it is
+                continue
             try:
                 into[arrival.stored] = torch.empty(arrival.shape, dtype=arrival.dtype, device=arrival.place)
             except (RuntimeError, MemoryError) as error:  # torch knows no other reason here
-                raise _no_room(arrival, read[:index], read) from error
+                raise no_room(arrival, read[:index], read) from error
     except LoadError:
         into.clear()
         raise
@@ -207,13 +209,20 @@ def _check_host(arrivals: Sequence[Arrival]) -> None:
     for index, arrival in enumerate(here):
         taken += arrival.size_bytes
         if free is not None and taken > free:
-            raise _no_room(arrival, here[:index], here, free=free - taken + arrival.size_bytes)
+            raise no_room(arrival, here[:index], here, free=free - taken + arrival.size_bytes)
 
 
-def _no_room(
+def no_room(
     arrival: Arrival, before: Sequence[Arrival], planned: Sequence[Arrival], *, free: int | None = None
 ) -> LoadError:
-    """What to say where a device has no room for a tensor."""
+    """What to say where a device has no room for a tensor.
+
+    Args:
+        arrival: The tensor.
+        before: Those that have room.
+        planned: All that are to.
+        free: Bytes that the device has left, where that is known.
+    """
     place = arrival.place
     taken = sum(other.size_bytes for other in before if other.place == place)
     wanted = sum(other.size_bytes for other in planned if other.place == place)

@@ -8,6 +8,7 @@ import psutil
 from torch import nn
 
 from drivetrain_dispatch.order import Order
+from drivetrain_dispatch.packed import parts_of
 from drivetrain_dispatch.pages import Pages, bring, some_missing, together
 from drivetrain_dispatch.units import Unit
 from drivetrain_dispatch.weight_files import MappedFile
@@ -30,7 +31,10 @@ class InPlace:
 
     def __init__(self, units: Sequence[Unit], files: Collection[MappedFile]) -> None:
         self._modules = [unit.module for unit in units]
-        self._pages = [[Pages.of(tensor) for tensor in unit.tensors.values()] for unit in units]
+        self._pages = [
+            [Pages.of(part) for tensor in unit.tensors.values() for part in parts_of(tensor)]
+            for unit in units
+        ]
         self._all = together(pages for unit in self._pages for pages in unit)
         self._files = files
         self._order = Order(range(len(units)))

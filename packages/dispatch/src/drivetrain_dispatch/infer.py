@@ -24,6 +24,7 @@ def infer_auto_device_map(
     no_split_module_classes: Collection[str] = (),
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
+    special_sizes: Mapping[str, int] | None = None,
     costs: Mapping[str, Cost] | None = None,
 ) -> DeviceMap:
     """Plan where each part of a model goes, and predict how long a forward takes. Nothing is moved or loaded.
@@ -41,6 +42,7 @@ def infer_auto_device_map(
         no_split_module_classes: Names of module classes that stay whole, such as a layer with a residual connection.
         dtype: What floating-point and complex tensors will be converted to.
         special_dtypes: Dtypes of single tensors by name.
+        special_sizes: Bytes of single tensors by name, as `quantized_sizes` gives them.
         costs: What each part does in a forward, by its name.
 
     Returns:
@@ -52,7 +54,13 @@ def infer_auto_device_map(
         ValueError: A class or tensor is named that the model does not have.
     """
     budgets = get_max_memory(max_memory)
-    blocks = blocks_of(model, no_split=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
+    blocks = blocks_of(
+        model,
+        no_split=no_split_module_classes,
+        dtype=dtype,
+        special_dtypes=special_dtypes,
+        special_sizes=special_sizes,
+    )
     computing, room = rooms_of(budgets)
 
     def measured() -> Rates:

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from drivetrain_dispatch.changes import Change, apply_changes, changes_of
 from drivetrain_dispatch.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.filling import Progress, allocate, check_copies, fill
+from drivetrain_dispatch.filling import Progress, allocate, check_copies, fill, pieces_of
 from drivetrain_dispatch.load_plan import LoadPlan, plan_load, present_places
 from drivetrain_dispatch.misfits import Stored
+from drivetrain_dispatch.packing import Packing, Progresses
 from drivetrain_dispatch.parts import is_divided
+from drivetrain_dispatch.placement import placements_of
+from drivetrain_dispatch.quantization import Quantization
 from drivetrain_dispatch.relay import Relay
 from drivetrain_dispatch.weight_files import MappedFile, open_weights
 
@@ -52,6 +55,8 @@ def load_checkpoint_in_model(
     progress: Progress | None = None,
     read_by: ReadBy = "each",
     process_group: dist.ProcessGroup | None = None,
+    quantization: Quantization | None = None,
+    offload_folder: Path | str | None = None,
 ) -> LoadReport:
     """Load weights into a model, each tensor straight to its device and dtype.
 
@@ -77,6 +82,10 @@ def load_checkpoint_in_model(
         read_by: `"each"` rank for itself; or `"rank 0"`, which hands what it reads to the ranks of `process_group`.
             All of them call this; only what they leave on disk must be there for them too.
         process_group: The ranks that "rank 0" reads for; None is all.
+        quantization: How the weights of linear layers are packed as they come, on the device that computes them; one
+            after the other, so that one alone is held in full. They do not learn.
+        offload_folder: Where packed weights that stay on the disk are written to. Each is a file of its own, which is
+            the user's to delete.
 
     Raises:
         WeightFilesError: A file is missing, damaged, or changed while it was read.
@@ -87,8 +96,14 @@ def load_checkpoint_in_model(
         ValueError: Another argument is wrong.
     """
     _check_arguments(model, device_map, read_by, num_threads)
-    options = _Options(dtype=dtype, special_dtypes=special_dtypes, strict=strict, rename=rename)
-    with _Load(model, Path(checkpoint), device_map, options) as load:
+    options = _Options(
+        dtype=dtype,
+        special_dtypes=special_dtypes,
+        strict=strict,
+        rename=rename,
+        quantization=quantization,
+    )
+    with _Load(model, Path(checkpoint), device_map, options, Packing(quantization, offload_folder)) as load:
         if read_by == "each":
             return load.alone(num_threads, progress)
         return load.by(Relay(process_group), progress)
@@ -101,47 +116,68 @@ class _Options(TypedDict):
     special_dtypes: Mapping[str, torch.dtype] | None
     strict: bool
     rename: Callable[[str], str | None] | None
+    quantization: Quantization | None
 
 
 class _Load:
     """The steps of a load. With its block what was read is let go: an error that is kept holds no memory."""
 
     def __init__(
-        self, model: nn.Module, checkpoint: Path, device_map: Mapping[str, Device] | None, options: _Options
+        self,
+        model: nn.Module,
+        checkpoint: Path,
+        device_map: Mapping[str, Device] | None,
+        options: _Options,
+        packing: Packing,
     ) -> None:
         self._model = model
         self._checkpoint = checkpoint
         self._device_map = device_map
         self._options = options
+        self._packing = packing
         self._files: dict[str, MappedFile] = {}  # by the checkpoint's names
         self._targets: dict[str, Tensor] = {}  # the same, of what is read
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._targets.clear()
+        if kind is not None:
+            self._packing.undo()
 
     def alone(self, num_threads: int | None, progress: Progress | None) -> LoadReport:
         """Read by itself."""
         stored = self._open()
         plan = self._prepare(stored)
         boxes = {arrival.stored: arrival.box for arrival in plan.arrivals if arrival.box is not None}
-        fill(stored, self._targets, self._files, boxes=boxes, num_threads=num_threads, progress=progress)
+        progress = progress and self._in_all(plan, stored, progress)
+
+        def read(targets: Mapping[str, Tensor]) -> None:
+            fill(stored, targets, self._files, boxes=boxes, num_threads=num_threads, progress=progress)
+
+        read(self._targets)
+        self._packing.pack(plan.arrivals, self._devices(plan), read)
         apply_changes(self._model, self._changes(plan))
-        return _report(plan, self._files)
+        return self._report(plan)
 
     def by(self, relay: Relay, progress: Progress | None) -> LoadReport:
         """Take what rank 0 reads."""
         stored = relay.from_reader(self._open)
         plan = relay.together(lambda: self._prepare(stored))
 
-        def read() -> list[Change]:
-            relay.fill(stored, self._targets, self._files, progress=progress)
+        progress = progress and self._in_all(plan, stored, progress)
+
+        def read(targets: Mapping[str, Tensor]) -> None:
+            relay.fill(stored, targets, self._files, progress=progress)
+
+        def read_all() -> list[Change]:
+            read(self._targets)
+            self._packing.pack(plan.arrivals, self._devices(plan), read, together=relay.together)
             return self._changes(plan)
 
-        apply_changes(self._model, relay.together(read))
-        return _report(plan, self._files)
+        apply_changes(self._model, relay.together(read_all))
+        return self._report(plan)
 
     def _open(self) -> dict[str, Stored]:
         self._files = open_weights(self._checkpoint)
@@ -161,15 +197,31 @@ class _Load:
             raise WeightFilesError(
                 f"{self._checkpoint} is not on this rank what it is on rank 0: copy it here again"
             )
+        self._packing.check(plan.arrivals)
         if self._files:
             check_copies(plan.arrivals, self._files)
         allocate(plan.arrivals, self._targets)
         return plan
 
+    def _devices(self, plan: LoadPlan) -> dict[str, torch.device]:
+        """What computes with each tensor, where any is packed."""
+        if not any(arrival.is_packed for arrival in plan.arrivals):
+            return {}
+        places = present_places(self._model) if self._device_map is None else self._device_map
+        return {name: placement.device for name, placement in placements_of(self._model, places).items()}
+
+    def _in_all(self, plan: LoadPlan, stored: Mapping[str, Stored], progress: Progress) -> Progress:
+        """The same progress where several readings follow each other."""
+        read = [arrival.stored for arrival in plan.arrivals if arrival.is_read or arrival.is_packed]
+        return Progresses(progress, sum(piece.size_bytes for piece in pieces_of(stored, read)))
+
     def _changes(self, plan: LoadPlan) -> list[Change]:
         for file in {file.path: file for file in self._files.values()}.values():
             file.check_unchanged()
-        return changes_of(self._model, plan.arrivals, self._targets, self._files)
+        return changes_of(self._model, plan.arrivals, self._targets, self._files, self._packing)
+
+    def _report(self, plan: LoadPlan) -> LoadReport:
+        return _report(plan, {**self._files, **self._packing.files})
 
 
 def _check_arguments(model: nn.Module, device_map: object, read_by: str, num_threads: int | None) -> None:
@@ -194,7 +246,7 @@ def _report(plan: LoadPlan, files: Mapping[str, MappedFile]) -> LoadReport:
         converted_at_use={
             name: arrival.dtype
             for arrival in on_disk
-            if arrival.dtype != arrival.stored_dtype
+            if arrival.dtype != arrival.stored_dtype and not arrival.is_packed
             for name in arrival.names
         },
     )

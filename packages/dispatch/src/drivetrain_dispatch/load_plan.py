@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.device_map import Place
 from drivetrain_dispatch.misfits import Misfits, Stored
+from drivetrain_dispatch.packed import is_packed
 from drivetrain_dispatch.parts import Box, box_of, device_of, is_divided, shape_of
+from drivetrain_dispatch.quantization import Quantization, quantized_sizes
 from drivetrain_dispatch.sizes import dtype_after, named_tensors
 
 
@@ -27,6 +29,7 @@ class Arrival:
         dtype: In the model.
         place: Where it goes.
         box: Where this rank's part lies in the whole; None where it is not divided.
+        packed_bytes: What it takes once it is packed; None where it is not.
     """
 
     names: tuple[str, ...]
@@ -37,6 +40,7 @@ class Arrival:
     dtype: torch.dtype
     place: Place
     box: Box | None = None
+    packed_bytes: int | None = None
 
     @property
     def numel(self) -> int:
@@ -46,12 +50,19 @@ class Arrival:
     @property
     def size_bytes(self) -> int:
         """What it takes where it goes."""
+        if self.packed_bytes is not None:
+            return self.packed_bytes
         return self.numel * self.dtype.itemsize
 
     @property
     def is_read(self) -> bool:
         """Whether it gets memory, rather than staying in the file or without values."""
         return self.place != "disk" and self.place.type != "meta"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is packed once it is read, wherever it goes."""
+        return self.packed_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,7 @@ def plan_load(
     special_dtypes: Mapping[str, torch.dtype] | None = None,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
+    quantization: Quantization | None = None,
 ) -> LoadPlan:
     """Plan a load, and check all that can be known before anything is read. Works on the meta device.
 
@@ -91,17 +103,24 @@ def plan_load(
         special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
         strict: Whether the checkpoint must have the model's names and no others.
         rename: From a name of the checkpoint to the model's; None for what is to be left out.
+        quantization: How the weights of linear layers are packed; None leaves them.
 
     Raises:
         WeightsMismatchError: Names or shapes do not fit, or a tensor would stay on the meta device.
-        ValueError: `rename` gives two tensors one name, `special_dtypes` names one that the model does not have, or
-            one is divided among ranks in a way that is not known here.
+        ValueError: `rename` gives two tensors one name, `special_dtypes` names one that the model does not have, one
+            is divided among ranks in a way that is not known here, or there is nothing to pack.
     """
     found = _renamed(stored, rename)
-    tensors = _wanted(model, places, dtype, special_dtypes or {})
+    special = special_dtypes or {}
+    packs: dict[str, int] = {}
+    if quantization is not None:
+        packs = quantized_sizes(model, quantization, dtype=dtype, special_dtypes=special)
+    tensors = _wanted(model, places, dtype, special)
     misfits = Misfits(checkpoint=checkpoint, strict=strict)
     arrivals = [
-        arrival for wanted in tensors if (arrival := _arrival(wanted, stored, found, misfits)) is not None
+        arrival if _is_meta(arrival.place) else replace(arrival, packed_bytes=packs.get(arrival.names[0]))
+        for wanted in tensors
+        if (arrival := _arrival(wanted, stored, found, misfits)) is not None
     ]
     known = {name for wanted in tensors for name in wanted.saved}
     misfits.unexpected.update({name: stored[file] for name, file in found.items() if name not in known})
@@ -153,6 +172,11 @@ def _wanted(
     wanted: list[_Wanted] = []
     for key, tensor in tensors.items():
         own = tuple(names[key])
+        if is_packed(tensor):
+            raise ValueError(
+                f"{own[0]!r} is quantised already: load into the model as it was before, and give quantization=... "
+                "for its weights to be packed as they come"
+            )
         chosen = next((special[name] for name in own if name in special), None)
         described = Stored(tuple(tensor.shape), dtype_after(tensor, dtype, chosen))
         kept = tuple(name for name in own if name in saved)

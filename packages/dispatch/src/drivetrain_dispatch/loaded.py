@@ -15,6 +15,7 @@ from drivetrain_dispatch.filling import Progress
 from drivetrain_dispatch.infer import infer_auto_device_map
 from drivetrain_dispatch.load import load_checkpoint_in_model
 from drivetrain_dispatch.placement import placements_of
+from drivetrain_dispatch.quantization import Quantization, quantized_sizes
 from drivetrain_dispatch.sizes import listed
 from drivetrain_dispatch.units import units_of
 
@@ -38,6 +39,7 @@ def load_checkpoint_and_dispatch(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
     skip_keys: Collection[str] = (),
+    quantization: Quantization | None = None,
 ) -> nn.Module:
     """Load a model that may be larger than the accelerator, or the machine: plan a map, load by it, and dispatch.
 
@@ -52,10 +54,11 @@ def load_checkpoint_and_dispatch(
         keep_in_fp32_modules: Names of modules, such as "norm", wherever they stand; what is in them is in fp32.
         strict: Whether the checkpoint must have the model's names and no others.
         progress: Called with the bytes that were read and all that are.
-        offload_folder: For what the map keeps on the disk and no file holds.
+        offload_folder: For what the map keeps on the disk and no file holds, as it holds no packed weights.
         offload_buffers: Whether buffers are kept away from the device that computes too.
         preload_module_classes: Names of module classes whose weights come all at once.
         skip_keys: Keyword arguments of a forward that stay where they are.
+        quantization: How the weights of linear layers are packed as they are read; a planned map counts them so.
 
     Returns:
         The same model. Its attribute `hf_device_map` is the map, if there is one.
@@ -67,9 +70,17 @@ def load_checkpoint_and_dispatch(
     kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
     _check_early(model, device_map, preload_module_classes)
     if isinstance(device_map, str):
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds)
+        sizes = {} if quantization is None else quantized_sizes(model, quantization, **kinds)
+        device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds, sizes)
     report = load_checkpoint_in_model(
-        model, checkpoint, device_map, strict=strict, progress=progress, **kinds
+        model,
+        checkpoint,
+        device_map,
+        strict=strict,
+        progress=progress,
+        quantization=quantization,
+        offload_folder=offload_folder,
+        **kinds,
     )
     if device_map is None:
         return model
@@ -111,6 +122,7 @@ def _planned(
     max_memory: Mapping[Device, int | str] | None,
     no_split: Collection[str],
     kinds: _Dtypes,
+    sizes: Mapping[str, int],
 ) -> DeviceMap:
     """A map that keeps within the budgets.
 
@@ -123,9 +135,16 @@ def _planned(
         )
     if way != "sequential":
         max_memory = get_balanced_memory(
-            model, max_memory, no_split_module_classes=no_split, low_zero=way == "balanced_low_0", **kinds
+            model,
+            max_memory,
+            no_split_module_classes=no_split,
+            special_sizes=sizes,
+            low_zero=way == "balanced_low_0",
+            **kinds,
         )
-    return infer_auto_device_map(model, max_memory, no_split_module_classes=no_split, **kinds)
+    return infer_auto_device_map(
+        model, max_memory, no_split_module_classes=no_split, special_sizes=sizes, **kinds
+    )
 
 
 def _in_fp32(model: nn.Module, parts: Collection[str]) -> dict[str, torch.dtype]:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drivetrain_dispatch.errors import WeightFilesError
+from drivetrain_dispatch.packed import parts_of
 from drivetrain_dispatch.weight_files import MappedFile
 
 
@@ -43,6 +44,14 @@ class WritableFile(MappedFile):
         super().check_unchanged(may_be_written=may_be_written)
 
 
+def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The parts of a tensor by what they are called in a file: it alone by its name, if it is not packed."""
+    parts = parts_of(tensor)
+    if parts[0] is tensor:
+        return {name: tensor}
+    return {f"{name}/{index}": part for index, part in enumerate(parts)}
+
+
 def write_offloaded(
     tensors: Mapping[str, Tensor], folder: Path | str, *, write_back: bool = False
 ) -> MappedFile:
@@ -51,7 +60,7 @@ def write_offloaded(
     The file has a name of its own, so that two models may use one folder. It is the user's to delete.
 
     Args:
-        tensors: By name; each with elements of its own.
+        tensors: By name.
         folder: Where; made if it is not there.
         write_back: Whether what changes the tensors changes the file; else changes stay in memory.
 
@@ -62,7 +71,7 @@ def write_offloaded(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+            save_file(_of_their_own(tensors), path)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -73,3 +82,14 @@ def write_offloaded(
             "another folder"
         ) from error
     return WritableFile(path) if write_back else MappedFile(path)
+
+
+def _of_their_own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same values as a file takes them: no two in one memory, as the tables of quantised weights are."""
+    own: dict[str, Tensor] = {}
+    memories: set[int] = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.detach().clone() if memory in memories else tensor.detach().contiguous()
+        memories.add(memory)
+    return own

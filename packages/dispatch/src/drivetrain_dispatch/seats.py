@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from drivetrain_dispatch.away import Fetcher, class_away, plainly, set_fetcher
 from drivetrain_dispatch.carrier import Arrival, Carrier, Parcel
+from drivetrain_dispatch.packed import is_packed, lend_state, return_state
 
 
 class Owner(NamedTuple):
@@ -35,7 +36,8 @@ class Seat:
     """A tensor that comes and goes. Several units may use it.
 
     While it is in use, modules meet a tensor with its values as their attribute, in the parameter's place. A buffer
-    has no gradient and may be assigned to: it takes the values itself.
+    has no gradient and may be assigned to: it takes the values itself. A weight that is packed is brought to modules
+    alone, and nothing is written to it.
 
     Args:
         tensor: The parameter or buffer, as the model holds it.
@@ -50,10 +52,12 @@ class Seat:
         value: Its values, while it is in use.
         shown: What modules meet.
         version: The values', when they came.
+        packed: Whether they are several tensors.
     """
 
     __slots__ = (
-        "arrival", "at", "away", "claims", "here", "owners", "parcel", "shown", "tensor", "users", "value", "version"
+        "arrival", "at", "away", "claims", "here", "owners", "packed", "parcel", "shown", "tensor", "users", "value",
+        "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, parcel: Parcel, owners: Sequence[Owner] = ()) -> None:
@@ -65,6 +69,7 @@ class Seat:
         self.shown: Tensor | None = None
         self.at = self.claims = self.users = self.version = 0
         self.away, self.here = class_away(tensor), type(tensor)
+        self.packed = is_packed(tensor)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,9 +101,10 @@ class Seats:
         self._of_tensors = {id(seat.tensor): seat for seat in seats}
         self._here: dict[Seat, None] = {}  # those that are in use
         for seat in self._of_tensors.values():
-            seat.tensor.data = seat.parcel.home
-            set_fetcher(seat.tensor, fetcher)
-            seat.tensor.__class__ = seat.away  # type: ignore[assignment]
+            if not seat.packed:
+                seat.tensor.data = seat.parcel.home
+                set_fetcher(seat.tensor, fetcher)
+                seat.tensor.__class__ = seat.away  # type: ignore[assignment]
 
     def of_tensors(self, tensors: Iterable[Tensor]) -> list[Seat]:
         """The seats of parameters and buffers, each once."""
@@ -118,6 +124,7 @@ class Seats:
             value = seat.value
             if (
                 value is not None
+                and not seat.packed
                 and value.dtype == tensor.dtype
                 and value.untyped_storage().data_ptr() == memory
             ):
@@ -199,6 +206,8 @@ class Seats:
                 for attributes, parameters, name in seat.owners:
                     if parameters.get(name) is seat.tensor:  # not another one that somebody has put there
                         attributes[name] = shown
+                        if seat.packed:
+                            lend_state(attributes)
         elif seat.users == 0:
             seat.tensor.__class__ = seat.here  # type: ignore[assignment]
             seat.tensor.data = value
@@ -208,7 +217,7 @@ class Seats:
         """Let modules meet what is stored; what was written into the values is stored first."""
         values = seat.value if seat.owners else seat.tensor
         assert values is not None
-        if version_of(values) != seat.version:
+        if version_of(values) != seat.version and not seat.packed:
             with torch.no_grad():
                 seat.parcel.home.copy_(values)
             if seat.owners:
@@ -216,6 +225,8 @@ class Seats:
         for attributes, _, name in seat.owners:
             if attributes.get(name) is seat.shown:
                 del attributes[name]
+                if seat.packed:
+                    return_state(attributes)
         if not seat.owners:
             seat.tensor.data = seat.parcel.home
             seat.tensor.__class__ = seat.away  # type: ignore[assignment]
@@ -225,15 +236,16 @@ class Seats:
         arrival = self._carrier.bring([seat.parcel for seat in seats])
         for at, seat in enumerate(seats):
             seat.arrival, seat.at = arrival, at
-            self.stats.bytes_brought += seat.parcel.home.nbytes
+            self.stats.bytes_brought += seat.parcel.size_bytes
 
     def close(self) -> None:
         """Make every tensor an ordinary one again, its values those that are stored."""
         self._carrier.close()
         for seat in self._of_tensors.values():
-            seat.tensor.__class__ = seat.here  # type: ignore[assignment]
-            set_fetcher(seat.tensor, None)
-            seat.tensor.data = seat.parcel.home
+            if not seat.packed:
+                seat.tensor.__class__ = seat.here  # type: ignore[assignment]
+                set_fetcher(seat.tensor, None)
+                seat.tensor.data = seat.parcel.home
             seat.arrival = None
 
 

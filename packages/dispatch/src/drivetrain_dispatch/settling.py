@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.offload_file import write_offloaded
+from drivetrain_dispatch.offload_file import parts_in_file, write_offloaded
+from drivetrain_dispatch.packed import parts_of, put_parts, size_in_bytes
 from drivetrain_dispatch.placement import Placement
 from drivetrain_dispatch.weight_files import MappedFile
 
@@ -44,6 +45,7 @@ def settle(
         for name in names
         if placements[name].home == "disk" and id(tensors[name]) not in in_files and tensors[name].numel()
     }
+    parts = {name: parts_in_file(name, tensor) for name, tensor in written.items()}
     if written and offload_dir is None:
         raise DeviceMapError(
             f"device_map puts {next(iter(written))!r} and {len(written) - 1} more on the disk, and they are in no "
@@ -51,38 +53,40 @@ def settle(
         )
     file = None
     if written and offload_dir is not None:
-        file = write_offloaded(written, offload_dir, write_back=write_back)
+        whole = {key: part for each in parts.values() for key, part in each.items()}
+        file = write_offloaded(whole, offload_dir, write_back=write_back)
     moved: list[tuple[Tensor, torch.device]] = []
     try:
         for name in names:
             tensor, placement = tensors[name], placements[name]
-            if placement.home != "disk":
+            # What is there already stays the tensor that it is.
+            if placement.home != "disk" and not (placement.stays and tensor.device == placement.home):
                 moved.append((tensor, tensor.device))
                 # One after the other: what has moved frees its memory.
-                tensor.data = _kept(name, tensor, placement.home, stays=placement.stays)
+                put_parts(tensor, _kept(name, tensor, placement.home, stays=placement.stays))
     except BaseException:
         for tensor, device in moved:
-            tensor.data = tensor.data.to(device)
+            put_parts(tensor, [part.data.to(device) for part in parts_of(tensor)])
         if file is not None:
             file.path.unlink()
         raise
     if file is not None:
         for name in written:
-            tensors[name].data = file.tensor(name)
+            put_parts(tensors[name], [file.tensor(key) for key in parts[name]])
             in_files[id(tensors[name])] = file
     return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
 
 
-def _kept(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> Tensor:
-    """A tensor where it is kept; the one that it is if it is there."""
+def _kept(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:
+    """The parts of a tensor where they are kept; those that it has if they are there."""
     try:
-        kept = tensor.data.to(home)
+        kept = [part.data.to(home) for part in parts_of(tensor)]
         # Pages that the system cannot move are copied to an accelerator without the processor.
-        return kept if stays or kept.device.type != "cpu" else kept.pin_memory()
+        return kept if stays or home.type != "cpu" else [part.pin_memory() for part in kept]
     except (
         RuntimeError
     ) as error:  # torch.OutOfMemoryError, and what a driver says of memory that it cannot pin
         raise DeviceMapError(
-            f"{home} has no room for {name!r} ({tensor.nbytes / 1e6:.1f} MB; {error}): give the map's inference a "
-            f"smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"
+            f"{home} has no room for {name!r} ({size_in_bytes(tensor) / 1e6:.1f} MB; {error}): give the map's "
+            f"inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"
         ) from error

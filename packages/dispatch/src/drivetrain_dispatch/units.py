@@ -10,7 +10,7 @@ from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.sizes import enclosing_modules, listed, named_tensors
 
 # Modules of torch that use the weights of those inside them without calling them.
-_REACH_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+REACH_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # Modules that are never called: the one around them uses what they hold.
 _ONLY_HOLD = (nn.ParameterList, nn.ParameterDict)
 
@@ -53,7 +53,7 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
     stay = {
         name
         for name, module in modules.items()
-        if type(module).__name__ in whole or isinstance(module, _REACH_INSIDE)
+        if type(module).__name__ in whole or isinstance(module, REACH_INSIDE)
     }
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named_tensors(model):
