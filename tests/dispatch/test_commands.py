@@ -70,6 +70,24 @@ def test_what_does_not_fit_comes_and_a_slower_link_is_predicted_to_take_longer(
     assert fast["token_seconds"] < read < slow["token_seconds"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "library"),
+    [("bnb-8bit", "bitsandbytes"), ("bnb-nf4", "bitsandbytes"), ("torchao-fp8", "torchao")],
+)
+def test_quantised_weights_take_less(
+    folder: str, capsys: pytest.CaptureFixture[str], kind: str, library: str
+) -> None:
+    pytest.importorskip(library)
+    found = planned(capsys, folder, gpu=("1GB",), quantize=kind)
+    linear = 6 * (4 * 64 * 64 + 3 * 64 * 128)  # the layers', without norms, embeddings and head
+    rows = 6 * (4 * 64 + 2 * 128 + 64)
+    packed = linear // 2 + 4 * linear // 64 + 6 * 7 * 64 if kind == "bnb-nf4" else linear + 4 * rows
+    full = planned(capsys, folder, gpu=("1GB",))
+    assert found["size_bytes"] == full["size_bytes"] - 2 * linear + packed
+    assert full["quantize"] is None
+    assert found["quantize"] == kind
+
+
 def test_without_a_gpu_the_host_computes(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, folder, gpu=("0GB",))
     assert found["device_map"] == {"": "cpu"}

@@ -75,11 +75,7 @@ def measure_costs(
     Raises:
         CostError: The forward depends on data, the model or the inputs cannot be copied, or the model is quantised.
     """
-    if packed := [name for name, tensor in named_tensors(model) if is_packed(tensor)]:
-        raise CostError(
-            f"{packed[0]!r} is quantised, and computes with data alone: measure the model as it was before; with "
-            "special_sizes=quantized_sizes(...) a map is planned for it as it will be"
-        )
+    _check_plain(model)
     try:
         copied, (positional, named) = meta_copy(
             model, (tuple(args), dict(kwargs or {})), dtype=dtype, special_dtypes=special_dtypes
@@ -104,6 +100,14 @@ def measure_costs(
         ) from error
     direct = [*_direct_tensors(positional), *_direct_tensors(named), *_direct_tensors(result)]
     return _costs(recorder, recorder.memories_of(direct), [block.name for block in blocks], rate)
+
+
+def _check_plain(model: nn.Module) -> None:
+    if packed := [name for name, tensor in named_tensors(model) if is_packed(tensor)]:
+        raise CostError(
+            f"{packed[0]!r} is quantised, and computes with data alone: measure the model as it was before; with "
+            "special_sizes=quantized_sizes(...) a map is planned for it as it will be"
+        )
 
 
 def _owner(name: str, places: Mapping[str, int]) -> int | None:

@@ -95,8 +95,7 @@ def dispatch_model(
         offload_dir: Where weights of the disk are written to, if they are in no file yet.
         write_back: Whether training changes that file; else what it changes takes memory.
         offload_buffers: Whether buffers are kept away too.
-        preload_module_classes: Names of module classes whose weights come all at once: a layer that is compiled, or
-            that uses the weights of modules inside it without calling them.
+        preload_module_classes: Names of module classes whose weights come all at once, such as a compiled layer's.
         skip_keys: Keyword arguments that no device's part of the model moves to itself.
         mapped: Of weights that are the pages of a file already, that file.
         dtypes: Of weights that are computed in another dtype than they are kept in, that dtype. Running statistics

@@ -1,6 +1,6 @@
 """A checkpoint's values into a model: planned and checked first, then read, and only then is the model touched."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self, TypedDict, get_args
@@ -96,13 +96,7 @@ def load_checkpoint_in_model(
         ValueError: Another argument is wrong.
     """
     _check_arguments(model, device_map, read_by, num_threads)
-    options = _Options(
-        dtype=dtype,
-        special_dtypes=special_dtypes,
-        strict=strict,
-        rename=rename,
-        quantization=quantization,
-    )
+    options = _Options(dtype=dtype, special_dtypes=special_dtypes, strict=strict, rename=rename)
     with _Load(model, Path(checkpoint), device_map, options, Packing(quantization, offload_folder)) as load:
         if read_by == "each":
             return load.alone(num_threads, progress)
@@ -116,7 +110,6 @@ class _Options(TypedDict):
     special_dtypes: Mapping[str, torch.dtype] | None
     strict: bool
     rename: Callable[[str], str | None] | None
-    quantization: Quantization | None
 
 
 class _Load:
@@ -151,7 +144,7 @@ class _Load:
         stored = self._open()
         plan = self._prepare(stored)
         boxes = {arrival.stored: arrival.box for arrival in plan.arrivals if arrival.box is not None}
-        progress = progress and self._in_all(plan, stored, progress)
+        progress = progress and _in_all(progress, stored, _read_by(plan))
 
         def read(targets: Mapping[str, Tensor]) -> None:
             fill(stored, targets, self._files, boxes=boxes, num_threads=num_threads, progress=progress)
@@ -166,7 +159,8 @@ class _Load:
         stored = relay.from_reader(self._open)
         plan = relay.together(lambda: self._prepare(stored))
 
-        progress = progress and self._in_all(plan, stored, progress)
+        wanted = relay.wanted_by_any(_read_by(plan))
+        progress = progress and _in_all(progress, stored, wanted)
 
         def read(targets: Mapping[str, Tensor]) -> None:
             relay.fill(stored, targets, self._files, progress=progress)
@@ -191,7 +185,14 @@ class _Load:
         devices = self._device_map
         places = present_places(self._model) if devices is None else places_of_tensors(self._model, devices)
         check_places(places.values())
-        plan = plan_load(self._model, stored, places, checkpoint=str(self._checkpoint), **self._options)
+        plan = plan_load(
+            self._model,
+            stored,
+            places,
+            checkpoint=str(self._checkpoint),
+            quantization=self._packing.quantization,
+            **self._options,
+        )
         on_disk = any(arrival.place == "disk" for arrival in plan.arrivals)
         if on_disk and not self._files and self._open() != dict(stored):  # where rank 0 read what they hold
             raise WeightFilesError(
@@ -209,11 +210,6 @@ class _Load:
             return {}
         places = present_places(self._model) if self._device_map is None else self._device_map
         return {name: placement.device for name, placement in placements_of(self._model, places).items()}
-
-    def _in_all(self, plan: LoadPlan, stored: Mapping[str, Stored], progress: Progress) -> Progress:
-        """The same progress where several readings follow each other."""
-        read = [arrival.stored for arrival in plan.arrivals if arrival.is_read or arrival.is_packed]
-        return Progresses(progress, sum(piece.size_bytes for piece in pieces_of(stored, read)))
 
     def _changes(self, plan: LoadPlan) -> list[Change]:
         for file in {file.path: file for file in self._files.values()}.values():
@@ -235,6 +231,16 @@ def _check_arguments(model: nn.Module, device_map: object, read_by: str, num_thr
             f"{divided[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
             "nor read_by"
         )
+
+
+def _read_by(plan: LoadPlan) -> list[str]:
+    """What a plan reads, by the checkpoint's names."""
+    return [arrival.stored for arrival in plan.arrivals if arrival.is_read or arrival.is_packed]
+
+
+def _in_all(progress: Progress, stored: Mapping[str, Stored], names: Collection[str]) -> Progress:
+    """One progress of several readings: weights that are packed are read one after the other."""
+    return Progresses(progress, sum(piece.size_bytes for piece in pieces_of(stored, names)))
 
 
 def _report(plan: LoadPlan, files: Mapping[str, MappedFile]) -> LoadReport:

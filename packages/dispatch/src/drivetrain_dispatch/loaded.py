@@ -46,8 +46,7 @@ def load_checkpoint_and_dispatch(
     Args:
         model: The model, usually from `init_empty_weights`; changed in place.
         checkpoint: A file of weights, an index of several, or a folder.
-        device_map: Device by name; or "auto" or "balanced" (over the accelerators), "balanced_low_0" (the first is
-            left to generation) or "sequential" for a planned map. None loads everything to where the model is.
+        device_map: Device by name; or "auto", "balanced", "balanced_low_0" or "sequential" to plan it; None for none.
         max_memory: What a planned map may put where; None takes what is free.
         no_split_module_classes: Names of module classes that a planned map keeps whole.
         dtype: What floating-point tensors are computed in; None takes the model's dtypes.
@@ -70,18 +69,9 @@ def load_checkpoint_and_dispatch(
     kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
     _check_early(model, device_map, preload_module_classes)
     if isinstance(device_map, str):
-        sizes = {} if quantization is None else quantized_sizes(model, quantization, **kinds)
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds, sizes)
-    report = load_checkpoint_in_model(
-        model,
-        checkpoint,
-        device_map,
-        strict=strict,
-        progress=progress,
-        quantization=quantization,
-        offload_folder=offload_folder,
-        **kinds,
-    )
+        device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds, quantization)
+    how = _How(strict=strict, progress=progress, quantization=quantization, offload_folder=offload_folder)
+    report = load_checkpoint_in_model(model, checkpoint, device_map, **kinds, **how)
     if device_map is None:
         return model
     return dispatch_model(
@@ -103,6 +93,15 @@ class _Dtypes(TypedDict):
     special_dtypes: Mapping[str, torch.dtype]
 
 
+class _How(TypedDict):
+    """How a checkpoint is read, and its weights are packed."""
+
+    strict: bool
+    progress: Progress | None
+    quantization: Quantization | None
+    offload_folder: Path | str | None
+
+
 def _check_early(
     model: nn.Module, device_map: Mapping[str, Device] | str | None, whole: str | Collection[str]
 ) -> None:
@@ -122,7 +121,7 @@ def _planned(
     max_memory: Mapping[Device, int | str] | None,
     no_split: Collection[str],
     kinds: _Dtypes,
-    sizes: Mapping[str, int],
+    quantization: Quantization | None,
 ) -> DeviceMap:
     """A map that keeps within the budgets.
 
@@ -133,6 +132,7 @@ def _planned(
         raise ValueError(
             f"device_map={way!r}: give a map from names to devices, or one of {', '.join(map(repr, get_args(Way)))}"
         )
+    sizes = {} if quantization is None else quantized_sizes(model, quantization, **kinds)
     if way != "sequential":
         max_memory = get_balanced_memory(
             model,

@@ -93,7 +93,7 @@ class Relay:
         Raises:
             LoadError: Rank 0 could not read on, or `progress` failed. On rank 0, what it met in reading is raised.
         """
-        pieces = pieces_of(stored, self._wanted_by_any(targets))
+        pieces = pieces_of(stored, self.wanted_by_any(targets))
         room = max([PIECE_BYTES, *(piece.size_bytes for piece in pieces)]) + 1
         buffers = [staging_buffer(targets.values(), size_bytes=room) for _ in range(2)]
         all_bytes, done_bytes = sum(piece.size_bytes for piece in pieces), 0
@@ -115,7 +115,8 @@ class Relay:
         if failure is not None:
             raise LoadError("progress failed; the model is as it was") from failure
 
-    def _wanted_by_any(self, names: Iterable[str]) -> set[str]:
+    def wanted_by_any(self, names: Iterable[str]) -> set[str]:
+        """The names that one of the ranks gives."""
         said: list[list[str]] = [[]] * dist.get_world_size(self._group)
         dist.all_gather_object(said, list(names), group=self._group)
         return {name for each in said for name in each}

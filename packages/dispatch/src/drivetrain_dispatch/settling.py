@@ -1,6 +1,6 @@
 """Put weights where they are kept: on a device, in the host's memory, in a file. After an error all is as it was."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -46,13 +46,10 @@ def settle(
         if placements[name].home == "disk" and id(tensors[name]) not in in_files and tensors[name].numel()
     }
     parts = {name: parts_in_file(name, tensor) for name, tensor in written.items()}
-    if written and offload_dir is None:
-        raise DeviceMapError(
-            f"device_map puts {next(iter(written))!r} and {len(written) - 1} more on the disk, and they are in no "
-            "file yet: name a folder for them, offload_dir=..."
-        )
     file = None
-    if written and offload_dir is not None:
+    if written:
+        if offload_dir is None:
+            raise _no_folder(list(written))
         whole = {key: part for each in parts.values() for key, part in each.items()}
         file = write_offloaded(whole, offload_dir, write_back=write_back)
     moved: list[tuple[Tensor, torch.device]] = []
@@ -75,6 +72,13 @@ def settle(
             put_parts(tensors[name], [file.tensor(key) for key in parts[name]])
             in_files[id(tensors[name])] = file
     return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
+
+
+def _no_folder(names: Sequence[str]) -> DeviceMapError:
+    return DeviceMapError(
+        f"device_map puts {names[0]!r} and {len(names) - 1} more on the disk, and they are in no file yet: name a "
+        "folder for them, offload_dir=..."
+    )
 
 
 def _kept(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:

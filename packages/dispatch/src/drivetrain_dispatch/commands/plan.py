@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,13 @@ from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.forecast import Forecast, Holding, forecast
 from drivetrain_dispatch.huggingface import build_empty, prompt_of, token_after, whole_classes
 from drivetrain_dispatch.infer import rooms_of
+from drivetrain_dispatch.quantization import (
+    BitsAndBytes4Bit,
+    BitsAndBytes8Bit,
+    Quantization,
+    TorchAO,
+    quantized_sizes,
+)
 from drivetrain_dispatch.timeline import Rates
 
 _USAGE = 2  # what the shell is told of a command that cannot be carried out
@@ -28,6 +36,13 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
+}
+_QUANTIZATIONS: dict[str, Callable[[], Quantization]] = {
+    "bnb-8bit": BitsAndBytes8Bit,
+    "bnb-nf4": BitsAndBytes4Bit,
+    "bnb-fp4": lambda: BitsAndBytes4Bit(quant_type="fp4"),
+    "torchao-int8": lambda: _torchao("Int8WeightOnlyConfig"),
+    "torchao-fp8": lambda: _torchao("Float8WeightOnlyConfig"),
 }
 # TFLOP and bytes a second where they are not said: of an accelerator as most are, and of a host.
 _ACCELERATOR, _HOST = (100.0, "1TB"), (0.5, "50GB")
@@ -54,6 +69,10 @@ class PlanArguments:
     dtype: str | None = field(
         default=None, metadata={"help": "bf16, fp16 or fp32; left out, what config.json says."}
     )
+    quantize: str | None = field(
+        default=None,
+        metadata={"help": "How weights are packed: bnb-8bit, bnb-nf4, bnb-fp4, torchao-int8 or torchao-fp8."},
+    )
     link: str = field(default="25GB", metadata={"help": "Bytes a second from the host to an accelerator."})
     disk: str = field(default="3GB", metadata={"help": "Bytes a second from the disk."})
     tflops: float | None = field(
@@ -77,6 +96,8 @@ class PlanArguments:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ValueError(f"--dtype {self.dtype}: say one of {', '.join(_DTYPES)}")
+        if self.quantize is not None and self.quantize not in _QUANTIZATIONS:
+            raise ValueError(f"--quantize {self.quantize}: say one of {', '.join(_QUANTIZATIONS)}")
 
 
 class Command(NamedTuple):
@@ -106,7 +127,7 @@ def run(arguments: PlanArguments) -> int:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
     shown = (
-        json.dumps(_as_json(model, found), indent=2)
+        json.dumps(_as_json(model, arguments, found), indent=2)
         if arguments.json
         else _as_text(model, arguments, found, rate)
     )
@@ -157,7 +178,9 @@ def _forecast(
     rates: Rates,
     rate: ComputeRate,
 ) -> Forecast:
-    blocks = blocks_of(model, no_split=whole_classes(model))
+    quantization = None if arguments.quantize is None else _QUANTIZATIONS[arguments.quantize]()
+    sizes = None if quantization is None else quantized_sizes(model, quantization)
+    blocks = blocks_of(model, no_split=whole_classes(model), special_sizes=sizes)
     try:
         prompt = prompt_of(model, arguments.batch, arguments.seq)
         token = token_after(model, arguments.batch, arguments.seq)
@@ -173,10 +196,19 @@ def _forecast(
     return forecast(blocks, budgets, rates, prefill=prefill, token=decode)
 
 
-def _as_json(model: nn.Module, found: Forecast) -> dict[str, Any]:
+def _torchao(config: str) -> Quantization:
+    try:
+        library: Any = import_module("torchao.quantization")
+    except ModuleNotFoundError as error:
+        raise ImportError("--quantize torchao-...: pip install 'drivetrain-dispatch[torchao]'") from error
+    return TorchAO(getattr(library, config)())
+
+
+def _as_json(model: nn.Module, arguments: PlanArguments, found: Forecast) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "dtype": _dtype_of(model),
+        "quantize": arguments.quantize,
         "size_bytes": sum(found.device_map.sizes.values()),
         "device_map": dict(found.device_map),
         "devices": {
@@ -207,10 +239,11 @@ def _as_text(model: nn.Module, arguments: PlanArguments, found: Forecast, rate: 
         )
         for row in rows
     ]
+    kept = ", ".join(filter(None, (_dtype_of(model), arguments.quantize)))
     said = f"{rate.flops_per_second / 1e12:g} TFLOP/s, {rate.bytes_per_second / 1e9:g} GB/s of memory"
     return "\n".join(
         [
-            f"{type(model).__name__}, {_dtype_of(model)}, {size:,.2f} GB; {arguments.batch} x {arguments.seq} tokens",
+            f"{type(model).__name__}, {kept}, {size:,.2f} GB; {arguments.batch} x {arguments.seq} tokens",
             "",
             str(found.device_map),
             "",
