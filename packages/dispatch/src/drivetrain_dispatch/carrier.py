@@ -22,18 +22,21 @@ class Parcel(NamedTuple):
         device: Where it is computed.
         dtype: As what.
         quick: Whether to bring it takes this thread less time than to ask another one.
+        by_host: Whether the host computes it.
     """
 
     home: Tensor
     device: torch.device
     dtype: torch.dtype
     quick: bool
+    by_host: bool
 
     @classmethod
     def of(cls, home: Tensor, device: torch.device, dtype: torch.dtype) -> "Parcel":
         """With what is known of its size and memory. What goes through the pinned pieces is one thread's."""
-        small = device.type == "cpu" and home.nbytes <= _SMALL_BYTES
-        return cls(home, device, dtype, small or home.is_pinned() or home.device.type != "cpu")
+        by_host = device.type == "cpu"
+        quick = (by_host and home.nbytes <= _SMALL_BYTES) or home.is_pinned() or home.device.type != "cpu"
+        return cls(home, device, dtype, quick, by_host)
 
 
 # Tensors; the event behind their copies on the stream that copies; and when that was begun and asked for.
@@ -96,16 +99,16 @@ class Carrier:
         self._process = os.getpid()
         self._streams: dict[torch.device, torch.Stream] = {}
         self._chunks: _Chunks | None = None
+        # Parameters are made of ordinary tensors. Entered by one at a time: who calls holds a lock.
+        self._ordinary = torch.inference_mode(mode=False)
 
     def bring(self, parcels: Sequence[Parcel]) -> Arrival:
         """Begin to bring tensors; what takes less time than to ask a thread for it is done at once."""
-        if self._process != os.getpid():  # a fork has no threads of its parent's
-            self._process, self._thread = os.getpid(), _new_thread()
         for parcel in parcels:
             if not parcel.quick and self._thread is not None:
-                return Arrival(work=self._thread.submit(self._bring, parcels))
+                return Arrival(work=self._own_thread().submit(self._bring, parcels))
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):  # parameters are made of ordinary tensors
+            with self._ordinary:
                 return Arrival(self._bring(parcels))
         return Arrival(self._bring(parcels))
 
@@ -115,11 +118,20 @@ class Carrier:
         if thread is not None:
             thread.shutdown()
 
+    def _own_thread(self) -> ThreadPoolExecutor:
+        if self._thread is None or self._process != os.getpid():  # a fork has no threads of its parent's
+            self._process, self._thread = os.getpid(), _new_thread()
+        return self._thread
+
     def _bring(self, parcels: Sequence[Parcel]) -> _Brought:
         begin = perf_counter()
         event = None
-        if parcels[0].device.type == "cpu":
-            tensors = [parcel.home.to(parcel.dtype, copy=True) for parcel in parcels]
+        if parcels[0].by_host:
+            # A clone takes half the time of a conversion to the same dtype.
+            tensors = [
+                parcel.home.clone() if parcel.home.dtype is parcel.dtype else parcel.home.to(parcel.dtype)
+                for parcel in parcels
+            ]
         else:
             tensors, event = self._copy(parcels)
         return tensors, event, (begin, perf_counter())
