@@ -47,7 +47,7 @@ class Streaming:
         self._order = Order(range(len(units)), depth)
         self._lock = threading.RLock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
-        self._own = _Own(self._order)  # before the seats, which ask whether a thread is inside
+        self._threads = _Threads(self._order)  # before the seats, which ask whether a thread is inside
         self._seats = Seats({seat: None for unit in units for seat in unit}, self)
         self.stats = self._seats.stats
         self._backward = Backward(units, self._seats, self._order, self._lock, depth=depth)
@@ -62,7 +62,7 @@ class Streaming:
         """
         for file in self._files:
             file.check_unchanged()
-        own = self._own
+        own = self._threads.own
         own.saving.append(ExitStack())
         with self._lock:
             own.cursor.begin()
@@ -79,7 +79,7 @@ class Streaming:
 
     def end(self, *, whole: bool) -> None:
         """It is over; `whole` if nothing failed."""
-        own = self._own
+        own = self._threads.own
         own.saving.pop().close()
         with self._lock:
             own.cursor.end(whole=whole)
@@ -89,7 +89,7 @@ class Streaming:
 
     def enter(self, index: int) -> None:
         """A unit is used: bring it, and begin to bring those that follow."""
-        own, trace = self._own, self.trace
+        own, trace = self._threads.own, self.trace
         start = perf_counter() if trace is not None else 0.0
         self._acquire()
         try:
@@ -106,7 +106,7 @@ class Streaming:
 
     def leave(self, index: int) -> None:
         """It is used no more: it goes, unless it is expected again."""
-        own = self._own
+        own = self._threads.own
         if self.trace is not None and own.turns:
             self._write_down(self.trace, index, own.turns.pop())
         self._acquire()
@@ -120,7 +120,7 @@ class Streaming:
 
     def inside(self) -> bool:
         """Whether this thread computes with the model."""
-        return self._own.inside()
+        return self._threads.own.inside()
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Bring single tensors that no unit in use has brought, or lend those that one has."""
@@ -136,7 +136,7 @@ class Streaming:
             viewed = [
                 seat for seat in seats if isinstance(result, Tensor) and self._seats.in_use(result) is seat
             ]
-            self._own.viewed.extend(viewed)
+            self._threads.own.viewed.extend(viewed)
             self._seats.release([seat for seat in seats if seat not in viewed])
 
     def busy(self) -> bool:
@@ -193,8 +193,10 @@ class Streaming:
         trace.turns.append(Turn(self._names[index], came, waited, (waited[1], perf_counter())))
 
 
-class _Own(threading.local):
-    """What each thread has for itself: how far it is, how many units it is in, and what its forwards save."""
+class _Own:
+    """What a thread has for itself: how far it is, how many units it is in, and what its forwards save."""
+
+    __slots__ = ("cursor", "num_inside", "saving", "turns", "viewed")
 
     def __init__(self, order: Order) -> None:
         self.cursor = Cursor(order)
@@ -206,3 +208,10 @@ class _Own(threading.local):
     def inside(self) -> bool:
         """Whether it computes with the model."""
         return self.num_inside > 0 or self.cursor.depth > 0
+
+
+class _Threads(threading.local):
+    """Of each thread, its own; looked up once at each use of a unit."""
+
+    def __init__(self, order: Order) -> None:
+        self.own = _Own(order)
