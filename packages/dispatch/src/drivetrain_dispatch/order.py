@@ -68,6 +68,10 @@ class Order:
         nearest = bisect_left(places, position)
         return steps[places[nearest] if nearest < len(places) else places[0]]
 
+    def expects(self, part: int) -> bool:
+        """Whether a part is used at all."""
+        return part in self._places
+
     def last_position(self, part: int) -> int:
         """Where a part is used last; behind the end if it is not expected at all."""
         places = self._places.get(part)

@@ -54,8 +54,8 @@ class Seat:
     """
 
     __slots__ = (
-        "arrival", "at", "away", "claims", "here", "owners", "parcel", "shown", "size_bytes", "tensor", "users", "value",
-        "version",
+        "arrival", "at", "away", "claims", "here", "owners", "parcel", "shown", "size_bytes", "tensor", "users",
+        "value", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, parcel: Parcel, owners: Sequence[Owner] = ()) -> None:

@@ -95,9 +95,10 @@ class Streaming:
         try:
             if own.cursor.depth:
                 own.cursor.use(index)
+                self._take(self._units[index], index)
             else:
-                self._backward.end()  # what is stored may have changed since
-            self._take(self._units[index], index)
+                again = self._backward.again(index)
+                self._take(self._units[index], index, again=again)
             own.num_inside += 1
         finally:
             self._release()
@@ -149,8 +150,14 @@ class Streaming:
             self._backward.end()
             self._seats.close()
 
-    def _take(self, seats: Sequence[Seat], index: int | None = None) -> None:
-        """Put tensors in place, a unit's for example; what comes next is asked for before they are waited for."""
+    def _take(self, seats: Sequence[Seat], index: int | None = None, *, again: bool = False) -> None:
+        """Put tensors in place; what comes next is asked for before they are waited for.
+
+        Args:
+            seats: The tensors'.
+            index: The unit that they are.
+            again: Whether a backward computes it once more.
+        """
         stats = self.stats
         stats.num_used += 1
         if index in self._expected:
@@ -159,6 +166,8 @@ class Streaming:
             stats.num_missed += 1
         try:
             self._look_ahead()
+            if again and index is not None:
+                self._backward.use(index, again=True)
         except BaseException:
             self._seats.give_up(seats)
             raise
