@@ -46,7 +46,6 @@ class Streaming:
         self._files = files
         self._order = Order(range(len(units)), depth)
         self._lock = threading.RLock()
-        self._acquire, self._release = self._lock.acquire, self._lock.release
         self._threads = _Threads(self._order)  # before the seats, which ask whether a thread is inside
         self._seats = Seats({seat: None for unit in units for seat in unit}, self)
         self.stats = self._seats.stats
@@ -91,8 +90,7 @@ class Streaming:
         """A unit is used: bring it, and begin to bring those that follow."""
         own, trace = self._threads.own, self.trace
         start = perf_counter() if trace is not None else 0.0
-        self._acquire()
-        try:
+        with self._lock:
             if own.cursor.depth:
                 own.cursor.use(index)
                 self._take(self._units[index], index)
@@ -100,8 +98,6 @@ class Streaming:
                 again = self._backward.again(index)
                 self._take(self._units[index], index, again=again)
             own.num_inside += 1
-        finally:
-            self._release()
         if trace is not None:
             own.turns.append((start, perf_counter()))
 
@@ -110,14 +106,11 @@ class Streaming:
         own = self._threads.own
         if self.trace is not None and own.turns:
             self._write_down(self.trace, index, own.turns.pop())
-        self._acquire()
-        try:
+        with self._lock:
             own.num_inside -= 1
             self._seats.release(self._units[index])
             if own.viewed:
                 self._leave_views(own)
-        finally:
-            self._release()
 
     def inside(self) -> bool:
         """Whether this thread computes with the model."""
