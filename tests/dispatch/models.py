@@ -132,6 +132,28 @@ class Checkpointed(Stack):
         return x
 
 
+class CheckpointedBlocks(nn.Module):
+    """Blocks of several layers, each block computed again in the backward; `shared` has one layer in all of them."""
+
+    def __init__(self, num_blocks: int = 4, *, use_reentrant: bool, shared: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Tanh()) for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(WIDTH, WIDTH)
+        if shared:
+            for block in self.blocks:
+                block[1] = self.blocks[0][1]
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
 class Uses(nn.Module):
     """Does something with a weight."""
 

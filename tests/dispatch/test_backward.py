@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dispatch.models import WIDTH, Checkpointed, Stack, Tree, Uses, same_values, streamed
+from dispatch.models import WIDTH, Checkpointed, CheckpointedBlocks, Stack, Tree, Uses, same_values, streamed
 from drivetrain_dispatch.dispatching import (
     dispatch_model,
     offload_stats,
@@ -159,3 +159,81 @@ class TestTraining:
             optimizer.zero_grad()
         assert losses[-1] < losses[0] * 0.9
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+class TestComputedAgain:
+    """Layers of which nothing was saved: their forward is computed again in the backward."""
+
+    def test_what_is_computed_again_is_on_its_way(self, use_reentrant: bool) -> None:
+        torch.manual_seed(0)
+        plain = CheckpointedBlocks(use_reentrant=use_reentrant)
+        model = streamed(copy.deepcopy(plain))
+        missed: list[int] = []
+        brought: list[int] = []
+        for _ in range(3):
+            x = torch.randn(2, WIDTH)
+            losses = [one(x).square().sum() for one in (model, plain)]
+            before = offload_stats(model)
+            for loss in losses:
+                loss.backward()
+            after = offload_stats(model)
+            missed.append(after.num_missed - before.num_missed)
+            brought.append(after.bytes_brought - before.bytes_brought)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad)
+                with torch.no_grad():
+                    ours.sub_(0.1 * ours.grad)
+                    theirs.sub_(0.1 * theirs.grad)
+                ours.grad = theirs.grad = None
+        assert missed == [12, 0, 0]  # the first backward is learnt from
+        assert (
+            brought[1:] == [13 * (WIDTH * WIDTH + WIDTH) * 4] * 2
+        )  # nothing but the head and the blocks, once
+
+    def test_a_step_within_the_backward_changes_what_is_computed_again(self, use_reentrant: bool) -> None:
+        torch.manual_seed(0)
+        plain = CheckpointedBlocks(use_reentrant=use_reentrant, shared=True)
+        model = streamed(copy.deepcopy(plain))
+        for one in (model, plain):
+            for parameter in one.blocks.parameters():
+                parameter.register_post_accumulate_grad_hook(_step)
+        for _ in range(3):
+            x = torch.randn(2, WIDTH)
+            for one in (model, plain):
+                one(x).square().sum().backward()
+            assert same_values(model.state_dict(), plain.state_dict())
+
+    def test_a_backward_that_failed_leaves_nothing_old(self, use_reentrant: bool) -> None:
+        torch.manual_seed(0)
+        plain = CheckpointedBlocks(use_reentrant=use_reentrant)
+        model = streamed(copy.deepcopy(plain))
+        x = torch.randn(2, WIDTH)
+        model(x).sum().backward()
+        calls: list[int] = []
+
+        def fail_again(*_: object) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ZeroDivisionError("in the middle")
+
+        handle = model.blocks[1][1].register_forward_pre_hook(fail_again)
+        with pytest.raises(ZeroDivisionError, match="in the middle"):
+            model(x).sum().backward()
+        handle.remove()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert not model.blocks[1](x).any()
+        model.load_state_dict(plain.state_dict())
+        model.zero_grad()
+        for one in (model, plain):
+            one(x).sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def _step(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.sub_(0.1 * parameter.grad)
+    parameter.grad = None

@@ -38,10 +38,10 @@ def test_a_forward_within_a_forward_is_part_of_it() -> None:
         cursor.begin()
     cursor.use(1)
     cursor.end(whole=True)
-    assert cursor.inside
+    assert cursor.depth == 1
     cursor.use(0)
     cursor.end(whole=True)
-    assert not cursor.inside
+    assert cursor.depth == 0
     assert order.parts == (1, 0)
 
 

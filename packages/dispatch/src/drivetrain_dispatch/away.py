@@ -60,13 +60,15 @@ def _bring_what_is_used(
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """What torch calls before an operation: in a forward it is given the weights themselves."""
-    given = dict(kwargs or {})
+    given = kwargs or {}
+    if func in _ASKED:
+        return plainly(func, *args, **given)
     if func == _SET_DATA:
         raise OffloadedError(
             "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, "
             "cuda, half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"
         )
-    fetchers = _fetchers_of((args, given)) if func not in _ASKED else {}
+    fetchers = _fetchers_of((args, given))
     if not fetchers:
         return plainly(func, *args, **given)
     replaced: dict[int, Tensor] = {}

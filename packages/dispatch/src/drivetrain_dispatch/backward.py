@@ -1,8 +1,13 @@
-"""Weights that a backward needs again: not kept since the forward, but brought once more, in the opposite order."""
+"""Weights that a backward needs again: not kept since the forward, but brought once more.
+
+In the order of the last backward, if the forwards before both used the model in the same order; else in the opposite
+order of the forward. What is computed again (`torch.utils.checkpoint`) is known from the last backward alone.
+"""
 
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,7 +15,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.order import Order
+from drivetrain_dispatch.order import Cursor, Order
 from drivetrain_dispatch.seats import Seat, Seats, version_of
 
 
@@ -60,19 +65,69 @@ class Backward:
         for index, unit in enumerate(units):
             for seat in unit:
                 self._unit_of.setdefault(seat, index)
-        self._claimed: list[int] = []
-        self._under_way = False  # whether torch will tell of the end of a backward
+        self._claimed: dict[int, list[int]] = {}  # of each unit, the versions of its weights at that time
+        self._learnt = Order((), depth)  # of the units in a backward
+        self._learnt_after: tuple[int, ...] | None = None  # the order of the forward before it
+        self._cursor = Cursor(self._learnt)  # in a backward of whose end torch will tell
+        self._last: int | None = None  # what it has used
 
     def saving(self) -> AbstractContextManager[None]:
         """Within it autograd saves which weight it needs, not the weight."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def end(self) -> None:
-        """No backward goes on: what it has claimed may be changed now, by an optimizer for example."""
+    def again(self, unit: int) -> bool:
+        """Whether this thread is in a backward, which computes a unit's forward again.
+
+        What is claimed of the unit is given up if it is old: an optimizer may step within the backward. In no
+        backward all of it is given up.
+        """
+        try:
+            self._await_end()
+        except RuntimeError:  # torch takes no callback elsewhere
+            self.end()
+            return False
+        if self._claimed.get(unit, versions := self._versions(unit)) != versions:
+            self._claim([index for index in self._claimed if index != unit])
+        return True
+
+    def use(self, unit: int, *, again: bool) -> None:
+        """A backward uses a unit: claim it with those that follow, and no others.
+
+        Args:
+            unit: Its index.
+            again: Whether its forward is computed again.
+        """
+        cursor, learnt = self._cursor, self._learnt
+        if cursor.depth == 0:
+            cursor.begin()
+        if unit != self._last:  # autograd saves each weight for itself
+            self._last = unit
+            cursor.use(unit)
+        if self._learnt_after is self._order.parts and learnt.expects(unit):
+            ahead = cursor.ahead
+        else:
+            ahead = () if again else self._before(unit)
+        self._claim([unit, *(index for index in ahead if index != unit)])
+
+    def end(self, *, whole: bool = False) -> None:
+        """No backward goes on: what it has claimed may be changed now, by an optimizer for example.
+
+        Args:
+            whole: Whether it went to its end; it is learnt from then.
+        """
         with self._lock:
-            self._under_way = False
+            if self._cursor.depth:
+                self._cursor.end(whole=whole)
+                self._last = None
+                if whole:
+                    self._learnt_after = self._order.parts
             if self._claimed:
                 self._claim([])
+
+    def _await_end(self) -> None:
+        """As DistributedDataParallel has it: torch calls when this backward is over."""
+        engine = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
+        engine.queue_callback(partial(self.end, whole=True))
 
     def _pack(self, tensor: Tensor) -> _Activation | _Weight:
         with self._lock:
@@ -98,25 +153,27 @@ class Backward:
             )
         unit = self._unit_of[saved.seat]
         with self._lock:
-            if not self._under_way:
-                self._under_way = True
-                # As DistributedDataParallel has it: called when this backward is over.
-                Variable._execution_engine.queue_callback(self.end)  # pyright: ignore[reportPrivateUsage]
-            self._claim([unit, *self._before(unit)])
+            if self._cursor.depth == 0:
+                self._await_end()
+            self.use(unit, again=False)
             value = self._seats.value(saved.seat)
         return value.as_strided(saved.size, saved.stride, saved.offset)
 
     def _before(self, unit: int) -> list[int]:
         """The units that a backward needs after this one: those that the forward used before it."""
         position = self._order.last_position(unit)
-        return [index for index in self._order.before(position, self._depth) if index != unit]
+        return self._order.before(position, self._depth)
+
+    def _versions(self, unit: int) -> list[int]:
+        return [version_of(seat.tensor) for seat in self._units[unit]]
 
     def _claim(self, units: Sequence[int]) -> None:
         """Claim these units and no others."""
         for index in units:
             if index not in self._claimed:
                 self._seats.claim(self._units[index])
-        for index in self._claimed:
+                self._claimed[index] = self._versions(index)
+        for index in tuple(self._claimed):
             if index not in units:
+                del self._claimed[index]
                 self._seats.give_up(self._units[index])
-        self._claimed = list(units)

@@ -3,6 +3,21 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """One use of a part.
+
+    Attributes:
+        part: Which one.
+        position: Behind it.
+        ahead: The different ones of the next parts.
+    """
+
+    part: int
+    position: int
+    ahead: tuple[int, ...]
 
 
 class Order:
@@ -13,57 +28,58 @@ class Order:
     Args:
         parts: What to expect before anything was learnt.
         num_ahead: How many parts to look ahead.
+
+    Attributes:
+        parts: The parts in the order in which they are expected.
+        first: What comes at the beginning.
     """
 
     def __init__(self, parts: Sequence[int], num_ahead: int = 0) -> None:
         self._num_ahead = num_ahead
-        self._parts: tuple[int, ...] | None = None
-        self._positions: dict[int, list[int]] = {}
-        self._ahead: list[tuple[int, ...]] = []
-        self.learn(parts)
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """The parts in the order in which they are expected."""
-        return self._parts or ()
+        self._learn(tuple(parts))
 
     def learn(self, parts: Sequence[int]) -> None:
         """Take the parts of a forward as what to expect of the next."""
-        if self._parts == tuple(parts):
-            return
-        positions: defaultdict[int, list[int]] = defaultdict(list)
+        if self.parts != tuple(parts):
+            self._learn(tuple(parts))
+
+    def _learn(self, parts: tuple[int, ...]) -> None:
+        places: defaultdict[int, list[int]] = defaultdict(list)
         for position, part in enumerate(parts):
-            positions[part].append(position)
-        self._parts, self._positions = tuple(parts), dict(positions)
-        self._ahead = [
-            tuple(dict.fromkeys(parts[position : position + self._num_ahead]))
-            for position in range(len(parts) + 1)
+            places[part].append(position)
+        self.parts, self._places = parts, dict(places)
+        self.first = self._ahead(0)
+        self._steps = [
+            Step(part, position, self._ahead(position)) for position, part in enumerate(parts, start=1)
         ]
 
-    def position_after(self, part: int, position: int) -> int:
-        """Where a forward is once it uses `part`, having been at `position`: behind the nearest place that fits."""
-        parts = self.parts
-        if position < len(parts) and parts[position] == part:
-            return position + 1
-        places = self._positions.get(part)
+    def _ahead(self, position: int) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.parts[position : position + self._num_ahead]))
+
+    def step(self, part: int, position: int) -> Step:
+        """The use of `part` by a forward that has been at `position`: the nearest one that fits."""
+        steps = self._steps
+        if position < len(steps) and (step := steps[position]).part == part:
+            return step
+        places = self._places.get(part)
         if places is None:
-            return min(position, len(parts))
+            position = min(position, len(steps))
+            return Step(part, position, self._ahead(position))
         nearest = bisect_left(places, position)
-        return (places[nearest] if nearest < len(places) else places[0]) + 1
+        return steps[places[nearest] if nearest < len(places) else places[0]]
+
+    def expects(self, part: int) -> bool:
+        """Whether a part is used at all."""
+        return part in self._places
 
     def last_position(self, part: int) -> int:
         """Where a part is used last; behind the end if it is not expected at all."""
-        places = self._positions.get(part)
+        places = self._places.get(part)
         return places[-1] if places else len(self.parts)
 
     def before(self, position: int, count: int) -> list[int]:
         """The different ones of the parts before a position, the nearest first."""
         return list(dict.fromkeys(reversed(self.parts[max(0, position - count) : position])))
-
-    def ahead(self, position: int) -> tuple[int, ...]:
-        """The different ones of the next parts from a position on."""
-        ahead = self._ahead
-        return ahead[min(position, len(ahead) - 1)]
 
 
 class Cursor:
@@ -73,40 +89,36 @@ class Cursor:
         order: Shared by all threads.
 
     Attributes:
+        depth: In how many forwards it is, one within another.
         ahead: The parts that come next; none outside a forward.
     """
+
+    __slots__ = ("_order", "_position", "_used", "ahead", "depth")
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._position = 0
         self._used: list[int] = []
-        self._depth = 0
+        self.depth = 0
         self.ahead: tuple[int, ...] = ()
-
-    @property
-    def inside(self) -> bool:
-        """Whether a forward is under way."""
-        return self._depth > 0
 
     def begin(self) -> None:
         """A forward begins, of the whole model or within another."""
-        if self._depth == 0:
+        if self.depth == 0:
             self._position = 0
             self._used = []
-            self.ahead = self._order.ahead(0)
-        self._depth += 1
+            self.ahead = self._order.first
+        self.depth += 1
 
     def use(self, part: int) -> None:
-        """A part is used: look what comes after it."""
-        if self._depth:
-            self._used.append(part)
-            self._position = self._order.position_after(part, self._position)
-            self.ahead = self._order.ahead(self._position)
+        """A part is used in a forward: look what comes after it."""
+        self._used.append(part)
+        _, self._position, self.ahead = self._order.step(part, self._position)
 
     def end(self, *, whole: bool) -> None:
         """A forward has ended; learnt from if it is the outermost and went to its end."""
-        self._depth -= 1
-        if self._depth == 0:
+        self.depth -= 1
+        if self.depth == 0:
             self.ahead = ()
             if whole:
                 self._order.learn(self._used)

@@ -51,13 +51,14 @@ class Seat:
         users: How many are using it.
         value: Its values, while it is in use.
         shown: What modules meet.
+        size_bytes: Of what is stored.
         version: The values', when they came.
         packed: Whether they are several tensors.
     """
 
     __slots__ = (
-        "arrival", "at", "away", "claims", "here", "owners", "packed", "parcel", "shown", "tensor", "users", "value",
-        "version",
+        "arrival", "at", "away", "claims", "here", "owners", "packed", "parcel", "shown", "size_bytes", "tensor",
+        "users", "value", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, parcel: Parcel, owners: Sequence[Owner] = ()) -> None:
@@ -67,6 +68,7 @@ class Seat:
         self.arrival: Arrival | None = None
         self.value: Tensor | None = None
         self.shown: Tensor | None = None
+        self.size_bytes = parcel.size_bytes
         self.at = self.claims = self.users = self.version = 0
         self.away, self.here = class_away(tensor), type(tensor)
         self.packed = is_packed(tensor)
@@ -137,18 +139,24 @@ class Seats:
 
     def claim(self, seats: Sequence[Seat]) -> bool:
         """Ask for seats; whether any was not there or on its way."""
-        missing = False
+        parcels: list[Parcel] = []
         for seat in seats:
             seat.claims += 1
             if seat.arrival is None:
-                missing = True
-        if missing:
-            try:
-                self._ask([seat for seat in seats if seat.arrival is None])
-            except BaseException:
-                self.give_up(seats)
-                raise
-        return missing
+                seat.at = len(parcels)
+                parcels.append(seat.parcel)
+        if not parcels:
+            return False
+        try:
+            arrival = self._carrier.bring(parcels)
+        except BaseException:
+            self.give_up(seats)
+            raise
+        for seat in seats:
+            if seat.arrival is None:
+                seat.arrival = arrival
+                self.stats.bytes_brought += seat.size_bytes
+        return True
 
     def give_up(self, seats: Sequence[Seat]) -> None:
         """Need seats no more; what nobody claims gives its memory back."""
@@ -175,7 +183,8 @@ class Seats:
         num_put = 0
         try:
             for seat in seats:
-                value = self.value(seat)
+                assert seat.arrival is not None
+                value = seat.arrival.wait()[seat.at]
                 if seat.users == 0:
                     seat.value = value
                     seat.version = version_of(value)
@@ -195,7 +204,9 @@ class Seats:
             if seat.users == 0:
                 del self._here[seat]
                 self._hide(seat)
-        self.give_up(seats)
+            seat.claims -= 1
+            if seat.claims == 0:
+                seat.arrival = None
 
     def _show(self, seat: Seat, value: Tensor) -> None:
         """Let modules meet the values; with a way back to the parameter where autograd wants one."""
@@ -231,12 +242,6 @@ class Seats:
             seat.tensor.data = seat.parcel.home
             seat.tensor.__class__ = seat.away  # type: ignore[assignment]
         seat.value = seat.shown = None
-
-    def _ask(self, seats: Sequence[Seat]) -> None:
-        arrival = self._carrier.bring([seat.parcel for seat in seats])
-        for at, seat in enumerate(seats):
-            seat.arrival, seat.at = arrival, at
-            self.stats.bytes_brought += seat.parcel.size_bytes
 
     def close(self) -> None:
         """Make every tensor an ordinary one again, its values those that are stored."""

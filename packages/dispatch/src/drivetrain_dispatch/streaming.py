@@ -46,7 +46,7 @@ class Streaming:
         self._files = files
         self._order = Order(range(len(units)), depth)
         self._lock = threading.RLock()
-        self._own = _Own(self._order)  # before the seats, which ask whether a thread is inside
+        self._threads = _Threads(self._order)  # before the seats, which ask whether a thread is inside
         self._seats = Seats({seat: None for unit in units for seat in unit}, self)
         self.stats = self._seats.stats
         self._backward = Backward(units, self._seats, self._order, self._lock, depth=depth)
@@ -61,12 +61,12 @@ class Streaming:
         """
         for file in self._files:
             file.check_unchanged()
-        own = self._own
-        own.cursor.begin()
+        own = self._threads.own
+        own.saving.append(ExitStack())
         with self._lock:
+            own.cursor.begin()
             self._forwards.append(own.cursor)
             self._backward.end()
-        own.saving.append(ExitStack())
         try:
             if torch.is_grad_enabled():
                 own.saving[-1].enter_context(self._backward.saving())
@@ -78,43 +78,43 @@ class Streaming:
 
     def end(self, *, whole: bool) -> None:
         """It is over; `whole` if nothing failed."""
-        own = self._own
+        own = self._threads.own
         own.saving.pop().close()
-        own.cursor.end(whole=whole)
         with self._lock:
+            own.cursor.end(whole=whole)
             self._forwards.remove(own.cursor)
-            self._leave_views()
+            self._leave_views(own)
             self._look_ahead()
 
     def enter(self, index: int) -> None:
         """A unit is used: bring it, and begin to bring those that follow."""
-        own = self._own
-        own.cursor.use(index)
-        if not own.cursor.inside:
-            self._backward.end()  # what is stored may have changed since
-        start = perf_counter()
+        own, trace = self._threads.own, self.trace
+        start = perf_counter() if trace is not None else 0.0
         with self._lock:
-            self._take(self._units[index])
-        own.num_inside += 1
-        if self.trace is not None:
+            if own.cursor.depth:
+                own.cursor.use(index)
+                self._take(self._units[index], index)
+            else:
+                again = self._backward.again(index)
+                self._take(self._units[index], index, again=again)
+            own.num_inside += 1
+        if trace is not None:
             own.turns.append((start, perf_counter()))
 
     def leave(self, index: int) -> None:
         """It is used no more: it goes, unless it is expected again."""
-        own = self._own
-        own.num_inside -= 1
+        own = self._threads.own
         if self.trace is not None and own.turns:
-            waited = own.turns.pop()
-            arrival = self._units[index][0].arrival
-            came = waited if arrival is None else arrival.times()
-            self.trace.turns.append(Turn(self._names[index], came, waited, (waited[1], perf_counter())))
+            self._write_down(self.trace, index, own.turns.pop())
         with self._lock:
+            own.num_inside -= 1
             self._seats.release(self._units[index])
-            self._leave_views()
+            if own.viewed:
+                self._leave_views(own)
 
     def inside(self) -> bool:
         """Whether this thread computes with the model."""
-        return self._own.num_inside > 0 or self._own.cursor.inside
+        return self._threads.own.inside()
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Bring single tensors that no unit in use has brought, or lend those that one has."""
@@ -130,7 +130,7 @@ class Streaming:
             viewed = [
                 seat for seat in seats if isinstance(result, Tensor) and self._seats.in_use(result) is seat
             ]
-            self._own.viewed.extend(viewed)
+            self._threads.own.viewed.extend(viewed)
             self._seats.release([seat for seat in seats if seat not in viewed])
 
     def busy(self) -> bool:
@@ -143,23 +143,32 @@ class Streaming:
             self._backward.end()
             self._seats.close()
 
-    def _take(self, seats: Sequence[Seat]) -> None:
-        """Put tensors in place; what comes next is asked for before they are waited for."""
+    def _take(self, seats: Sequence[Seat], index: int | None = None, *, again: bool = False) -> None:
+        """Put tensors in place; what comes next is asked for before they are waited for.
+
+        Args:
+            seats: The tensors'.
+            index: The unit that they are.
+            again: Whether a backward computes it once more.
+        """
         stats = self.stats
         stats.num_used += 1
-        if self._seats.claim(seats):
+        if index in self._expected:
+            self._expected.remove(index)  # its claim is this use's from now on
+        elif self._seats.claim(seats):
             stats.num_missed += 1
         try:
             self._look_ahead()
+            if again and index is not None:
+                self._backward.use(index, again=True)
         except BaseException:
             self._seats.give_up(seats)
             raise
         self._seats.put(seats)
 
-    def _leave_views(self) -> None:
+    def _leave_views(self, own: "_Own") -> None:
         """Once this thread is in no forward, what its operations have viewed is written to no more."""
-        own = self._own
-        if own.viewed and not self.inside():
+        if own.viewed and not own.inside():
             viewed, own.viewed = own.viewed, []
             self._seats.release(viewed)
 
@@ -180,9 +189,16 @@ class Streaming:
                     expected.discard(index)
                     self._seats.give_up(self._units[index])
 
+    def _write_down(self, trace: OffloadTrace, index: int, waited: tuple[float, float]) -> None:
+        arrival = self._units[index][0].arrival
+        came = waited if arrival is None else arrival.times()
+        trace.turns.append(Turn(self._names[index], came, waited, (waited[1], perf_counter())))
 
-class _Own(threading.local):
-    """What each thread has for itself: how far it is, how many units it is in, and what its forwards save."""
+
+class _Own:
+    """What a thread has for itself: how far it is, how many units it is in, and what its forwards save."""
+
+    __slots__ = ("cursor", "num_inside", "saving", "turns", "viewed")
 
     def __init__(self, order: Order) -> None:
         self.cursor = Cursor(order)
@@ -190,3 +206,14 @@ class _Own(threading.local):
         self.saving: list[ExitStack] = []
         self.viewed: list[Seat] = []  # of which the forward has views
         self.turns: list[tuple[float, float]] = []  # of the units it is in, when they were waited for
+
+    def inside(self) -> bool:
+        """Whether it computes with the model."""
+        return self.num_inside > 0 or self.cursor.depth > 0
+
+
+class _Threads(threading.local):
+    """Of each thread, its own; looked up once at each use of a unit."""
+
+    def __init__(self, order: Order) -> None:
+        self.own = _Own(order)
