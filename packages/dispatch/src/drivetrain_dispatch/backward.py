@@ -37,23 +37,24 @@ class Backward:
     Args:
         units: The seats of each unit.
         seats: All of them.
-        order: Of the units in a forward.
         lock: Held while seats are claimed.
         depth: How many units may be on their way beside the one in use.
+
+    Attributes:
+        order: Of the units in the last forward.
     """
 
     def __init__(
         self,
         units: Sequence[Sequence[Seat]],
         seats: Seats,
-        order: Order,
         lock: threading.RLock,
         *,
         depth: int,
     ) -> None:
         self._units = units
         self._seats = seats
-        self._order = order
+        self.order = Order(())
         self._lock = lock
         self._depth = depth
         self._unit_of: dict[Seat, int] = {}
@@ -108,8 +109,8 @@ class Backward:
 
     def _before(self, unit: int) -> list[int]:
         """The units that a backward needs after this one: those that the forward used before it."""
-        position = self._order.last_position(unit)
-        return [index for index in self._order.before(position, self._depth) if index != unit]
+        position = self.order.last_position(unit)
+        return [index for index in self.order.before(position, self._depth) if index != unit]
 
     def _claim(self, units: Sequence[int]) -> None:
         """Claim these units and no others."""

@@ -66,18 +66,33 @@ class Order:
         return ahead[min(position, len(ahead) - 1)]
 
 
-class Cursor:
-    """How far one thread is in an order.
+class Orders:
+    """The order of each way in which a model is used: of its forward, and of its methods that use other parts.
 
     Args:
-        order: Shared by all threads.
+        parts: What to expect before anything was learnt.
+        num_ahead: How many parts to look ahead.
+    """
+
+    def __init__(self, parts: Sequence[int], num_ahead: int = 0) -> None:
+        self._parts = parts
+        self._num_ahead = num_ahead
+        self._of: dict[str, Order] = {}
+
+    def of(self, way: str) -> Order:
+        """That of one way."""
+        return self._of.setdefault(way, Order(self._parts, self._num_ahead))
+
+
+class Cursor:
+    """How far one thread is in an order, which all threads share.
 
     Attributes:
         ahead: The parts that come next; none outside a forward.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self) -> None:
+        self._order = Order(())
         self._position = 0
         self._used: list[int] = []
         self._depth = 0
@@ -88,9 +103,15 @@ class Cursor:
         """Whether a forward is under way."""
         return self._depth > 0
 
-    def begin(self) -> None:
-        """A forward begins, of the whole model or within another."""
+    @property
+    def order(self) -> Order:
+        """The order of the outermost forward, or of the last one."""
+        return self._order
+
+    def begin(self, order: Order) -> None:
+        """A forward begins, in such an order; one within another is part of that one's order."""
         if self._depth == 0:
+            self._order = order
             self._position = 0
             self._used = []
             self.ahead = self._order.ahead(0)

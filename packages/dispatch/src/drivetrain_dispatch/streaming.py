@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.backward import Backward
-from drivetrain_dispatch.order import Cursor, Order
+from drivetrain_dispatch.order import Cursor, Orders
 from drivetrain_dispatch.seats import Seat, Seats
 from drivetrain_dispatch.trace import OffloadTrace, Turn
 from drivetrain_dispatch.weight_files import MappedFile
@@ -44,17 +44,17 @@ class Streaming:
         self._names = names
         self._units = units
         self._files = files
-        self._order = Order(range(len(units)), depth)
+        self._orders = Orders(range(len(units)), depth)
         self._lock = threading.RLock()
-        self._own = _Own(self._order)  # before the seats, which ask whether a thread is inside
+        self._own = _Own()  # before the seats, which ask whether a thread is inside
         self._seats = Seats({seat: None for unit in units for seat in unit}, self)
         self.stats = self._seats.stats
-        self._backward = Backward(units, self._seats, self._order, self._lock, depth=depth)
+        self._backward = Backward(units, self._seats, self._lock, depth=depth)
         self._forwards: list[Cursor] = []  # of the threads that are in one
         self._expected: set[int] = set()  # units that a thread will use next
 
-    def begin(self) -> None:
-        """A forward of the whole model begins.
+    def begin(self, way: str) -> None:
+        """The whole model is used, by its forward or another method.
 
         Raises:
             WeightFilesError: A file was replaced, written to or deleted.
@@ -62,10 +62,11 @@ class Streaming:
         for file in self._files:
             file.check_unchanged()
         own = self._own
-        own.cursor.begin()
         with self._lock:
+            own.cursor.begin(self._orders.of(way))
             self._forwards.append(own.cursor)
             self._backward.end()
+            self._backward.order = own.cursor.order
         own.saving.append(ExitStack())
         try:
             if torch.is_grad_enabled():
@@ -122,6 +123,11 @@ class Streaming:
             seats = self._seats.of_tensors(tensors)
             self._take(seats)
             return [seat.shown for seat in seats if seat.shown is not None]
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed by the device that stores it: only its dtype is another one, if any."""
+        (seat,) = self._seats.of_tensors([tensor])
+        return seat.parcel.device == seat.parcel.home.device
 
     def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
         """That is over; of what the result is a view, what is written to it is awaited until the forward ends."""
@@ -184,8 +190,8 @@ class Streaming:
 class _Own(threading.local):
     """What each thread has for itself: how far it is, how many units it is in, and what its forwards save."""
 
-    def __init__(self, order: Order) -> None:
-        self.cursor = Cursor(order)
+    def __init__(self) -> None:
+        self.cursor = Cursor()
         self.num_inside = 0
         self.saving: list[ExitStack] = []
         self.viewed: list[Seat] = []  # of which the forward has views
