@@ -164,8 +164,8 @@ def check_same(result: Tensor, expected: Tensor, way: str = "copied") -> None:
 def test_images_are_the_same_and_weights_come_before_they_are_used(
     pipeline: Any, way: str, tmp_path: Path
 ) -> None:
+    expected = image(pipeline)  # which gives models an attribute of the pipeline's
     attributes = {name: set(vars(model)) for name, model in models(pipeline).items()}
-    expected = image(pipeline)
     dispatch(pipeline, way, tmp_path)
     check_same(image(pipeline), expected, way)  # the order is learnt
     missed = {name: offload_stats(model).num_missed for name, model in models(pipeline).items()}
