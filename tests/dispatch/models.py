@@ -123,6 +123,23 @@ class Stack(nn.Module):
         return x
 
 
+class Coder(nn.Module):
+    """Used by two methods beside its forward, each in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.encoder = Stack(), Stack()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def decode(self, x: Tensor, *, shift: Tensor | None = None) -> Tensor:
+        return self.decoder(x) if shift is None else self.decoder(x) + shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+
 class Checkpointed(Stack):
     """Its layers are computed again in the backward."""
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dispatch.models import WIDTH, Gate, Stack, Tree, same_values, streamed, trees
+from dispatch.models import WIDTH, Coder, Gate, Stack, Tree, same_values, streamed, trees
 from drivetrain_dispatch.dispatching import (
     dispatch_model,
     dispatched,
@@ -133,6 +133,15 @@ class TestOnTheDisk:
         assert not dispatched(model)
         assert [parameter.data_ptr() for parameter in model.parameters()] == values
 
+    def test_a_method_that_computes_looks_at_the_file_too(self, tmp_path: Path) -> None:
+        model = dispatch_model(Coder(), {"": "disk"}, offload_dir=tmp_path)
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(model.decode(model.encode(x)), model(x))
+        (file,) = tmp_path.iterdir()
+        file.touch()
+        with pytest.raises(WeightFilesError, match="has changed since"):
+            model.decode(x)
+
     def test_training_writes_to_memory_and_never_to_the_file(self, tmp_path: Path) -> None:
         model = dispatch_model(Stack(), {"": "disk"}, offload_dir=tmp_path)
         (file,) = tmp_path.iterdir()
@@ -169,6 +178,27 @@ class TestLeaving:
         assert torch.equal(model(x), plain(x))
         model.layers[1].forward = ours
         remove_hooks(model)
+        assert torch.equal(model(x), plain(x))
+
+    def test_a_method_that_was_replaced_keeps_the_hooks(self) -> None:
+        model = streamed(Coder())
+        ours = model.decode
+        model.decode = lambda x: ours(x)
+        with pytest.raises(OffloadedError, match="the decode of Coder was replaced"):
+            remove_hooks(model)
+        model.decode = ours
+        remove_hooks(model)
+        assert "decode" not in model.__dict__
+
+    def test_what_moves_nothing_and_converts_nothing_may_be_asked(
+        self, stack: tuple[nn.Module, nn.Module]
+    ) -> None:
+        model, plain = stack
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(model.to("cpu").to(torch.float32).float().cpu()(x), plain(x))
+        for change in (model.half, model.double):
+            with pytest.raises(OffloadedError, match="cannot be replaced, moved or converted"):
+                change()
         assert torch.equal(model(x), plain(x))
 
     def test_hooks_are_not_removed_while_the_model_computes(self, stack: tuple[nn.Module, nn.Module]) -> None:

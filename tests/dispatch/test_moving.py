@@ -1,3 +1,4 @@
+import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dispatch.models import WIDTH, Coder
+from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.moving import Moving, move
 
 META = torch.device("meta")
@@ -74,6 +77,40 @@ def test_inputs_follow_their_module_until_the_handles_are_removed() -> None:
     for handle in moving.handles:
         handle.remove()
     assert module(torch.ones(1))["devices"] == ["cpu", None, None]
+
+
+def test_a_model_whose_inputs_follow_is_not_copied() -> None:
+    module = Twice()
+    moving = Moving(module, META, (), returns=True)
+    with pytest.raises(OffloadedError, match="cannot be copied or pickled as a whole"):
+        copy.deepcopy(module)
+    for handle in moving.handles:
+        handle.remove()
+    copy.deepcopy(module)
+
+
+def test_inputs_of_methods_follow_too() -> None:
+    module = Coder().to(META)
+    moving = Moving(module, META, (), returns=False)
+    assert module.decode(torch.ones(1, WIDTH), shift=torch.ones(1, WIDTH)).device == META
+    for handle in reversed(moving.handles):
+        handle.remove()
+    assert "decode" not in module.__dict__
+    with pytest.raises(RuntimeError, match="device"):
+        module.decode(torch.ones(1, WIDTH, device=META), shift=torch.ones(1, WIDTH))
+
+
+def test_a_method_that_was_replaced_is_left_alone() -> None:
+    module = Coder().to(META)
+    moving = Moving(module, META, (), returns=False)
+    ours = module.encode
+    module.encode = theirs = lambda x: ours(x)
+    for handle in reversed(moving.handles):
+        handle.remove()
+    assert module.encode is theirs
+    assert module.encode(torch.ones(1, WIDTH, device=META)).device == META
+    with pytest.raises(RuntimeError, match="device"):
+        module.encode(torch.ones(1, WIDTH))
 
 
 @pytest.mark.cuda

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_dispatch.errors import DeviceMapError
+from dispatch.models import WIDTH, Coder
+from drivetrain_dispatch.dispatching import remove_hooks
+from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.offloading import cpu_offload, cpu_offload_with_hook, disk_offload
 
 
@@ -35,10 +37,33 @@ def test_a_model_that_comes_sends_away_the_one_before() -> None:
     first.to_empty(device="cpu")  # what was on the meta device has no values to come back
     second(torch.ones(1, 4))
     assert not first[0].weight.is_meta
+    first.requires_grad_(False).apply(lambda module: [value.zero_() for value in module.parameters(False)])
     hook.remove()
     other.remove()
     assert torch.equal(first(torch.ones(1, 4)), first(torch.ones(1, 4)))
     assert not first[0].weight.is_meta
+
+
+@pytest.mark.parametrize("method", ["encode", "decode"])
+def test_a_model_comes_when_a_method_computes_with_it(method: str) -> None:
+    first, hook = cpu_offload_with_hook(Coder(), "meta")
+    second, other = cpu_offload_with_hook(Coder(), "meta", hook)
+    first.to_empty(device="cpu")
+    assert getattr(first, method)(torch.ones(1, WIDTH)).is_meta
+    first.to_empty(device="cpu")
+    hook.remove()
+    assert not getattr(first, method)(torch.ones(1, WIDTH)).is_meta
+    other.remove()
+    assert not getattr(second, method)(torch.ones(1, WIDTH)).is_meta
+    assert second.__dict__.keys() == first.__dict__.keys() == Coder().__dict__.keys()
+
+
+def test_a_model_that_comes_and_goes_is_not_copied() -> None:
+    first, hook = cpu_offload_with_hook(model(), "cpu")
+    with pytest.raises(OffloadedError, match=r"remove\(\) of its OffloadHook, first"):
+        copy.deepcopy(first)
+    hook.remove()
+    assert torch.equal(copy.deepcopy(first)[0].weight, first[0].weight)
 
 
 def test_the_disk_does_not_compute() -> None:
@@ -67,3 +92,17 @@ def test_an_accelerator_computes_what_is_kept_elsewhere(way: str, tmp_path: Path
         for _ in range(3):
             assert torch.equal(offloaded(x), plain(x.cuda()).cpu())
     assert torch.cuda.max_memory_allocated() - held < 5 * 1024 * 1025 * 4
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+def test_inputs_of_a_method_go_to_the_accelerator_and_come_back() -> None:
+    torch.manual_seed(0)
+    plain = Coder()
+    offloaded = cpu_offload(copy.deepcopy(plain))
+    plain.cuda()
+    x = torch.randn(2, WIDTH)
+    for _ in range(2):
+        assert torch.equal(offloaded.decode(offloaded.encode(x)), plain.decode(plain.encode(x.cuda())).cpu())
+    remove_hooks(offloaded)
+    assert offloaded.__dict__.keys() == plain.__dict__.keys()

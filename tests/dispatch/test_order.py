@@ -8,8 +8,8 @@ parts = st.lists(st.integers(0, 9), max_size=30)
 
 def test_what_comes_next_is_what_came_next_the_last_time() -> None:
     order = Order([0, 1, 2, 3], 2)
-    cursor = Cursor(order)
-    cursor.begin()
+    cursor = Cursor()
+    cursor.begin(order)
     seen = [cursor.ahead]
     for part in (0, 2, 1, 2, 3):
         cursor.use(part)
@@ -18,14 +18,14 @@ def test_what_comes_next_is_what_came_next_the_last_time() -> None:
     cursor.end(whole=True)
     assert cursor.ahead == ()
     assert order.parts == (0, 2, 1, 2, 3)
-    cursor.begin()
+    cursor.begin(order)
     assert cursor.ahead == (0, 2)
 
 
 def test_a_forward_that_failed_teaches_nothing() -> None:
     order = Order([0, 1, 2], 1)
-    cursor = Cursor(order)
-    cursor.begin()
+    cursor = Cursor()
+    cursor.begin(order)
     cursor.use(2)
     cursor.end(whole=False)
     assert order.parts == (0, 1, 2)
@@ -33,9 +33,9 @@ def test_a_forward_that_failed_teaches_nothing() -> None:
 
 def test_a_forward_within_a_forward_is_part_of_it() -> None:
     order = Order([0, 1], 1)
-    cursor = Cursor(order)
+    cursor = Cursor()
     for _ in range(2):
-        cursor.begin()
+        cursor.begin(order)
     cursor.use(1)
     cursor.end(whole=True)
     assert cursor.depth == 1
@@ -48,8 +48,8 @@ def test_a_forward_within_a_forward_is_part_of_it() -> None:
 @given(learnt=parts, used=parts, count=st.integers(0, 4))
 def test_no_order_of_calls_leads_astray(learnt: list[int], used: list[int], count: int) -> None:
     order = Order(learnt, count)
-    cursor = Cursor(order)
-    cursor.begin()
+    cursor = Cursor()
+    cursor.begin(order)
     for part in used:
         cursor.use(part)
         assert len(cursor.ahead) <= count
@@ -57,7 +57,7 @@ def test_no_order_of_calls_leads_astray(learnt: list[int], used: list[int], coun
         assert set(cursor.ahead) <= set(learnt)
     cursor.end(whole=True)
     # The same forward again is foreseen from its first part to its last.
-    cursor.begin()
+    cursor.begin(order)
     for position, part in enumerate(used):
         if count:
             assert part in cursor.ahead

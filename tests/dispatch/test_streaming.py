@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dispatch.models import WIDTH, Stack, Writes, same_values, streamed
+from dispatch.models import WIDTH, Coder, Stack, Writes, same_values, streamed
 from drivetrain_dispatch.dispatching import (
     dispatch_model,
     offload_stats,
@@ -38,6 +38,26 @@ def test_a_part_that_nobody_expected_is_brought_and_counted(stack: tuple[nn.Modu
     assert torch.equal(model(x), plain(x))  # layer 4 comes though the last forward left it out
     assert offload_stats(model).num_missed == missed + 1
     assert torch.equal(model.layers[3](x), plain.layers[3](x))  # by itself
+
+
+def test_each_method_that_computes_has_an_order_of_its_own() -> None:
+    plain = Coder()
+    model = streamed(copy.deepcopy(plain))
+    x = torch.randn(2, WIDTH)
+    for way in ("encode", "decode", "forward"):
+        getattr(model, way)(x)
+    missed = offload_stats(model).num_missed
+    for _ in range(2):
+        assert torch.equal(model.encode(x), plain.encode(x))
+        assert torch.equal(model.decode(x, shift=x), plain.decode(x, shift=x))
+        assert torch.equal(model(x), plain(x))
+    assert offload_stats(model).num_missed == missed
+    for one in (model, plain):
+        one.decode(one.encode(x)).sum().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+    remove_hooks(model)
+    assert model.__dict__.keys() == plain.__dict__.keys()
 
 
 def test_two_threads_may_use_one_model(stack: tuple[nn.Module, nn.Module]) -> None:

@@ -34,6 +34,30 @@ def test_one_file_an_index_and_their_folders_will_do(sharded: Path, tmp_path_fac
     assert find_weights(sharded) == find_weights(sharded / "model.safetensors.index.json") == places
 
 
+@pytest.mark.parametrize("name", ["model", "diffusion_pytorch_model"])
+def test_a_variant_is_taken_if_it_is_alone(sharded: Path, name: str) -> None:
+    index = (sharded / "model.safetensors.index.json").rename(sharded / f"{name}.safetensors.index.fp16.json")
+    wanted = find_weights(index)
+    assert find_weights(sharded) == wanted
+    assert wanted.keys() == {"a", "b", "c"}
+    write(sharded / f"{name}.fp16.safetensors", a=torch.ones(1))
+    assert find_weights(sharded) == wanted  # the index tells more than a file's name
+    usual = write(sharded / f"{name}.safetensors", a=torch.ones(1))
+    assert find_weights(sharded) == {"a": usual}
+
+
+def test_of_two_variants_one_is_to_be_named(sharded: Path) -> None:
+    index = (sharded / "model.safetensors.index.json").read_text()
+    for variant in ("fp16", "bf16"):
+        (sharded / f"model.safetensors.index.{variant}.json").write_text(index)
+    assert find_weights(sharded)  # the one without
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(
+        WeightFilesError, match=r"holds several weights \(model.*bf16.json, model.*fp16.json\)"
+    ):
+        find_weights(sharded)
+
+
 def test_a_tensor_is_the_files_pages_and_the_file_is_never_written_to(tmp_path: Path) -> None:
     path = write(tmp_path / "one.safetensors", w=torch.arange(1000.0))
     tensor = MappedFile(path).tensor("w")

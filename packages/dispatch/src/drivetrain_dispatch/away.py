@@ -47,6 +47,10 @@ class Fetcher(Protocol):
         """What to compute with in place of tensors that are away."""
         ...
 
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed by the device that stores it."""
+        ...
+
     def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
         """That is over; the result may be views of them."""
         ...
@@ -64,6 +68,9 @@ def _bring_what_is_used(
     if func in _ASKED:
         return plainly(func, *args, **given)
     if func == _SET_DATA:
+        fetcher = cast("Fetcher | None", args[0].__dict__.get("_fetcher"))
+        if args[1] is args[0] and fetcher is not None and fetcher.stays(args[0]):
+            return None  # moved or converted to what it is; elsewhere, what stays on the device would part from it
         raise OffloadedError(
             "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, "
             "cuda, half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"

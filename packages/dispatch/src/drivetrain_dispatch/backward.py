@@ -42,23 +42,24 @@ class Backward:
     Args:
         units: The seats of each unit.
         seats: All of them.
-        order: Of the units in a forward.
         lock: Held while seats are claimed.
         depth: How many units may be on their way beside the one in use.
+
+    Attributes:
+        order: Of the units in the last forward.
     """
 
     def __init__(
         self,
         units: Sequence[Sequence[Seat]],
         seats: Seats,
-        order: Order,
         lock: threading.RLock,
         *,
         depth: int,
     ) -> None:
         self._units = units
         self._seats = seats
-        self._order = order
+        self.order = Order(())
         self._lock = lock
         self._depth = depth
         self._unit_of: dict[Seat, int] = {}
@@ -68,7 +69,7 @@ class Backward:
         self._claimed: dict[int, list[int]] = {}  # of each unit, the versions of its weights at that time
         self._learnt = Order((), depth)  # of the units in a backward
         self._learnt_after: tuple[int, ...] | None = None  # the order of the forward before it
-        self._cursor = Cursor(self._learnt)  # in a backward of whose end torch will tell
+        self._cursor = Cursor()  # in a backward of whose end torch will tell
         self._last: int | None = None  # what it has used
 
     def saving(self) -> AbstractContextManager[None]:
@@ -99,11 +100,11 @@ class Backward:
         """
         cursor, learnt = self._cursor, self._learnt
         if cursor.depth == 0:
-            cursor.begin()
+            cursor.begin(learnt)
         if unit != self._last:  # autograd saves each weight for itself
             self._last = unit
             cursor.use(unit)
-        if self._learnt_after is self._order.parts and learnt.expects(unit):
+        if self._learnt_after is self.order.parts and learnt.expects(unit):
             ahead = cursor.ahead
         else:
             ahead = () if again else self._before(unit)
@@ -120,7 +121,7 @@ class Backward:
                 self._cursor.end(whole=whole)
                 self._last = None
                 if whole:
-                    self._learnt_after = self._order.parts
+                    self._learnt_after = self.order.parts
             if self._claimed:
                 self._claim([])
 
@@ -161,8 +162,8 @@ class Backward:
 
     def _before(self, unit: int) -> list[int]:
         """The units that a backward needs after this one: those that the forward used before it."""
-        position = self._order.last_position(unit)
-        return self._order.before(position, self._depth)
+        position = self.order.last_position(unit)
+        return self.order.before(position, self._depth)
 
     def _versions(self, unit: int) -> list[int]:
         return [version_of(seat.tensor) for seat in self._units[unit]]

@@ -4,7 +4,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from drivetrain_dispatch.away import is_away
 from drivetrain_dispatch.carrier import Parcel
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.hooks import Listener, Listening, check_removable
+from drivetrain_dispatch.hooks import Around, Listener, NotCopied, check_removable, listen
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
 from drivetrain_dispatch.packed import is_packed, take_back, why_unready
@@ -42,7 +42,7 @@ class _Engine(Listener, Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Dispatch:
+class _Dispatch(NotCopied):
     """What was done to a model."""
 
     engines: list[_Engine] = field(default_factory=list[_Engine])
@@ -50,7 +50,7 @@ class _Dispatch:
 
     def listen(self, model: nn.Module, units: Sequence[Unit], engine: _Engine) -> None:
         self.engines.append(engine)
-        self.handles.append(Listening(model, [unit.module for unit in units], engine))
+        self.handles.extend(listen(model, [unit.module for unit in units], engine))
 
     def move(self, model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]) -> None:
         """Have inputs follow: into the model, and from one device's part to the next one's."""
@@ -62,12 +62,6 @@ class _Dispatch:
             outermost = name == ""
             moving = Moving(modules[name], device, skip_keys, returns=outermost)
             self.handles.extend(moving.handles)
-
-    def __reduce__(self) -> NoReturn:
-        raise OffloadedError(
-            "a dispatched model cannot be copied or pickled as a whole: save its state_dict(), or call "
-            "remove_hooks(model) first"
-        )
 
 
 def dispatch_model(
@@ -140,7 +134,8 @@ def remove_hooks(model: nn.Module) -> nn.Module:
     that is not dispatched.
 
     Raises:
-        OffloadedError: A forward is under way, or the forward of a module was replaced. Nothing is done then.
+        OffloadedError: A forward is under way, or the forward of a module was replaced, or its `encode` or `decode`.
+            Nothing is done then.
     """
     record: _Dispatch | None = model.__dict__.get(_RECORD)
     if record is not None:
@@ -148,7 +143,7 @@ def remove_hooks(model: nn.Module) -> nn.Module:
             raise OffloadedError(
                 "a forward of the model is under way: call remove_hooks(model) when it is over"
             )
-        check_removable([handle for handle in record.handles if isinstance(handle, Listening)])
+        check_removable([handle for handle in record.handles if isinstance(handle, Around)])
         for handle in reversed(record.handles):
             handle.remove()
         for engine in record.engines:

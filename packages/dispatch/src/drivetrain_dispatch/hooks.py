@@ -1,7 +1,7 @@
 """How a model tells that its parts are used: a call around the forward of the model and of each part.
 
-Around, not torch's hooks: those cost a module more than the rest of what is done here, and cannot undo what they
-began when a hook before them fails.
+Around, not torch's hooks: those cost a module more than the rest of what is done here, cannot undo what they began
+when a hook before them fails, and know of no method but the forward. Autoencoders are used by `encode` and `decode`.
 """
 
 import sys
@@ -14,17 +14,21 @@ from torch import nn
 
 from drivetrain_dispatch.errors import OffloadedError
 
+FORWARD = "forward"
+# What others compute with a model by, beside its forward, if it has them.
+_METHODS = ("encode", "decode")
+
 
 class Listener(Protocol):
     """What is told; in this order, by every thread that uses the model.
 
-    1. `begin` when the whole model is called. 2. `enter` and `leave` around each part, which may be one inside
-    another, and out of order. 3. `end`. What began well is ended, also when the forward fails. A part may be called
-    with no forward around it.
+    1. `begin` when the whole model is called, or a method of it that computes, maybe within another. 2. `enter` and
+    `leave` around each part, which may be one inside another, and out of order. 3. `end`. What began well is ended,
+    also when the forward fails. A part may be called with no forward around it.
     """
 
-    def begin(self) -> None:
-        """A forward of the whole model begins."""
+    def begin(self, way: str) -> None:
+        """The whole model is used: by its forward, or the method of that name."""
         ...
 
     def enter(self, index: int) -> None:
@@ -40,36 +44,89 @@ class Listener(Protocol):
         ...
 
 
-class _Around:
-    """Stands in for the forward of a module; cannot be copied or pickled with it.
+def _as_it_is(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    return output
 
-    Args:
-        module: The module.
-    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.inner: Callable[..., Any] = module.forward
-        self.module = module
-        self._was_own = "forward" in module.__dict__
-        # Whoever asks for the signature gets the module's.
-        update_wrapper(cast("Callable[..., Any]", self), self.inner, updated=())
-        module.forward = cast("Callable[..., Any]", self)
+class NotCopied:
+    """What stands in a model that is dispatched, and cannot be copied or pickled with it."""
 
     def __reduce__(self) -> NoReturn:
         raise OffloadedError(
             "a dispatched model cannot be copied or pickled as a whole: save its state_dict(), or call "
-            "remove_hooks(model) first"
+            "remove_hooks(model), or remove() of its OffloadHook, first"
         )
 
+
+class Around(NotCopied):
+    """Stands in for the forward of a module, or for another method.
+
+    Args:
+        module: The module.
+        name: The method's.
+    """
+
+    def __init__(self, module: nn.Module, name: str = FORWARD) -> None:
+        self.inner: Callable[..., Any] = getattr(module, name)
+        self.module = module
+        self.name = name
+        self._was_own = name in module.__dict__
+        # Whoever asks for the signature gets the module's.
+        update_wrapper(cast("Callable[..., Any]", self), self.inner, updated=())
+        setattr(module, name, self)
+
     def remove(self) -> None:
-        """Give the module back its forward."""
+        """Give the module back its own."""
         if self._was_own:
-            self.module.forward = self.inner
+            setattr(self.module, self.name, self.inner)
         else:
-            del self.module.forward
+            delattr(self.module, self.name)
 
 
-class _AroundPart(_Around):
+class AroundMethod(Around):
+    """Has a method be called as torch's hooks have a forward be called.
+
+    Args:
+        module: The module.
+        name: The method's.
+        before: Gives what the method is called with.
+        after: Gives what it returns; called with None if it failed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        before: Callable[
+            [nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]
+        ],
+        after: Callable[[nn.Module, tuple[Any, ...], Any], Any] = _as_it_is,
+    ) -> None:
+        super().__init__(module, name)
+        self._before: Callable[..., Any] | None = before
+        self._after = after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        if self._before is None:
+            return self.inner(*args, **kwargs)
+        args, kwargs = self._before(self.module, args, kwargs)
+        try:
+            output = self.inner(*args, **kwargs)
+        except BaseException:
+            self._after(self.module, args, None)
+            raise
+        return self._after(self.module, args, output)
+
+    def remove(self) -> None:
+        """Give the module back its own; where somebody stands around this, do nothing from now on."""
+        if getattr(self.module, self.name) is self:
+            super().remove()
+        else:
+            self._before = None
+
+
+class _AroundPart(Around):
     """Around the forward of a part."""
 
     def __init__(self, module: nn.Module, listener: Listener, index: int) -> None:
@@ -91,11 +148,13 @@ class _AroundPart(_Around):
         self.leave = cast("Callable[[int], None]", torch.compiler.disable(self.leave))
 
 
-class _AroundModel(_Around):
-    """Around the forward of the whole model."""
+class _AroundModel(Around):
+    """Around the forward of the whole model, or another method of it."""
 
-    def __init__(self, module: nn.Module, listener: Listener, parts: Sequence[_AroundPart]) -> None:
-        super().__init__(module)
+    def __init__(
+        self, module: nn.Module, name: str, listener: Listener, parts: Sequence[_AroundPart]
+    ) -> None:
+        super().__init__(module, name)
         self._listener = listener
         self._parts = parts
         self._hidden = False
@@ -107,7 +166,7 @@ class _AroundModel(_Around):
             for part in self._parts:
                 part.hide()
         whole = False
-        self._listener.begin()
+        self._listener.begin(self.name)
         try:
             output = self.inner(*args, **kwargs)
             whole = True
@@ -116,41 +175,41 @@ class _AroundModel(_Around):
         return output
 
 
-class Listening:
-    """Tells a listener of every use of a model and its parts, until it is removed.
+def methods_of(module: nn.Module) -> list[str]:
+    """The methods of a module beside its forward that compute with it. Pure."""
+    found = [(name, getattr(module, name, None)) for name in _METHODS]
+    return [
+        name
+        for name, method in found
+        if isinstance(method, Around) or getattr(method, "__self__", None) is module
+    ]
+
+
+def listen(model: nn.Module, parts: Sequence[nn.Module], listener: Listener) -> list[Around]:
+    """Tell a listener of every use of a model and its parts, until what is returned is removed, the last one first.
 
     Args:
         model: The model.
         parts: Modules of it.
         listener: Who is told of a part by its index.
-
-    Attributes:
-        around: What stands around forwards, each after those that it stands around.
     """
-
-    def __init__(self, model: nn.Module, parts: Sequence[nn.Module], listener: Listener) -> None:
-        around = [_AroundPart(part, listener, index) for index, part in enumerate(parts)]
-        self.around: list[_Around] = [*around, _AroundModel(model, listener, around)]
-
-    def remove(self) -> None:
-        """Tell no more."""
-        for around in reversed(self.around):
-            around.remove()
+    methods = methods_of(model)
+    around = [_AroundPart(part, listener, index) for index, part in enumerate(parts)]
+    return [*around, *(_AroundModel(model, name, listener, around) for name in (FORWARD, *methods))]
 
 
-def check_removable(listening: Sequence[Listening]) -> None:
+def check_removable(arounds: Sequence[Around]) -> None:
     """Check that all can be removed, the last one first.
 
     Raises:
-        OffloadedError: Somebody has replaced the forward of a module since.
+        OffloadedError: Somebody has replaced the forward of a module since, or another method.
     """
-    forwards: dict[nn.Module, object] = {}
-    for one in reversed(listening):
-        for around in reversed(one.around):
-            module = around.module
-            if forwards.get(module, module.forward) is not around:
-                raise OffloadedError(
-                    f"the forward of {type(module).__name__} was replaced after the model was dispatched: undo that "
-                    "before remove_hooks(model)"
-                )
-            forwards[module] = around.inner
+    met: dict[tuple[nn.Module, str], object] = {}
+    for around in reversed(arounds):
+        module, name = around.module, around.name
+        if met.get((module, name), getattr(module, name)) is not around:
+            raise OffloadedError(
+                f"the {name} of {type(module).__name__} was replaced after the model was dispatched: undo that "
+                "before the hooks are removed"
+            )
+        met[module, name] = around.inner

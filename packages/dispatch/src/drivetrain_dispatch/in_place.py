@@ -7,7 +7,7 @@ from functools import partial
 import psutil
 from torch import nn
 
-from drivetrain_dispatch.order import Order
+from drivetrain_dispatch.order import Order, Orders
 from drivetrain_dispatch.packed import parts_of
 from drivetrain_dispatch.pages import Pages, bring, some_missing, together
 from drivetrain_dispatch.units import Unit
@@ -37,13 +37,13 @@ class InPlace:
         ]
         self._all = together(pages for unit in self._pages for pages in unit)
         self._files = files
-        self._order = Order(range(len(units)))
+        self._orders = Orders(range(len(units)))
         self._own = _Own()
         self._lock = threading.Lock()
         self._reading: _ReadAhead | None = None
 
-    def begin(self) -> None:
-        """A forward begins.
+    def begin(self, way: str) -> None:
+        """The model is used, by its forward or another method.
 
         Raises:
             WeightFilesError: A file was replaced, written to or deleted.
@@ -55,7 +55,7 @@ class InPlace:
             if self._own.depth == 1 and self._reading is None and self._some_are_missing():
                 room = int(psutil.virtual_memory().available * _SHARE_AHEAD)
                 self._reading = self._own.reading = _ReadAhead(
-                    self._modules, self._pages, self._order.parts, room
+                    self._modules, self._pages, self._orders.of(way), room
                 )
 
     def enter(self, index: int) -> None:
@@ -72,7 +72,7 @@ class InPlace:
             own.reading.stop()
             with self._lock:
                 if whole:
-                    self._order.learn(own.reading.used)
+                    own.reading.order.learn(own.reading.used)
                 self._reading = own.reading = None
 
     def busy(self) -> bool:
@@ -107,6 +107,7 @@ class _ReadAhead:
         room_bytes: How far to go before the unit that is used.
 
     Attributes:
+        order: That.
         used: The units that the forward has used.
     """
 
@@ -114,15 +115,16 @@ class _ReadAhead:
         self,
         modules: Sequence[nn.Module],
         units: Sequence[Sequence[Pages]],
-        order: Sequence[int],
+        order: Order,
         room_bytes: int,
     ) -> None:
+        self.order = order
         self.used: list[int] = []
         self._room_bytes = room_bytes
         self._ends: dict[int, int] = {}  # of each unit, the bytes up to its end when it is first used
         self._steps: list[tuple[int, int, int]] = []  # address, bytes, bytes before it
         total = 0
-        for index in dict.fromkeys(order):
+        for index in dict.fromkeys(order.parts):
             for pages in units[index]:
                 for address, size_bytes in pages.steps():
                     self._steps.append((address, size_bytes, total))

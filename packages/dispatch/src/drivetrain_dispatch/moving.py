@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain_dispatch.hooks import Around, AroundMethod, NotCopied, methods_of
 from drivetrain_dispatch.sizes import listed
 
 
@@ -53,8 +54,10 @@ def move(value: Any, device: torch.device) -> Any:
     return value
 
 
-class Moving:
+class Moving(NotCopied):
     """Moves the inputs of a module to its device at each call, and its outputs back to where the inputs were.
+
+    So it does with the inputs of its methods that compute.
 
     Args:
         module: The module.
@@ -70,11 +73,13 @@ class Moving:
         self._returns = returns
         self._skip_keys = frozenset(listed(skip_keys))
         self._own = _Own()
-        self.handles: list[RemovableHandle] = [
+        self.handles: list[RemovableHandle | Around] = [
             module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         ]
         if returns:
             self.handles.append(module.register_forward_hook(self._after, always_call=True))
+        after = [self._after] if returns else []
+        self.handles.extend(AroundMethod(module, name, self._before, *after) for name in methods_of(module))
 
     def _before(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

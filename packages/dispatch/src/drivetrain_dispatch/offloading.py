@@ -2,13 +2,16 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.device_map import Device, check_places, place_of
 from drivetrain_dispatch.dispatching import dispatch_model
 from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.hooks import Around, AroundMethod, NotCopied, methods_of
 from drivetrain_dispatch.moving import Moving
 
 
@@ -87,7 +90,7 @@ def disk_offload(
     )
 
 
-class OffloadHook:
+class OffloadHook(NotCopied):
     """What `cpu_offload_with_hook` returns: when a model leaves the device.
 
     Args:
@@ -100,7 +103,10 @@ class OffloadHook:
         self._model = model
         self._device = device
         self._previous = previous
-        self._handles = [model.register_forward_pre_hook(self._come, prepend=True)]
+        self._handles: list[RemovableHandle | Around] = [
+            model.register_forward_pre_hook(self._come, with_kwargs=True, prepend=True),
+            *(AroundMethod(model, name, self._come) for name in methods_of(model)),
+        ]
         # Registered last, and so called first: it sees where the inputs came from.
         self._handles.extend(Moving(model, device, (), returns=False).handles)
 
@@ -110,19 +116,24 @@ class OffloadHook:
 
     def remove(self) -> None:
         """Leave the model where it is from now on."""
-        for handle in self._handles:
+        for handle in reversed(self._handles):
             handle.remove()
 
-    def _come(self, _module: nn.Module, _args: object) -> None:
+    def _come(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._previous is not None:
             self._previous.offload()
         self._model.to(self._device)
+        return args, kwargs
 
 
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: OffloadHook | None = None
 ) -> tuple[nn.Module, OffloadHook]:
     """Keep a model in the host's memory until it is called; then the whole of it comes to the device, and stays.
+
+    Its `encode` and `decode`, if it has them, call it as its forward does.
 
     For several models that are called one after the other, many times each, such as the parts of a pipeline: one
     that comes sends away the one before it.

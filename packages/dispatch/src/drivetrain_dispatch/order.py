@@ -82,38 +82,55 @@ class Order:
         return list(dict.fromkeys(reversed(self.parts[max(0, position - count) : position])))
 
 
-class Cursor:
-    """How far one thread is in an order.
+class Orders:
+    """The order of each way in which a model is used: of its forward, and of its methods that use other parts.
 
     Args:
-        order: Shared by all threads.
+        parts: What to expect before anything was learnt.
+        num_ahead: How many parts to look ahead.
+    """
+
+    def __init__(self, parts: Sequence[int], num_ahead: int = 0) -> None:
+        self._parts = parts
+        self._num_ahead = num_ahead
+        self._of: dict[str, Order] = {}
+
+    def of(self, way: str) -> Order:
+        """That of one way."""
+        return self._of.setdefault(way, Order(self._parts, self._num_ahead))
+
+
+class Cursor:
+    """How far one thread is in an order, which all threads share.
 
     Attributes:
+        order: That of the outermost forward, or of the last one.
         depth: In how many forwards it is, one within another.
         ahead: The parts that come next; none outside a forward.
     """
 
-    __slots__ = ("_order", "_position", "_used", "ahead", "depth")
+    __slots__ = ("_position", "_used", "ahead", "depth", "order")
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self) -> None:
+        self.order = Order(())
         self._position = 0
         self._used: list[int] = []
         self.depth = 0
         self.ahead: tuple[int, ...] = ()
 
-    def begin(self) -> None:
-        """A forward begins, of the whole model or within another."""
+    def begin(self, order: Order) -> None:
+        """A forward begins, in such an order; one within another is part of that one's order."""
         if self.depth == 0:
+            self.order = order
             self._position = 0
             self._used = []
-            self.ahead = self._order.first
+            self.ahead = self.order.first
         self.depth += 1
 
     def use(self, part: int) -> None:
         """A part is used in a forward: look what comes after it."""
         self._used.append(part)
-        _, self._position, self.ahead = self._order.step(part, self._position)
+        _, self._position, self.ahead = self.order.step(part, self._position)
 
     def end(self, *, whole: bool) -> None:
         """A forward has ended; learnt from if it is the outermost and went to its end."""
@@ -121,4 +138,4 @@ class Cursor:
         if self.depth == 0:
             self.ahead = ()
             if whole:
-                self._order.learn(self._used)
+                self.order.learn(self._used)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.backward import Backward
-from drivetrain_dispatch.order import Cursor, Order
+from drivetrain_dispatch.order import Cursor, Orders
 from drivetrain_dispatch.seats import Seat, Seats
 from drivetrain_dispatch.trace import OffloadTrace, Turn
 from drivetrain_dispatch.weight_files import MappedFile
@@ -44,17 +44,17 @@ class Streaming:
         self._names = names
         self._units = units
         self._files = files
-        self._order = Order(range(len(units)), depth)
+        self._orders = Orders(range(len(units)), depth)
         self._lock = threading.RLock()
-        self._threads = _Threads(self._order)  # before the seats, which ask whether a thread is inside
+        self._threads = _Threads()  # before the seats, which ask whether a thread is inside
         self._seats = Seats({seat: None for unit in units for seat in unit}, self)
         self.stats = self._seats.stats
-        self._backward = Backward(units, self._seats, self._order, self._lock, depth=depth)
+        self._backward = Backward(units, self._seats, self._lock, depth=depth)
         self._forwards: list[Cursor] = []  # of the threads that are in one
         self._expected: set[int] = set()  # units that a thread will use next
 
-    def begin(self) -> None:
-        """A forward of the whole model begins.
+    def begin(self, way: str) -> None:
+        """The whole model is used, by its forward or another method.
 
         Raises:
             WeightFilesError: A file was replaced, written to or deleted.
@@ -64,9 +64,10 @@ class Streaming:
         own = self._threads.own
         own.saving.append(ExitStack())
         with self._lock:
-            own.cursor.begin()
+            own.cursor.begin(self._orders.of(way))
             self._forwards.append(own.cursor)
             self._backward.end()
+            self._backward.order = own.cursor.order
         try:
             if torch.is_grad_enabled():
                 own.saving[-1].enter_context(self._backward.saving())
@@ -122,6 +123,11 @@ class Streaming:
             seats = self._seats.of_tensors(tensors)
             self._take(seats)
             return [seat.shown for seat in seats if seat.shown is not None]
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed by the device that stores it: only its dtype is another one, if any."""
+        (seat,) = self._seats.of_tensors([tensor])
+        return seat.parcel.device == seat.parcel.home.device
 
     def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
         """That is over; of what the result is a view, what is written to it is awaited until the forward ends."""
@@ -200,8 +206,8 @@ class _Own:
 
     __slots__ = ("cursor", "num_inside", "saving", "turns", "viewed")
 
-    def __init__(self, order: Order) -> None:
-        self.cursor = Cursor(order)
+    def __init__(self) -> None:
+        self.cursor = Cursor()
         self.num_inside = 0
         self.saving: list[ExitStack] = []
         self.viewed: list[Seat] = []  # of which the forward has views
@@ -215,5 +221,5 @@ class _Own:
 class _Threads(threading.local):
     """Of each thread, its own; looked up once at each use of a unit."""
 
-    def __init__(self, order: Order) -> None:
-        self.own = _Own(order)
+    def __init__(self) -> None:
+        self.own = _Own()

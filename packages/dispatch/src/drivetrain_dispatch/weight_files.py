@@ -5,6 +5,7 @@ A tensor of such a file is the file's pages: it takes no memory of its own, and 
 
 import ctypes
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +17,15 @@ from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.pickled_files import PICKLED_SUFFIXES, map_pickled
 
 _SUFFIX = ".safetensors"
-# In the order of preference: what an index's name ends with, what a folder's only file is called, and other ends.
+# In the order of preference: what an index's name ends with, what files are called that are a folder's weights beside
+# any others (by transformers and by diffusers), and other ends.
 _KINDS = (
-    (f"{_SUFFIX}.index.json", f"model{_SUFFIX}", (_SUFFIX,)),
-    (".bin.index.json", "pytorch_model.bin", PICKLED_SUFFIXES),
+    (f"{_SUFFIX}.index.json", (f"model{_SUFFIX}", f"diffusion_pytorch_model{_SUFFIX}"), (_SUFFIX,)),
+    (".bin.index.json", ("pytorch_model.bin", "diffusion_pytorch_model.bin"), PICKLED_SUFFIXES),
 )
 _INDICES = tuple(index for index, _, _ in _KINDS)
+# What they call an index of a variant: of another dtype, for example. A file's is its last part but one.
+_VARIANT = re.compile(r"(?<=\.index)\.[^.]+(?=\.json$)")
 _NUM_SHOWN = 5
 
 
@@ -157,7 +161,8 @@ def find_weights(checkpoint: Path | str) -> dict[str, Path]:
 
     Args:
         checkpoint: A safetensors file or one that `torch.save` wrote, an index of several (`*.safetensors.index.json`
-            or `*.bin.index.json`), or a folder that holds one of them; of both kinds, safetensors is taken.
+            or `*.bin.index.json`), or a folder that holds one of them; of both kinds, safetensors is taken. A variant
+            (`model.fp16.safetensors`, `model.safetensors.index.fp16.json`) is taken if the folder has nothing else.
 
     Raises:
         WeightFilesError: It is none of them, or a file that it names is missing, damaged, or lacks a tensor.
@@ -170,7 +175,7 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         path = _in_folder(path)
-    if path.name.endswith(_INDICES):
+    if _VARIANT.sub("", path.name).endswith(_INDICES):
         return _indexed(path)
     if path.suffix not in (_SUFFIX, *PICKLED_SUFFIXES):
         raise WeightFilesError(
@@ -183,16 +188,16 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
 
 def _in_folder(folder: Path) -> Path:
     """The index of a folder, or its one file."""
-    for index, single, suffixes in _KINDS:
-        indices = sorted(folder.glob(f"*{index}"))
-        files = sorted(path for path in folder.iterdir() if path.suffix in suffixes)
-        if len(indices) == 1:
-            return indices[0]
-        if not indices and (folder / single).is_file():
-            return folder / single
-        if not indices and len(files) == 1:
-            return files[0]
-        if found := indices or files:
+    paths = sorted(folder.iterdir())
+    for index, usual, suffixes in _KINDS:
+        indices = [path for path in paths if path.name.endswith(index)]
+        files = [path for path in paths if path.suffix in suffixes]
+        variants = [path for path in paths if _VARIANT.sub("", path.name).endswith(index)]
+        named = [path for path in files if path.name in usual]
+        found = indices or named or variants or files
+        if len(found) == 1:
+            return found[0]
+        if found:
             shown = ", ".join(path.name for path in found[:_NUM_SHOWN])
             raise WeightFilesError(f"{folder} holds several weights ({shown}): name one of them")
     raise WeightFilesError(f"{folder} holds no *{_SUFFIX} file, and none of {', '.join(PICKLED_SUFFIXES)}")
