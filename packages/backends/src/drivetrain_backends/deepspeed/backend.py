@@ -17,6 +17,7 @@ from drivetrain_backends.deepspeed.checks import (
     check_device,
     check_optimizer,
     check_parameters,
+    check_rounding,
     check_wrapper,
 )
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
@@ -204,6 +205,7 @@ class DeepSpeedBackend:
         for model in models:
             optimizer = trained_by.get(model)
             check_wrapper(model, stage)
+            check_rounding(model, self.config["zero_optimization"], self.policy, self.context.device)
             if stage < 3:
                 check_values(model)
             if optimizer is not None:

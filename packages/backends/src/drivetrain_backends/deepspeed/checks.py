@@ -1,6 +1,7 @@
 """What DeepSpeed would do wrong, or fail at without a word of use: refused before anything is changed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,3 +120,20 @@ def _check_groups(optimizer: Optimizer, stage: int) -> None:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
+
+
+def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, device: torch.device) -> None:
+    """Refuse to keep fp32 weights on an NVMe drive where the engine would round them to bf16.
+
+    It does on a device without fp16, such as the CPU, when it partitions a whole model.
+
+    Raises:
+        ValueError: It would.
+    """
+    on_drive = zero.get("offload_param", {}).get("device") == "nvme"
+    whole = any(not hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if on_drive and whole and policy.mode == "no" and device.type == "cpu":
+        raise ValueError(
+            f"offload_param='nvme' with the fp32 weights of {type(model).__name__} on the CPU: DeepSpeed would round "
+            "them to bf16; build the model inside accelerator.building(), or train in mixed precision"
+        )
