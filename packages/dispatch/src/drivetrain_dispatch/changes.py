@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.load_plan import Arrival
+from drivetrain_dispatch.packed import takes
 from drivetrain_dispatch.packing import Packing
 from drivetrain_dispatch.parts import divided_like, is_divided, put_part
 from drivetrain_dispatch.quantization import Quantization
@@ -65,7 +66,7 @@ def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:
         if old.is_meta:
             return Change(arrival.names, None, divided_like(old, value, requires_grad=learns))
         return Change(arrival.names, old, value)
-    if learns == old.requires_grad and _takes(old, value):
+    if learns == old.requires_grad and takes(old, value):
         return Change(arrival.names, old, value)
     new = type(old)(value, requires_grad=learns)  # a subclass takes what its base takes
     vars(new).update(vars(old))
@@ -81,18 +82,6 @@ def _packed_change(
     assert isinstance(linear, nn.Linear)
     layer = quantization.layer(linear, weight)
     return Change(names, None, weight) if layer is None else Change(layers, None, layer)
-
-
-def _takes(old: Tensor, value: Tensor) -> bool:
-    """Whether a tensor can be given a value of another device and dtype: not where torch has it in another way."""
-    if old.is_meta or value.is_meta:
-        return old.is_meta and value.is_meta
-    probe = torch.empty(0, dtype=old.dtype, device=old.device)
-    try:
-        probe.data = torch.empty(0, dtype=value.dtype, device=value.device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:

@@ -16,7 +16,7 @@ from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Around, Listener, NotCopied, check_removable, listen
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
-from drivetrain_dispatch.packed import is_packed, take_back, why_unready
+from drivetrain_dispatch.packed import is_packed, take_back, takes, why_unready
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
 from drivetrain_dispatch.seats import OffloadStats, Owner, Seat
 from drivetrain_dispatch.settling import settle
@@ -233,6 +233,14 @@ def check_dispatchable(
                 "dispatched, or load it with load_checkpoint_and_dispatch(quantization=...)"
             )
     check_places([place for placement in placements.values() for place in placement])
+    for name, tensor in tensors.items():
+        device = placements[name].device
+        comes = not (isinstance(tensor, nn.Parameter) or placements[name].stays or tensor.is_meta)
+        if comes and not takes(torch.empty(0), torch.empty(0, device=device)):
+            raise DeviceMapError(
+                f"{name!r} is a buffer, and torch cannot give one of the host a value on {device}: leave buffers on "
+                "the device, without offload_buffers"
+            )
     if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise DeviceMapError(

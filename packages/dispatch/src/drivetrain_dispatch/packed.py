@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.parts import is_divided
 
 
@@ -39,17 +40,39 @@ def made_of(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
-    """Have a weight be made of other parts, wherever it is known."""
-    if not is_packed(tensor):
-        (tensor.data,) = parts
-        return
+    """Have a tensor be made of other parts, wherever it is known.
+
+    Raises:
+        DeviceMapError: It cannot be moved to that kind of device as the object that it is.
+    """
     new = made_of(tensor, parts)
+    if not is_packed(tensor) and takes(tensor, new):
+        tensor.data = new
+        return
     if not isinstance(new, nn.Parameter) and isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=False)
-    torch.utils.swap_tensors(tensor, new)
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    try:
+        torch.utils.swap_tensors(tensor, new)
+    except RuntimeError as error:  # nn.LSTM and its like hold weak references
+        raise DeviceMapError(
+            f"a weight of shape {list(tensor.shape)} cannot be moved from {tensor.device} to {new.device} while "
+            f"others refer to it ({error}): move its module there first, with module.to({str(new.device)!r})"
+        ) from error
     layer = vars(tensor).get("module")
     if isinstance(layer, nn.Module):  # of bitsandbytes' 4 bits, which keeps the scales too
         layer.quant_state = vars(tensor)["quant_state"]
+
+
+def takes(tensor: Tensor, value: Tensor) -> bool:
+    """Whether a tensor can be given a value of another device and dtype: not where torch has it in another way."""
+    if tensor.is_meta or value.is_meta:
+        return tensor.is_meta and value.is_meta
+    probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    try:
+        probe.data = torch.empty(0, dtype=value.dtype, device=value.device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def size_in_bytes(tensor: Tensor) -> int:

@@ -1,0 +1,305 @@
+"""What holds of dispatched models on an accelerator: `test_on_an_accelerator.py` runs it, in a process of its own."""
+
+import copy
+import gc
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dispatch.accelerator import device
+from dispatch.models import WIDTH, Checkpointed, Coder, Gate, Recurrent, Stack, Tree, same_values, trees
+from drivetrain_dispatch import (
+    DeviceMapError,
+    LoadError,
+    Rates,
+    apply_layerwise_casting,
+    cpu_offload_with_hook,
+    dispatch_model,
+    infer_auto_device_map,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    offload_stats,
+    remove_hooks,
+)
+
+toy = device.make()
+FIRST, SECOND = (torch.device(device.NAME, index) for index in range(2))
+
+
+def on_device(model: nn.Module) -> nn.Module:
+    """A copy that is on the first accelerator altogether."""
+    return copy.deepcopy(model).to(FIRST)
+
+
+def folder() -> Path:
+    return Path(tempfile.mkdtemp())
+
+
+@settings(max_examples=60, deadline=None)
+@given(tree=trees, data=st.data())
+def test_every_placement_computes_the_same(tree: Tree, data: st.DataObject) -> None:
+    assume(not any(isinstance(part, Recurrent) for part in tree.parts))  # torch has no LSTM for such a device
+    tree.eval()
+    names = ["head", *(f"parts.{index}" for index in range(len(tree.parts)))]
+    shares = getattr(tree.head, "weight", tree.parts[0].weight) is tree.parts[0].weight
+    places = [0, "cpu", "disk"] if shares else [0, 1, "cpu", "disk"]  # shared weights have one device
+    device_map = {name: data.draw(st.sampled_from(places), label=name) for name in names}
+    whole = ("Gate",) if any(isinstance(part, Gate) for part in tree.parts) else ()
+    plain, x = on_device(tree), torch.randn(3, WIDTH)
+    stored = {name: tensor.clone() for name, tensor in tree.state_dict().items()}
+    dispatch_model(
+        tree,
+        device_map,
+        main_device=0,
+        offload_dir=folder(),
+        preload_module_classes=data.draw(st.sampled_from([(), whole]), label="whole"),
+    )
+    with torch.inference_mode(data.draw(st.booleans(), label="inference_mode")), torch.no_grad():
+        for _ in range(3):
+            tree.calls = plain.calls = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+            result = tree(x)
+            assert result.device == x.device
+            assert torch.equal(result, plain(x.to(FIRST)).cpu())
+    assert same_values({name: tensor.cpu() for name, tensor in tree.state_dict().items()}, stored)
+    remove_hooks(tree)
+    assert {type(parameter) for parameter in tree.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("build", [Stack, Checkpointed])
+def test_training_gives_the_same_gradients(build: Callable[[], nn.Module], place: str) -> None:
+    model = build()
+    plain, x = on_device(model), torch.randn(3, WIDTH)
+    dispatch_model(model, {"": place}, main_device=0, offload_dir=folder())
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    for _ in range(3):
+        losses = [model(x).square().sum(), plain(x.to(FIRST)).square().sum()]
+        assert torch.equal(losses[0].cpu(), losses[1].cpu())
+        for loss in losses:
+            loss.backward()
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert own.grad.device.type == "cpu"
+            assert torch.equal(own.grad, other.grad.cpu())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own, other.cpu())
+
+
+class Large(nn.Module):
+    """Layers of a mebibyte each."""
+
+    def __init__(self, num_layers: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+LAYER = 512 * 512 * 4
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_weights_come_from_pinned_memory_and_few_are_there(place: str) -> None:
+    """Each once a forward, all of them on a stream beside, a bounded number at a time."""
+    model, x = Large(), torch.randn(2, 512)
+    plain = on_device(model)
+    before = toy.counts()
+    expected = plain(x.to(FIRST)).cpu()
+    alone = toy.counts()["from_pageable"] - before["from_pageable"]
+    del plain
+    gc.collect()
+    dispatch_model(model, {"": place}, main_device=0, offload_dir=folder())
+    for _ in range(2):
+        toy.reset_most()
+        before = toy.counts()
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        after = toy.counts()
+        assert after["from_pageable"] - before["from_pageable"] == alone  # of operations, and the input
+        assert after["deferred"] - before["deferred"] == len(model.layers)
+        assert after["used_elsewhere"] - before["used_elsewhere"] == len(model.layers)
+        assert after["most"] - before["in_use"] < 5 * LAYER  # in use, two ahead, and an operation's own
+    assert offload_stats(model).num_missed == 0
+    gc.collect()
+    assert toy.counts()["in_use"] <= before["in_use"]
+
+
+def test_several_threads_share_a_model() -> None:
+    model = Large(6)
+    plain = on_device(model)
+    dispatch_model(model, {"": "cpu"}, main_device=0)
+    inputs = [torch.randn(2, 512) for _ in range(3)]
+    expected = [plain(x.to(FIRST)).cpu() for x in inputs]
+    failures: list[object] = []
+
+    def work(index: int) -> None:
+        try:
+            for _ in range(5):
+                with torch.no_grad():
+                    assert torch.equal(model(inputs[index]), expected[index])
+        except Exception as error:  # noqa: BLE001 the test says it
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_buffers_that_torch_cannot_move_are_refused() -> None:
+    model = Gate()
+    with pytest.raises(DeviceMapError, match=r"'shift' is a buffer.*without offload_buffers"):
+        dispatch_model(model, {"": "cpu"}, main_device=0, offload_buffers=True)
+    assert model.shift.device.type == model.scale.device.type == "cpu"
+
+
+class Nested(nn.Module):
+    """Takes and gives tensors in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: dict[str, list[Tensor]], *, kept: Tensor) -> dict[str, Any]:
+        x = self.one(given["x"][0])
+        return {"both": (x, [self.two(x)]), "kept": kept, "number": 3}
+
+
+def test_inputs_follow_and_outputs_come_back() -> None:
+    model, x = Nested(), torch.randn(2, WIDTH)
+    plain = on_device(model)
+    expected = plain({"x": [x.to(FIRST)]}, kept=x)
+    dispatch_model(model, {"one": 0, "two": 1}, skip_keys=("kept",))
+    assert (model.one.weight.device, model.two.weight.device) == (FIRST, SECOND)
+    found = model({"x": [x]}, kept=x)
+    assert {found["both"][0].device, found["both"][1][0].device} == {x.device}
+    assert torch.equal(found["both"][1][0], expected["both"][1][0].cpu())
+    assert found["kept"] is x
+    assert found["number"] == 3
+
+
+def test_a_checkpoint_goes_straight_to_where_its_budget_lets_it() -> None:
+    with torch.no_grad():
+        plain, path = Large(), folder()
+        save_file(plain.state_dict(), path / "model.safetensors")
+        with init_empty_weights():
+            model = Large()
+        budgets = {0: 5 * LAYER, "cpu": 3 * LAYER, "disk": "1GB"}
+        device_map = infer_auto_device_map(model, budgets, rates=Rates(to_device=1e9, from_disk=1e9))
+        assert set(device_map.values()) == {0, "cpu", "disk"}
+        toy.reset_most()
+        before = toy.counts()
+        load_checkpoint_and_dispatch(model, path, device_map)
+        assert toy.counts()["most"] - before["in_use"] <= 5 * LAYER
+        assert sorted(path.iterdir()) == [path / "model.safetensors"]
+        x = torch.randn(2, 512)
+        for _ in range(2):
+            assert torch.equal(model(x), on_device(plain)(x.to(FIRST)).cpu())
+
+
+def without_room(act: Callable[[], object], kind: type[Exception], room: int) -> str:
+    """What an error says that comes where the device has so many bytes left."""
+    gc.collect()
+    toy.set_capacity(toy.counts()["in_use"] + room)
+    try:
+        with pytest.raises(kind) as caught:
+            act()
+    finally:
+        toy.set_capacity(2**62)
+    return str(caught.value)
+
+
+def test_a_device_without_room_leaves_a_model_as_it_was() -> None:
+    model, x = Large(4), torch.randn(2, 512)
+    before = dict(model.named_parameters())
+    values = {name: tensor.clone() for name, tensor in before.items()}
+    said = without_room(lambda: dispatch_model(model, {"": 0}), DeviceMapError, int(2.5 * LAYER))
+    assert "'layers.2.weight'" in said
+    for name, tensor in model.named_parameters():
+        assert tensor is before[name]
+        assert tensor.device.type == "cpu"
+        assert torch.equal(tensor, values[name])
+    path = folder()
+    save_file(values, path / "model.safetensors")
+    with init_empty_weights():
+        empty = Large(4)
+    said = without_room(
+        lambda: load_checkpoint_and_dispatch(empty, path, {"": 0}), LoadError, int(2.5 * LAYER)
+    )
+    assert "toy:0 has no room for 'layers.2.weight'" in said
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert torch.isfinite(model(x)).all()
+
+
+def test_a_forward_without_room_fails_and_the_next_one_does_not() -> None:
+    model, x = Large(4), torch.randn(2, 512)
+    expected = model(x)
+    dispatch_model(model, {"": "cpu"}, main_device=0)
+    for _ in range(2):
+        said = without_room(lambda: model(x), torch.OutOfMemoryError, int(1.5 * LAYER))
+        assert "no room" in said
+        assert torch.allclose(model(x), expected)
+    remove_hooks(model)
+    assert torch.equal(model(x), expected)
+
+
+def test_weights_are_stored_small_and_computed_large() -> None:
+    model, x = Large(3).to(FIRST), torch.randn(2, 512, dtype=torch.bfloat16, device=FIRST)
+    rounded = copy.deepcopy(model).to(torch.float8_e4m3fn).to(torch.bfloat16)
+    apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16)
+    assert model.layers[0].weight.dtype == torch.float8_e4m3fn
+    for _ in range(2):
+        assert torch.equal(model(x).cpu(), rounded(x).cpu())
+
+
+def test_a_whole_model_comes_and_goes() -> None:
+    one, x = Large(2), torch.randn(2, 512)
+    expected = one(x)
+    one, hook = cpu_offload_with_hook(one, 0)
+    two, _ = cpu_offload_with_hook(Large(2), 0, hook)
+    assert torch.allclose(one(x).cpu(), expected)
+    assert one.layers[0].weight.device == FIRST
+    two(x)
+    assert one.layers[0].weight.device.type == "cpu"
+    assert two.layers[0].weight.device == FIRST
+
+
+def test_methods_beside_the_forward_follow_too() -> None:
+    model = Coder().eval()
+    plain, x = on_device(model), torch.randn(2, WIDTH)
+    dispatch_model(model, {"": "cpu"}, main_device=0)
+    with torch.no_grad():
+        for _ in range(2):
+            code = model.encode(x)
+            assert torch.equal(code, plain.encode(x.to(FIRST)).cpu())
+            assert torch.equal(model.decode(code), plain.decode(code.to(FIRST)).cpu())
+
+
+def test_quantised_weights_come_as_they_are_packed() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model, x = Large(4), torch.randn(2, 512)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    expected = model(x)
+    dispatch_model(model, {"": "cpu"}, main_device=0)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(model(x), expected)
+    stats = offload_stats(model)
+    assert stats.num_missed == 0
+    assert stats.bytes_brought < 2 * 4 * LAYER / 3  # a quarter of fp32, and scales

@@ -1,0 +1,19 @@
+"""The engine on a device of its own memory, with streams and pinned memory: the checks of `accelerator/checks.py`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dispatch.accelerator.device import CAN_BE_MADE
+
+CHECKS = Path(__file__).parent / "accelerator" / "checks.py"
+
+
+@pytest.mark.costly
+@pytest.mark.skipif(not CAN_BE_MADE, reason="wants a C++ compiler and ninja")
+def test_a_device_is_used_as_the_checks_say() -> None:
+    """In a process of its own, since torch knows a new device for good."""
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", str(CHECKS)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
