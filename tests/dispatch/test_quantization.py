@@ -1,6 +1,8 @@
 """Weights packed while they are loaded, by the real libraries, held to what those make of a whole model."""
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from drivetrain_dispatch import (
     remove_hooks,
 )
 from drivetrain_dispatch.dispatching import dispatch_model
-from drivetrain_dispatch.errors import DeviceMapError, WeightFilesError
+from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
 from drivetrain_dispatch.packed import is_packed, size_in_bytes
 from drivetrain_dispatch.quantization import (
     BitsAndBytes4Bit,
@@ -78,10 +80,18 @@ def bitsandbytes_of(model: nn.Module, quantization: BitsAndBytes4Bit | BitsAndBy
                 requires_grad=False,
                 quant_type=quantization.quant_type,
                 compress_statistics=quantization.double_quant,
+                module=layer,
             )
         layer.bias = linear.bias
         replaced[name] = layer.to("cpu").eval()
     model.up, model.down, model.again = replaced["up"], replaced["down"], replaced["down"]
+
+
+def leave_layouts(model: nn.Module) -> None:
+    """Have 4-bit layers leave their weights as they are on any processor, as those of dispatched models do."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def torchao_of(model: nn.Module, quantization: TorchAO) -> None:
@@ -132,7 +142,7 @@ def empty(*, tied: bool = False) -> nn.Module:
 
 
 def computed(model: nn.Module) -> Tensor:
-    with torch.inference_mode():
+    with torch.no_grad():  # in inference mode a layer of bitsandbytes may make its bias anew
         return model(IDS)
 
 
@@ -144,6 +154,8 @@ def test_what_is_loaded_computes_what_the_library_makes_of_the_whole_model(
     quantization = make()
     reference = copy.deepcopy(plain)
     as_a_whole(reference, quantization)
+    if place != "cpu":
+        leave_layouts(reference)
     assert not torch.equal(computed(reference), computed(plain))
     folder = checkpoint / "offloaded"
     home = "disk" if "disk" in place else "cpu"
@@ -169,6 +181,8 @@ def test_what_is_loaded_computes_what_the_library_makes_of_the_whole_model(
     assert type(model.up.weight) is type(reference.up.weight)
     assert model.again is model.down
     remove_hooks(model)
+    leave_layouts(model)
+    leave_layouts(reference)
     assert torch.equal(computed(model), computed(reference))
     saved, expected = model.state_dict(), reference.state_dict()
     assert list(saved) == list(expected)
@@ -222,6 +236,111 @@ def test_what_stays_as_it_is(plain: nn.Module, checkpoint: Path) -> None:
     everything = TorchAO(torchao.Int8WeightOnlyConfig(), skip_modules=())
     assert "lm_head.weight" not in quantized_sizes(empty(tied=True), everything)
     assert not any(parameter.requires_grad for parameter in (model.down.weight,))
+
+
+@pytest.mark.parametrize("named", ["down", "again"])
+def test_a_layer_of_two_names_is_skipped_by_either(checkpoint: Path, named: str) -> None:
+    quantization = TorchAO(torchao.Int8WeightOnlyConfig(), skip_modules=(named,))
+    assert set(quantized_sizes(empty(), quantization)) == {"up.weight", "lm_head.weight"}
+    model = load_checkpoint_and_dispatch(
+        empty(),
+        checkpoint,
+        {"": "cpu"},
+        dtype=BF16,
+        quantization=TorchAO(torchao.Int8WeightOnlyConfig()),
+        keep_in_fp32_modules=[named],
+    )
+    assert model.down.weight.dtype == torch.float32
+
+
+class Repeats(nn.Module):
+    """One layer several times in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(self.layer(x)))
+
+
+def test_a_layer_that_is_used_again_before_it_has_gone(tmp_path: Path, kind: str) -> None:
+    """The same values that came are used for its next call; also by several threads."""
+    model = Repeats().to(BF16).eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    load_checkpoint_in_model(model, tmp_path, dtype=BF16, quantization=KINDS[kind][0]())
+    leave_layouts(model)
+    inputs = [torch.randn(2, 128, dtype=BF16) for _ in range(2)]
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+        names = {name: tensor.dtype for name, tensor in model.named_parameters()}
+        dispatch_model(model, {"": "cpu"}, dtypes=names)
+        wrong: list[int] = []
+
+        def work(index: int) -> None:
+            with torch.no_grad():
+                wrong.extend(
+                    index for _ in range(20) if not torch.equal(model(inputs[index]), expected[index])
+                )
+
+        work(0)
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_model_that_bitsandbytes_packed_is_used_from_the_disk_in_place(
+    plain: nn.Module, tmp_path: Path, double: bool
+) -> None:
+    """Two layers have one table of values, which the file holds for each; nothing moves into memory."""
+    bitsandbytes_of(plain, BitsAndBytes4Bit(double_quant=double))
+    leave_layouts(plain)
+    expected = computed(plain)
+    dispatch_model(plain, {"": "disk"}, offload_dir=tmp_path)
+    where = plain.up.weight.data_ptr()
+    assert torch.equal(computed(plain), expected)
+    assert plain.up.weight.data_ptr() == where
+    assert plain.up.quant_state is plain.up.weight.quant_state
+    remove_hooks(plain)
+    assert torch.equal(computed(plain), expected)
+
+
+def test_a_weight_that_others_refer_to_stops_and_leaves_all_as_it_was(
+    plain: nn.Module, tmp_path: Path, kind: str
+) -> None:
+    KINDS[kind][1](plain, KINDS[kind][0]())
+    leave_layouts(plain)
+    expected = computed(plain)
+    before = {name: type(tensor) for name, tensor in plain.named_parameters()}
+    referred = weakref.ref(plain.down.weight)
+    with pytest.raises(DeviceMapError, match="while others refer to it"):
+        dispatch_model(plain, {"": "disk"}, offload_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert {name: type(tensor) for name, tensor in plain.named_parameters()} == before
+    assert torch.equal(computed(plain), expected)
+    del referred
+    dispatch_model(plain, {"": "disk"}, offload_dir=tmp_path)
+
+
+def test_packed_weights_that_come_cannot_be_moved(plain: nn.Module, checkpoint: Path, kind: str) -> None:
+    model = empty()
+    load_checkpoint_in_model(model, checkpoint, dtype=BF16, quantization=KINDS[kind][0]())
+    names = {name: tensor.dtype for name, tensor in model.named_parameters(remove_duplicate=False)}
+    dispatch_model(model, {"": "cpu"}, dtypes=names)
+    for move in (lambda: model.up.to("meta"), lambda: model.up.half()):
+        with pytest.raises(OffloadedError, match="cannot be replaced, moved or converted"):
+            move()
+    remove_hooks(model)
+    assert "_apply" not in vars(model.up)
+
+
+def test_fp64_is_not_packed_to_4_bits() -> None:
+    with pytest.raises(ValueError, match=r"not of torch.float64: give dtype"):
+        quantized_sizes(Small(), BitsAndBytes4Bit(), dtype=torch.float64)
 
 
 def test_layers_whose_weights_torch_uses_without_calling_them_stay(tmp_path: Path) -> None:

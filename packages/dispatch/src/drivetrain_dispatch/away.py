@@ -6,7 +6,7 @@ flat list) computes with the weight itself, on the device that computes. Elsewhe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -34,6 +34,10 @@ _ASKED = frozenset(
     Tensor.requires_grad_,
 }
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 a descriptor, which types do not know
+_CANNOT_BE_CHANGED = (
+    "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, cuda, "
+    "half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"
+)
 
 
 class Fetcher(Protocol):
@@ -71,10 +75,7 @@ def _bring_what_is_used(
         fetcher = cast("Fetcher | None", args[0].__dict__.get("_fetcher"))
         if args[1] is args[0] and fetcher is not None and fetcher.stays(args[0]):
             return None  # moved or converted to what it is; elsewhere, what stays on the device would part from it
-        raise OffloadedError(
-            "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, "
-            "cuda, half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"
-        )
+        raise OffloadedError(_CANNOT_BE_CHANGED)
     fetchers = _fetchers_of((args, given))
     if not fetchers:
         return plainly(func, *args, **given)
@@ -112,6 +113,25 @@ class AwayBuffer(Tensor):
     """A buffer whose values are elsewhere."""
 
     __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
+
+
+class Immovable:
+    """Refuses to move or convert a module whose packed weights come and go, until it is removed.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = module.__dict__
+        self._attributes["_apply"] = self._refuse  # what module.to and its like do to each module
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise OffloadedError(_CANNOT_BE_CHANGED)
+
+    def remove(self) -> None:
+        """Allow it again."""
+        del self._attributes["_apply"]
 
 
 def class_away(tensor: Tensor) -> type[Tensor]:

@@ -9,14 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.away import is_away
+from drivetrain_dispatch.away import Immovable, is_away
+from drivetrain_dispatch.bitsandbytes_weights import KeptLayout, take_back
 from drivetrain_dispatch.carrier import Parcel
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Around, Listener, NotCopied, check_removable, listen
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
-from drivetrain_dispatch.packed import is_packed, take_back, takes, why_unready
+from drivetrain_dispatch.packed import is_packed, takes, why_unready
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
 from drivetrain_dispatch.seats import OffloadStats, Owner, Seat
 from drivetrain_dispatch.settling import settle
@@ -49,8 +50,13 @@ class _Dispatch(NotCopied):
     handles: list[_Handle] = field(default_factory=list[_Handle])
 
     def listen(self, model: nn.Module, units: Sequence[Unit], engine: _Engine) -> None:
+        """Have an engine know when its units are used; one that uses weights in place watches by itself."""
         self.engines.append(engine)
-        self.handles.extend(listen(model, [unit.module for unit in units], engine))
+        brings = isinstance(engine, Streaming)
+        self.handles.extend(listen(model, [unit.module for unit in units] if brings else [], engine))
+        for unit in units:
+            if any(map(is_packed, unit.tensors.values())):
+                self.handles += [KeptLayout(unit.module), *([Immovable(unit.module)] if brings else [])]
 
     def move(self, model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]) -> None:
         """Have inputs follow: into the model, and from one device's part to the next one's."""
@@ -114,13 +120,13 @@ def dispatch_model(
     coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
     check_devices(coming, {name: placement.device for name, placement in placements.items()})
     files = settle(tensors, placements, mapped or {}, offload_dir, write_back=write_back)
-    depth = device_map.depth if isinstance(device_map, DeviceMap) and device_map.depth is not None else _DEPTH
+    depth = (device_map.depth if isinstance(device_map, DeviceMap) else None) or _DEPTH
     record = _Dispatch()
     setattr(model, _RECORD, record)
     if coming:
         record.listen(model, coming, _streaming(model, coming, placements, wanted, files, depth=depth))
     if in_place := units_of(model, _in_place(placements, files, coming)):
-        record.listen(model, (), InPlace(in_place, _files_of(in_place, files)))
+        record.listen(model, in_place, InPlace(in_place, _files_of(in_place, files)))
     record.move(model, placements, skip_keys)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment] as users of such libraries look it up
     return model

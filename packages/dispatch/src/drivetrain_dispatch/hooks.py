@@ -4,9 +4,11 @@ Around, not torch's hooks: those cost a module more than the rest of what is don
 when a hook before them fails, and know of no method but the forward. Autoencoders are used by `encode` and `decode`.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
+from types import MethodType
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -177,11 +179,11 @@ class _AroundModel(Around):
 
 def methods_of(module: nn.Module) -> list[str]:
     """The methods of a module beside its forward that compute with it. Pure."""
-    found = [(name, getattr(module, name, None)) for name in _METHODS]
     return [
         name
-        for name, method in found
-        if isinstance(method, Around) or getattr(method, "__self__", None) is module
+        for name in _METHODS
+        if isinstance(vars(module).get(name), Around | MethodType)
+        or inspect.isfunction(inspect.getattr_static(type(module), name, None))  # no property is asked
     ]
 
 

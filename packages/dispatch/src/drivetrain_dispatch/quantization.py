@@ -97,7 +97,7 @@ class BitsAndBytes4Bit:
     Attributes:
         quant_type: The 16 values there are: "nf4" for weights that are spread normally, or "fp4".
         double_quant: Whether the scales are quantised too.
-        compute_dtype: What layers compute in; None for the dtype of their input.
+        compute_dtype: What layers compute in; None for the dtype that the weight had.
         skip_modules: What stays as it is; None for `lm_head` alone.
     """
 
@@ -114,7 +114,10 @@ class BitsAndBytes4Bit:
 
     def size_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What a weight takes when it is packed."""
-        del dtype
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"BitsAndBytes4Bit packs weights of fp32, fp16 and bf16, not of {dtype}: give dtype=..."
+            )
         numel = math.prod(shape)
         values, scales = -(-numel // 2), -(-numel // _BLOCK)
         if not self.double_quant:
@@ -142,16 +145,16 @@ class BitsAndBytes4Bit:
 
     def layer(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Module | None:
         """The layer of bitsandbytes that takes the place of another."""
+        packed: Any = weight
         new = _bitsandbytes().nn.Linear4bit(
             linear.in_features,
             linear.out_features,
             bias=False,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=self.compute_dtype or packed.quant_state.dtype,
             compress_statistics=self.double_quant,
             quant_type=self.quant_type,
             device="meta",
         )
-        packed: Any = weight
         packed.module, new.quant_state = new, packed.quant_state
         return _in_place_of(linear, new, weight)
 
@@ -268,22 +271,26 @@ def layers_to_pack(
     for module in modules.values():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(module))
+    left_out = {
+        id(module)
+        for name, module in modules.items()  # under any of its names
+        if f"{name}.weight" in special_dtypes or any(part in skipped for part in (name, *name.split(".")))
+    }
     found = {
         f"{name}.weight": module
         for name, module in modules.items()
         if name
         and type(module) is nn.Linear
-        and not any(part in skipped for part in (name, *name.split(".")))
+        and id(module) not in left_out
         and not any(isinstance(modules[outer], REACH_INSIDE) for outer in enclosing_modules(name))
         and len(owners[id(module.weight)]) == 1
         and module.weight.is_floating_point()
         and not is_packed(module.weight)
     }
-    found = {name: linear for name, linear in found.items() if name not in special_dtypes}
     if not found:
         raise ValueError(
             f"{type(quantization).__name__}: the model has no weight to pack: they are those of nn.Linear inside of "
-            "it, but for tied ones and what skip_modules and special dtypes name"
+            "it (not of classes of it), but for tied ones and what skip_modules and special dtypes name"
         )
     for name, linear in found.items():
         if any(value for key, value in vars(linear).items() if key.endswith("_hooks") or key == "forward"):

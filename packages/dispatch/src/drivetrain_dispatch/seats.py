@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from drivetrain_dispatch.away import Fetcher, class_away, plainly, set_fetcher
+from drivetrain_dispatch.bitsandbytes_weights import lend_state, return_state
 from drivetrain_dispatch.carrier import Arrival, Carrier, Parcel
-from drivetrain_dispatch.packed import is_packed, lend_state, return_state
+from drivetrain_dispatch.packed import is_packed
 
 
 class Owner(NamedTuple):
@@ -218,7 +219,7 @@ class Seats:
                     if parameters.get(name) is seat.tensor:  # not another one that somebody has put there
                         attributes[name] = shown
                         if seat.packed:
-                            lend_state(attributes)
+                            lend_state(attributes, shown)
         elif seat.users == 0:
             seat.tensor.__class__ = seat.here  # type: ignore[assignment]
             seat.tensor.data = value

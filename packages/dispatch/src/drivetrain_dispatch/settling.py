@@ -55,22 +55,21 @@ def settle(
     moved: list[tuple[Tensor, torch.device]] = []
     try:
         for name in names:
-            tensor, placement = tensors[name], placements[name]
-            # What is there already stays the tensor that it is.
-            if placement.home != "disk" and not (placement.stays and tensor.device == placement.home):
-                moved.append((tensor, tensor.device))
-                # One after the other: what has moved frees its memory.
+            tensor, placement, device = tensors[name], placements[name], tensors[name].device
+            if file is not None and name in written:
+                put_parts(tensor, [file.tensor(key) for key in parts[name]])
+                in_files[id(tensor)] = file
+            elif placement.home == "disk" or (placement.stays and device == placement.home):
+                continue  # it is there, and stays the tensor that it is
+            else:  # one after the other: what has moved frees its memory
                 put_parts(tensor, _kept(name, tensor, placement.home, stays=placement.stays))
+            moved.append((tensor, device))
     except BaseException:
         for tensor, device in moved:
-            put_parts(tensor, [part.data.to(device) for part in parts_of(tensor)])
+            put_parts(tensor, [part.data.to(device, copy=True) for part in parts_of(tensor)])
         if file is not None:
             file.path.unlink()
         raise
-    if file is not None:
-        for name in written:
-            put_parts(tensors[name], [file.tensor(key) for key in parts[name]])
-            in_files[id(tensors[name])] = file
     return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
 
 

@@ -42,7 +42,7 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
         ValueError: `whole` names a class that the model does not have.
     """
     whole = listed(whole)
-    kinds = {type(module).__name__ for module in model.modules()}
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if unknown := sorted(set(whole) - kinds):
         raise ValueError(
             f"preload_module_classes={unknown}: the model has no module of such a class; name classes as "
@@ -53,7 +53,7 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
     stay = {
         name
         for name, module in modules.items()
-        if type(module).__name__ in whole or isinstance(module, REACH_INSIDE)
+        if isinstance(module, REACH_INSIDE) or any(kind.__name__ in whole for kind in type(module).__mro__)
     }
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named_tensors(model):

@@ -58,7 +58,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()  # wherever the process goes afterwards
         try:
             self._stamp = _Stamp.of(path)
             # Where each tensor begins; empty where the format hides it.
