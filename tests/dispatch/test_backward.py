@@ -144,6 +144,7 @@ class TestTraining:
         with pytest.raises(OffloadedError, match=r"a weight of shape \[8, 8\] was changed after the forward"):
             loss.backward()
 
+    @pytest.mark.filterwarnings("ignore:a weight that is stored in:UserWarning")
     def test_weights_of_another_dtype_are_trained(self) -> None:
         torch.manual_seed(0)
         model = Stack().bfloat16()

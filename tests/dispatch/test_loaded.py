@@ -103,6 +103,22 @@ def test_weights_on_the_disk_are_converted_when_they_are_used(plain: Language, c
     remove_hooks(model)
 
 
+def test_training_what_a_file_holds_in_fewer_bits_is_warned_of(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    values = {name: value.bfloat16() for name, value in plain.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"})
+    with pytest.warns(
+        UserWarning, match=r"stored in torch.bfloat16 and computed in torch.float32 is trained"
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+    del model.hf_device_map
+    remove_hooks(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_a_checkpoint_that_changes_stops_the_next_forward(checkpoint: Path) -> None:
     model = load_checkpoint_and_dispatch(empty(), checkpoint, {"": "disk"})
     model(TOKENS)

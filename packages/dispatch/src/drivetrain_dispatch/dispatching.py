@@ -154,7 +154,7 @@ def remove_hooks(model: nn.Module) -> nn.Module:
             handle.remove()
         for engine in record.engines:
             engine.close()
-        del model.hf_device_map
+        model.__dict__.pop("hf_device_map", None)  # who calls other libraries may have deleted it
         delattr(model, _RECORD)
     return model
 

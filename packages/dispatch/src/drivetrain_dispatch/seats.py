@@ -1,5 +1,6 @@
 """Tensors that come and go: who claims them, and what modules meet in their place."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -265,6 +266,12 @@ class _Borrowed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.dtype.itemsize < gradients[0].dtype.itemsize:
+            warnings.warn(
+                f"a weight that is stored in {ctx.dtype} and computed in {gradients[0].dtype} is trained, in "
+                f"{ctx.dtype}: small steps are lost; store what is trained in {gradients[0].dtype}",
+                stacklevel=2,
+            )
         return gradients[0].to(ctx.device, ctx.dtype), None
 
 
