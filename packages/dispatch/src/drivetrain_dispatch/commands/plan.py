@@ -203,8 +203,9 @@ def _forecast(
     except CostError:
         raise
     except RuntimeError as error:  # torch's, of shapes that do not fit
+        folder = arguments.model_dir.removesuffix("/config.json")
         raise ValueError(
-            f"a forward of the model that {arguments.model_dir.removesuffix('/config.json')}/config.json describes fails ({error}): check "
+            f"a forward of the model that {folder}/config.json describes fails ({error}): check "
             "the sizes in it"
         ) from error
     return forecast(blocks, budgets, rates, prefill=prefill, token=decode)
