@@ -48,6 +48,16 @@ def test_what_is_given_is_read_in_its_order() -> None:
     ]  # fmt: skip
     with pytest.raises(DeviceMapError, match="'gpu' is no device"):
         get_max_memory({"gpu": 1})
+    with pytest.raises(DeviceMapError, match="'0' is no device: give the number 0, without quotes"):
+        get_max_memory({"0": 1})
+
+
+@pytest.mark.parametrize("given", [10**9, "20GB", ["20GB"]])
+def test_one_size_for_all_is_refused(given: object) -> None:
+    with pytest.raises(
+        ValueError, match=r'give a size for each device, such as \{0: "20GB", "cpu": "60GB"\}'
+    ):
+        get_max_memory(given)
 
 
 def layers(number: int) -> nn.Module:

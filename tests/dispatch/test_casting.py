@@ -52,6 +52,43 @@ def test_a_weight_is_skipped_under_all_its_names() -> None:
     assert tied["out"].weight.dtype == torch.float8_e4m3fn
 
 
+@pytest.mark.parametrize(
+    ("storage", "compute", "given", "message"),
+    [
+        ("float8_e4m3fn", torch.bfloat16, {}, r"storage_dtype='float8_e4m3fn' .* give torch\.float8_e4m3fn"),
+        (torch.float16, "bfloat16", {}, r"compute_dtype='bfloat16' is no torch\.dtype: give torch\.bfloat16"),
+        (torch.float16, torch.float8_e5m2, {}, r"compute_dtype=torch\.float8_e5m2: no layer computes in it"),
+        (
+            torch.float16,
+            torch.float32,
+            {"skip_modules_pattern": "norm("},
+            "'norm\\(' is no regular expression",
+        ),
+        (torch.float16, torch.float32, {"skip_modules_pattern": [nn.Linear]}, "is no regular expression"),
+        (
+            torch.float16,
+            torch.float32,
+            {"skip_modules_classes": "LayerNorm"},
+            "skip_modules_classes='LayerNorm'",
+        ),
+        (
+            torch.float16,
+            torch.float32,
+            {"skip_modules_classes": ["LayerNorm"]},
+            "belong to skip_modules_pattern",
+        ),
+        (torch.float16, torch.float32, {"skip_modules_classes": nn.Linear}, "give classes such as"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_converted(
+    storage: torch.dtype, compute: torch.dtype, given: dict[str, object], message: str
+) -> None:
+    cast = model()
+    with pytest.raises(ValueError, match=message):
+        apply_layerwise_casting(cast, storage, compute, **given)
+    assert {parameter.dtype for parameter in cast.parameters()} == {torch.float32}
+
+
 def test_what_cannot_be_done_is_said_and_changes_nothing() -> None:
     cast = model()
     with pytest.raises(ValueError, match=r"storage_dtype=torch\.int8: must be a floating-point"):

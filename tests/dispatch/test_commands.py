@@ -185,3 +185,26 @@ def test_the_command_line_reaches_it(folder: str, capsys: pytest.CaptureFixture[
     }  # fmt: skip
     assert cli.main([*words, "--dtype", "int3"]) == 2
     assert "--dtype int3: say one of" in capsys.readouterr().err
+
+
+def test_a_prompt_is_as_long_as_the_model_takes_or_as_usual(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    for most, tokens in ((64, 64), (8192, 4096)):
+        file.write_text(json.dumps({**CONFIG, "max_position_embeddings": most}))
+        found = planned(capsys, str(file), gpu=("1GB",), seq=None)
+        assert found["devices"]["0"]["kept_bytes"] == 6 * 2 * (tokens + 1) * 64 * 2
+    assert "--seq 9000: LlamaForCausalLM takes 8192 tokens at most" in told(capsys, str(tmp_path), seq=9000)
+
+
+def test_a_checkpoint_that_is_quantised_already_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    said = told(capsys, str(tmp_path), gpu=("1GB",))
+    assert "has a quantization_config (gptq): its own library loads such a checkpoint" in said
+    assert "plan with --quantize" in said

@@ -165,6 +165,30 @@ def test_a_map_that_does_not_fit_changes_nothing() -> None:
     assert not dispatched(model)
 
 
+@pytest.mark.parametrize(
+    ("device_map", "given", "message"),
+    [
+        ("auto", {}, r"device_map='auto': give a map .*infer_auto_device_map\(model\) plans one"),
+        ({"": -1}, {}, "-1 is no device: give the number of an accelerator"),
+        ({"": True}, {}, "True is no device"),
+        ({"": "cpu"}, {"dtypes": {"layers": torch.float32}}, r"dtypes=\['layers'\]: the model has no such"),
+        (
+            {"": "cpu"},
+            {"dtypes": {"layers.0.weight": "float16"}},
+            r"dtypes\['layers\.0\.weight'\]='float16' is no torch\.dtype: give torch\.float16",
+        ),
+        ({"": "cpu"}, {"write_back": True}, "write_back=True: device_map puts nothing on 'disk'"),
+    ],
+)
+def test_arguments_that_cannot_be_change_nothing(
+    device_map: object, given: dict[str, object], message: str
+) -> None:
+    model = Stack()
+    with pytest.raises(ValueError, match=message):
+        dispatch_model(model, device_map, **given)
+    assert not dispatched(model)
+
+
 class TestLeaving:
     """What becomes of a model when it is no longer dispatched."""
 

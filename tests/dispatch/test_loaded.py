@@ -103,6 +103,19 @@ def test_weights_on_the_disk_are_converted_when_they_are_used(plain: Language, c
     remove_hooks(model)
 
 
+def test_a_planned_map_of_the_host_brings_weights_ahead_too(tmp_path: Path) -> None:
+    plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    load_checkpoint_and_dispatch(model, tmp_path, "auto", {"cpu": "20KB"}, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(1, 64, dtype=torch.bfloat16))
+    assert offload_stats(model).num_used > 0
+    assert offload_stats(model).num_missed == 0
+
+
 def test_training_what_a_file_holds_in_fewer_bits_is_warned_of(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     values = {name: value.bfloat16() for name, value in plain.state_dict().items()}
@@ -131,7 +144,7 @@ def test_a_checkpoint_that_changes_stops_the_next_forward(checkpoint: Path) -> N
 def test_bad_input_is_said_and_leaves_the_model(checkpoint: Path, tmp_path: Path) -> None:
     model = empty()
     with pytest.raises(
-        ValueError, match="device_map='fast': give a map from names to devices, or one of 'auto'"
+        ValueError, match=r"device_map='fast': give a map from names to devices, .*, or one of 'auto'"
     ):
         load_checkpoint_and_dispatch(model, checkpoint, "fast")
     with pytest.raises(ValueError, match="keep_in_fp32_modules='nrom': the model has no module called so"):
@@ -151,3 +164,35 @@ def test_bad_input_is_said_and_leaves_the_model(checkpoint: Path, tmp_path: Path
     load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"})
     with pytest.raises(OffloadedError, match="dispatched already"):
         load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"})
+
+
+def test_names_are_changed_on_the_way(plain: Language, tmp_path: Path) -> None:
+    weights = {f"model.{name}": value.clone() for name, value in plain.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    model = load_checkpoint_and_dispatch(
+        empty(), tmp_path, {"": "disk"}, rename=lambda name: name.removeprefix("model.")
+    )
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("device_map", "max_memory", "message"),
+    [
+        ({"": "cpu"}, {"cpu": "1GB"}, r"max_memory=.* is for a map that is planned: leave it out"),
+        (
+            None,
+            {"cpu": "1GB"},
+            "is for a map that is planned: leave it out, or give device_map one of 'auto'",
+        ),
+        ("auto", {"cuda:99": "1GB", "cpu": "1GB"}, "max_memory: cuda:99 is not here"),
+        ("sequential", {"0": "1GB"}, "'0' is no device: give the number 0"),
+        ("auto", "1GB", "max_memory='1GB': give a size for each device"),
+    ],
+)
+def test_budgets_that_would_be_ignored_or_cannot_be_are_said(
+    device_map: dict[str, str] | str | None, max_memory: object, message: str, checkpoint: Path
+) -> None:
+    model = empty()
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint_and_dispatch(model, checkpoint, device_map, max_memory)
+    assert all(parameter.is_meta for parameter in model.parameters())

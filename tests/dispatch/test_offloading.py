@@ -106,3 +106,24 @@ def test_inputs_of_a_method_go_to_the_accelerator_and_come_back() -> None:
         assert torch.equal(offloaded.decode(offloaded.encode(x)), plain.decode(plain.encode(x.cuda())).cpu())
     remove_hooks(offloaded)
     assert offloaded.__dict__.keys() == plain.__dict__.keys()
+
+
+def test_what_cannot_come_and_go_as_a_whole_is_said() -> None:
+    first, hook = cpu_offload_with_hook(model(), "cpu")
+    with pytest.raises(OffloadedError, match=r"has an OffloadHook already: call remove\(\)"):
+        cpu_offload_with_hook(first, "cpu")
+    hook.remove()
+    hook.remove()
+    again, _ = cpu_offload_with_hook(first, "cpu")
+    with pytest.raises(OffloadedError, match="has an OffloadHook already"):
+        cpu_offload_with_hook(nn.Sequential(again), "cpu")
+    with pytest.raises(
+        ValueError, match="prev_module_hook is a tuple: give the OffloadHook of the model before, the second"
+    ):
+        cpu_offload_with_hook(model(), "cpu", (first, hook))
+    with pytest.raises(
+        DeviceMapError, match=r"'0\.weight' and 3 more on the meta device: load weights first"
+    ):
+        cpu_offload_with_hook(model().to("meta"), "cpu")
+    with pytest.raises(OffloadedError, match="dispatched already"):
+        cpu_offload_with_hook(cpu_offload(model(), "cpu"), "cpu")

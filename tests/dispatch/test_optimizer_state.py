@@ -109,3 +109,29 @@ def test_a_disk_without_room_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightFilesError, match="cannot be made"):
         disk_offload_optimizer(torch.optim.AdamW(trained.parameters()), tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "AdamW, foreach, amsgrad", "AdamW, fused", "RMSprop"])
+def test_a_step_is_tried_again_when_the_disk_has_room(kind: str, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+
+    def wider() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 1024), nn.Linear(1024, 256))
+
+    trained, plain = wider(), wider()
+    optimizer, theirs = OPTIMIZERS[kind](trained.parameters()), OPTIMIZERS[kind](plain.parameters())
+    disk_offload_optimizer(optimizer, tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # the first layer's state has room
+    try:
+        with pytest.raises(WeightFilesError, match="has no room"):
+            train(trained, optimizer, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    optimizer.zero_grad()
+    train(trained, optimizer)
+    train(plain, theirs)
+    for ours, other in zip(trained.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, other)
+    assert all(in_files(optimizer, tmp_path))

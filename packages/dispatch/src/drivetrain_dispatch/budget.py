@@ -8,6 +8,7 @@ import psutil
 import torch
 from torch import nn
 
+from drivetrain_dispatch.arguments import check_budgets
 from drivetrain_dispatch.blocks import blocks_of
 from drivetrain_dispatch.device_map import Device, place_of
 
@@ -33,9 +34,10 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
 
     Raises:
         DeviceMapError: There is no such kind of device.
-        ValueError: A size is none.
+        ValueError: It is no map, or a size is none.
     """
     if max_memory is not None:
+        check_budgets(max_memory)
         for device in max_memory:
             place_of(device)
         return {device: parse_size(size) for device, size in max_memory.items()}

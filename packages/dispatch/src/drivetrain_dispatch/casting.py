@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Collection
+from typing import cast
 
 import torch
 from torch import nn
 
+from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.dispatching import check_dispatchable, dispatch_model, dispatched
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.packed import is_packed
@@ -44,15 +46,15 @@ def apply_layerwise_casting(
     Raises:
         OffloadedError: The model is dispatched already: give `dispatch_model` the `dtypes` instead.
         DeviceMapError: A tensor has no data.
-        ValueError: A dtype is no floating-point one, or nothing is left to store.
+        ValueError: A dtype is no floating-point one or none to compute in, a pattern no regular expression, a class
+            none, or nothing is left to store.
     """
     if dispatched(model):
         raise OffloadedError(
             "the model is dispatched already: convert its weights before, and give dispatch_model(dtypes=...)"
         )
-    for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
-        if not dtype.is_floating_point:
-            raise ValueError(f"{name}={dtype}: must be a floating-point dtype such as torch.float8_e4m3fn")
+    _check_dtypes(storage_dtype, compute_dtype)
+    _check_skipped(listed(skip_modules_pattern), skip_modules_classes)
     skipped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -77,3 +79,38 @@ def apply_layerwise_casting(
     for tensor in parameters.values():
         tensor.data = tensor.data.to(compute_dtype if id(tensor) in whole else storage_dtype)
     return dispatch_model(model, devices, dtypes=dict.fromkeys(stored, compute_dtype))
+
+
+def _check_dtypes(storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+    """Check both.
+
+    Raises:
+        ValueError: One is no floating-point one, or none that layers compute in.
+    """
+    for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
+        check_dtype(name, dtype)
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name}={dtype}: must be a floating-point dtype such as torch.float8_e4m3fn")
+    check_computed("compute_dtype", compute_dtype, "give torch.bfloat16, and this one as storage_dtype")
+
+
+def _check_skipped(patterns: Collection[str], classes: object) -> None:
+    """Check what says which modules are skipped.
+
+    Raises:
+        ValueError: A pattern is no regular expression, or a class none.
+    """
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"skip_modules_pattern={pattern!r} is no regular expression ({error}): give a part of a parameter's "
+                "name, such as 'norm'"
+            ) from error
+    given = cast("Collection[object]", classes) if isinstance(classes, Collection) else (None,)
+    if not all(isinstance(each, type) for each in given):
+        raise ValueError(
+            f"skip_modules_classes={classes!r}: give classes such as (torch.nn.LayerNorm,); names of modules belong "
+            "to skip_modules_pattern"
+        )

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
+from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 
@@ -67,12 +68,14 @@ def place_of(device: Device) -> Place:
     """
     if device == "disk":
         return "disk"
-    if isinstance(device, int) and not isinstance(device, bool):
+    if isinstance(device, str) and device.isdecimal():
+        raise DeviceMapError(f"{device!r} is no device: give the number {int(device)}, without quotes")
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         found = torch.accelerator.current_accelerator()
         return torch.device("cuda" if found is None else found.type, device)
     try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        return torch.device(str(device))  # a number below 0 too is none
+    except RuntimeError as error:
         raise DeviceMapError(
             f"{device!r} is no device: give the number of an accelerator, a name such as 'cuda:0' or 'cpu', or 'disk'"
         ) from error
@@ -88,6 +91,9 @@ def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[s
     Raises:
         DeviceMapError: A name is not in the model, a tensor has no device, or there is no such kind of device.
     """
+    check_map(
+        devices, "; infer_auto_device_map(model) plans one, as load_checkpoint_and_dispatch can at once"
+    )
     tensors = [name for name, _ in named_tensors(model)]
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     if unknown := sorted(devices.keys() - modules - set(tensors)):
@@ -103,8 +109,8 @@ def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[s
     return {name: places[key] for name, key in chosen.items() if key is not None}
 
 
-def check_places(places: Iterable[Place]) -> None:
-    """Check that this machine has the devices.
+def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
+    """Check that this machine has the devices that an argument names.
 
     Raises:
         DeviceMapError: It lacks one.
@@ -116,7 +122,7 @@ def check_places(places: Iterable[Place]) -> None:
         count = torch.accelerator.device_count() if found is not None and found.type == place.type else 0
         if (place.index or 0) >= count:
             here = f"{count} of the kind {place.type}" if count else f"none of the kind {place.type}"
-            raise DeviceMapError(f"device_map: {place} is not here: this machine has {here}")
+            raise DeviceMapError(f"{argument}: {place} is not here: this machine has {here}")
 
 
 def _longest(name: str, places: Mapping[str, Place]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.away import Immovable, is_away
 from drivetrain_dispatch.bitsandbytes_weights import KeptLayout, take_back
 from drivetrain_dispatch.carrier import Parcel
@@ -108,23 +109,23 @@ def dispatch_model(
         DeviceMapError: The map does not fit the model or the machine, a device has no room, or the disk no folder.
         WeightFilesError: The weights could not be written to the disk.
         OffloadedError: The model is dispatched already.
-        ValueError: A class is named that the model does not have.
+        ValueError: A class or tensor is named that the model does not have, or a dtype is none.
 
     After an error the model is what it was.
     """
     placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
     tensors = dict(named_tensors(model))
+    _check_use(tensors, placements, dtypes or {}, write_back=write_back)
     take_back(model)
     check_dispatchable(model, tensors, placements)
     wanted = _converted(model, tensors, dtypes or {})
     coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
     check_devices(coming, {name: placement.device for name, placement in placements.items()})
     files = settle(tensors, placements, mapped or {}, offload_dir, write_back=write_back)
-    depth = (device_map.depth if isinstance(device_map, DeviceMap) else None) or _DEPTH
     record = _Dispatch()
     setattr(model, _RECORD, record)
     if coming:
-        record.listen(model, coming, _streaming(model, coming, placements, wanted, files, depth=depth))
+        record.listen(model, coming, _streaming(model, coming, placements, wanted, files, device_map))
     if in_place := units_of(model, _in_place(placements, files, coming)):
         record.listen(model, in_place, InPlace(in_place, _files_of(in_place, files)))
     record.move(model, placements, skip_keys)
@@ -205,6 +206,32 @@ def _streams(model: nn.Module) -> list[Streaming]:
     return [engine for engine in record.engines if isinstance(engine, Streaming)]
 
 
+def _check_use(
+    tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    write_back: bool,
+) -> None:
+    """Check what is said of single tensors, and of those on the disk.
+
+    Raises:
+        DeviceMapError: None is on the disk that could be written back.
+        ValueError: The model has no such tensor, or a dtype is none.
+    """
+    if unknown := sorted(dtypes.keys() - tensors.keys()):
+        raise ValueError(
+            f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
+        )
+    for name, dtype in dtypes.items():
+        check_dtype(f"dtypes[{name!r}]", dtype)
+    if write_back and all(placement.home != "disk" for placement in placements.values()):
+        raise DeviceMapError(
+            "write_back=True: device_map puts nothing on 'disk' that training could change; leave it out, or put "
+            "weights there"
+        )
+
+
 def check_dispatchable(
     model: nn.Module, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement]
 ) -> None:
@@ -267,6 +294,11 @@ def _converted(
     return {name: dtype for name, dtype in dtypes.items() if name not in statistics}
 
 
+def _depth(device_map: Mapping[str, Device]) -> int:
+    # A plan without offloading has none; what is converted at its use comes all the same.
+    return (device_map.depth if isinstance(device_map, DeviceMap) else None) or _DEPTH
+
+
 def _coming(placements: Mapping[str, Placement], dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """The tensors that are brought when they are used."""
     return [
@@ -290,8 +322,7 @@ def _streaming(
     placements: Mapping[str, Placement],
     dtypes: Mapping[str, torch.dtype],
     files: Mapping[str, MappedFile],
-    *,
-    depth: int,
+    device_map: Mapping[str, Device],
 ) -> Streaming:
     owners: dict[int, list[Owner]] = {}
     for module in model.modules():
@@ -308,7 +339,7 @@ def _streaming(
     return Streaming(
         [list(dict.fromkeys(unit)) for unit in each],
         names=[unit.name for unit in units],
-        depth=depth,
+        depth=_depth(device_map),
         files=_files_of(units, files),
     )
 

@@ -1,5 +1,6 @@
 """Models of Hugging Face's transformers, built from their folder without memory."""
 
+import json
 from collections import Counter
 from importlib import import_module
 from inspect import signature
@@ -20,13 +21,16 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """Build the language model that a folder describes, without memory; its weights need not be there.
 
     Args:
-        folder: A folder with a `config.json`.
+        folder: A folder with a `config.json`, or that file.
         dtype: Of its floating-point tensors; None takes the one that the configuration names, or else float32.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: The folder has no configuration, or none of a model that generates text.
+        ValueError: The folder has no configuration, none of a model that generates text, or one of a checkpoint that
+            is quantised already.
     """
+    if folder.name == _CONFIG and folder.is_file():
+        folder = folder.parent
     if not (folder / _CONFIG).is_file():
         raise ValueError(f"{folder} has no {_CONFIG}: name the folder of a Hugging Face model")
     try:
@@ -37,6 +41,7 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
         raise ImportError(
             "to build a Hugging Face model the package transformers is needed: pip install transformers"
         ) from error
+    _check_not_quantised(folder / _CONFIG)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with init_empty_weights(include_buffers=True):
@@ -59,14 +64,20 @@ def whole_classes(model: nn.Module) -> list[str]:
     return [Counter(type(layer).__name__ for layer in layers).most_common(1)[0][0]]
 
 
+def most_tokens(model: nn.Module) -> int | None:
+    """How many tokens a prompt may have at most; None where the model does not say."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
+
+
 def prompt_of(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:
     """What the forward over a prompt is given, of shape (batch_size, num_tokens), without data.
 
     Raises:
         ValueError: The model takes no prompt as long as that.
     """
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(most, int) and num_tokens > most:
+    most = most_tokens(model)
+    if most is not None and num_tokens > most:
         raise ValueError(f"a prompt of {num_tokens} tokens: {type(model).__name__} takes {most} at most")
     ids = torch.empty(batch_size, num_tokens, dtype=torch.long, device="meta")
     # To generate, only the last token's scores are asked for.
@@ -94,3 +105,22 @@ def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str,
             "prompt: plan with infer_auto_device_map, and give what each part does by hand"
         )
     return {**prompt_of(model, batch_size, 1), **caches}
+
+
+def _check_not_quantised(config: Path) -> None:
+    """Check that a configuration is of weights in full precision.
+
+    Raises:
+        ValueError: They are packed already.
+    """
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError:  # transformers says what is wrong
+        return
+    said = found.get("quantization_config") if isinstance(found, dict) else None
+    if said:
+        method = said.get("quant_method", "quantised") if isinstance(said, dict) else said
+        raise ValueError(
+            f"{config} has a quantization_config ({method}): its own library loads such a checkpoint; "
+            "leave that key out of a copy, and plan with --quantize"
+        )

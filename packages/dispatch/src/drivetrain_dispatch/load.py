@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_dispatch.arguments import check_load
 from drivetrain_dispatch.changes import Change, apply_changes, changes_of
 from drivetrain_dispatch.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.errors import WeightFilesError
@@ -95,6 +96,7 @@ def load_checkpoint_in_model(
         LoadError: A device has no room, or another rank failed.
         ValueError: Another argument is wrong.
     """
+    check_load(dtype, quantization, progress)
     _check_arguments(model, device_map, read_by, num_threads)
     options = _Options(dtype=dtype, special_dtypes=special_dtypes, strict=strict, rename=rename)
     with _Load(model, Path(checkpoint), device_map, options, Packing(quantization, offload_folder)) as load:

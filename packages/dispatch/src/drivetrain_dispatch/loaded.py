@@ -1,14 +1,15 @@
 """A checkpoint straight to where a device map puts it: planned, loaded and dispatched in one call."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import nn
 
-from drivetrain_dispatch.budget import get_balanced_memory
-from drivetrain_dispatch.device_map import Device, DeviceMap
+from drivetrain_dispatch.arguments import check_load, check_map
+from drivetrain_dispatch.budget import get_balanced_memory, get_max_memory
+from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.dispatching import dispatch_model, dispatched
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.filling import Progress
@@ -22,6 +23,7 @@ from drivetrain_dispatch.units import units_of
 # How a map is planned: spread evenly over the accelerators ("auto" is that), the same with the first one left to what
 # generation needs, or one after the other.
 Way: TypeAlias = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+_WAYS = f"one of {', '.join(map(repr, get_args(Way)))}"
 
 
 def load_checkpoint_and_dispatch(
@@ -34,6 +36,7 @@ def load_checkpoint_and_dispatch(
     dtype: torch.dtype | None = None,
     keep_in_fp32_modules: Collection[str] = (),
     strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
     progress: Progress | None = None,
     offload_folder: Path | str | None = None,
     offload_buffers: bool = False,
@@ -52,6 +55,7 @@ def load_checkpoint_and_dispatch(
         dtype: What floating-point tensors are computed in; None takes the model's dtypes.
         keep_in_fp32_modules: Names of modules, such as "norm", wherever they stand; what is in them is in fp32.
         strict: Whether the checkpoint must have the model's names and no others.
+        rename: From a name of the checkpoint to the model's; None leaves a tensor out.
         progress: Called with the bytes that were read and all that are.
         offload_folder: For what the map keeps on the disk and no file holds, as it holds no packed weights.
         offload_buffers: Whether buffers are kept away from the device that computes too.
@@ -67,23 +71,20 @@ def load_checkpoint_and_dispatch(
         ValueError: Another argument is wrong, or what `load_checkpoint_in_model` raises of this kind.
     """
     kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
-    _check_early(model, device_map, preload_module_classes)
+    check_load(dtype, quantization, progress)
+    _check_early(model, device_map, max_memory, preload_module_classes)
     if isinstance(device_map, str):
         device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds, quantization)
-    how = _How(strict=strict, progress=progress, quantization=quantization, offload_folder=offload_folder)
-    report = load_checkpoint_in_model(model, checkpoint, device_map, **kinds, **how)
+    how = _How(strict=strict, rename=rename, progress=progress, quantization=quantization)
+    report = load_checkpoint_in_model(
+        model, checkpoint, device_map, offload_folder=offload_folder, **kinds, **how
+    )
     if device_map is None:
         return model
     return dispatch_model(
-        model,
-        device_map,
-        offload_dir=offload_folder,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-        skip_keys=skip_keys,
-        mapped=report.mapped,
-        dtypes=report.converted_at_use,
-    )
+        model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes, mapped=report.mapped, dtypes=report.converted_at_use,
+    )  # fmt: skip
 
 
 class _Dtypes(TypedDict):
@@ -97,15 +98,26 @@ class _How(TypedDict):
     """How a checkpoint is read, and its weights are packed."""
 
     strict: bool
+    rename: Callable[[str], str | None] | None
     progress: Progress | None
     quantization: Quantization | None
-    offload_folder: Path | str | None
 
 
 def _check_early(
-    model: nn.Module, device_map: Mapping[str, Device] | str | None, whole: str | Collection[str]
+    model: nn.Module,
+    device_map: Mapping[str, Device] | str | None,
+    max_memory: Mapping[Device, int | str] | None,
+    whole: str | Collection[str],
 ) -> None:
-    """Refuse what `dispatch_model` would, before anything is loaded."""
+    """Refuse what cannot be, and what `dispatch_model` would, before anything is loaded."""
+    if device_map is not None and device_map not in get_args(Way):
+        check_map(device_map, f", or {_WAYS} to plan one")
+    if max_memory is not None:
+        if not isinstance(device_map, str):
+            raise ValueError(
+                f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
+            )
+        check_places(map(place_of, get_max_memory(max_memory)), "max_memory")
     if dispatched(model):
         raise OffloadedError(
             "the model is dispatched already: call remove_hooks(model) before it is loaded anew"
@@ -123,15 +135,7 @@ def _planned(
     kinds: _Dtypes,
     quantization: Quantization | None,
 ) -> DeviceMap:
-    """A map that keeps within the budgets.
-
-    Raises:
-        ValueError: There is no such way.
-    """
-    if way not in get_args(Way):
-        raise ValueError(
-            f"device_map={way!r}: give a map from names to devices, or one of {', '.join(map(repr, get_args(Way)))}"
-        )
+    """A map that keeps within the budgets."""
     sizes = {} if quantization is None else quantized_sizes(model, quantization, **kinds)
     if way != "sequential":
         max_memory = get_balanced_memory(

@@ -9,10 +9,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.device_map import Device, check_places, place_of
-from drivetrain_dispatch.dispatching import dispatch_model
-from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.dispatching import dispatch_model, dispatched
+from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Around, AroundMethod, NotCopied, methods_of
 from drivetrain_dispatch.moving import Moving
+from drivetrain_dispatch.sizes import named_tensors
+
+_MARK = "_drivetrain_offload_hook"  # the model's attribute
 
 
 def cpu_offload(
@@ -109,6 +112,7 @@ class OffloadHook(NotCopied):
         ]
         # Registered last, and so called first: it sees where the inputs came from.
         self._handles.extend(Moving(model, device, (), returns=False).handles)
+        setattr(model, _MARK, self)
 
     def offload(self) -> None:
         """Put the model into the host's memory."""
@@ -118,6 +122,8 @@ class OffloadHook(NotCopied):
         """Leave the model where it is from now on."""
         for handle in reversed(self._handles):
             handle.remove()
+        if self._model.__dict__.get(_MARK) is self:
+            delattr(self._model, _MARK)
 
     def _come(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,14 +153,42 @@ def cpu_offload_with_hook(
         The same model, and its hook: `offload()` sends it away, `remove()` ends this.
 
     Raises:
-        DeviceMapError: There is no such device.
+        DeviceMapError: There is no such device, or the model has no weights yet.
+        OffloadedError: The model is dispatched already, or has such a hook.
+        ValueError: `prev_module_hook` is none.
     """
+    _check_whole(model, prev_module_hook)
     device = place_of(_chosen(execution_device))
     check_places([device])
     if not isinstance(device, torch.device):
         raise DeviceMapError("execution_device='disk' does not compute: give an accelerator or 'cpu'")
     hook = OffloadHook(model.to("cpu"), device, prev_module_hook)
     return model, hook
+
+
+def _check_whole(model: nn.Module, previous: object) -> None:
+    """Check that a model can come and go as a whole.
+
+    Raises:
+        DeviceMapError: It has no weights yet.
+        OffloadedError: It is dispatched already, or has such a hook.
+        ValueError: What is to be the hook of another model is none.
+    """
+    if previous is not None and not isinstance(previous, OffloadHook):
+        raise ValueError(
+            f"prev_module_hook is a {type(previous).__name__}: give the OffloadHook of the model before, the second "
+            "of what cpu_offload_with_hook returns"
+        )
+    for module in model.modules():
+        if dispatched(module):
+            raise OffloadedError("the model is dispatched already: call remove_hooks(model) first")
+        if _MARK in module.__dict__:
+            raise OffloadedError("the model has an OffloadHook already: call remove() of that one first")
+    if empty := [name for name, tensor in named_tensors(model) if tensor.is_meta]:
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise DeviceMapError(
+            f"{empty[0]!r}{more} on the meta device: load weights first, with load_checkpoint_in_model"
+        )
 
 
 def _chosen(device: Device | None) -> Device:

@@ -92,12 +92,25 @@ class OptimizerOffload:
             state = cast("Mapping[Tensor, object]", optimizer.state)
             if all(parameter in state for group in groups for parameter in group["params"]):
                 return step(*args, **kwargs)
-            with _Making(self):
-                output = step(*args, **kwargs)
+            before = len(state)
+            try:
+                with _Making(self):
+                    output = step(*args, **kwargs)
+            except WeightFilesError:
+                self._drop_unfinished(optimizer, before)
+                raise
             self._keep_all(optimizer)
             return output
 
         return stepped
+
+    def _drop_unfinished(self, optimizer: Optimizer, before: int) -> None:
+        """Leave out the state that a step could not make in full, which the next one makes."""
+        state = cast("dict[Tensor, dict[str, object]]", optimizer.state)
+        new = list(state)[before:]
+        for parameter in new:
+            if not state[parameter] or parameter is new[-1]:
+                del state[parameter]
 
 
 class _Making(TorchFunctionMode):

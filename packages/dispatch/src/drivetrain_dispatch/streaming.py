@@ -19,8 +19,8 @@ class Streaming:
     """Brings the units of a model, in its forward and in its backward.
 
     Threads may share a model: a weight stays while one of them uses it. A lock is held while a unit is waited for.
-    Between forwards nothing is kept or on its way, since what is stored may be changed then; what a backward that failed
-    has claimed goes when the next forward begins.
+    Between forwards nothing is kept or on its way, since what is stored may be changed then; what a backward that
+    failed has claimed goes when the next forward begins.
 
     Args:
         units: The seats of each unit, in the order in which they are expected.

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from drivetrain_dispatch.cost import ComputeRate, measure_costs
 from drivetrain_dispatch.device_map import Device
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.forecast import Forecast, Holding, forecast
-from drivetrain_dispatch.huggingface import build_empty, prompt_of, token_after, whole_classes
+from drivetrain_dispatch.huggingface import build_empty, most_tokens, prompt_of, token_after, whole_classes
 from drivetrain_dispatch.infer import rooms_of
 from drivetrain_dispatch.quantization import (
     BitsAndBytes4Bit,
@@ -28,6 +28,7 @@ from drivetrain_dispatch.quantization import (
 )
 from drivetrain_dispatch.timeline import Rates
 
+_SEQ = 4096  # tokens of a prompt, where nothing is said and the model takes them
 _USAGE = 2  # what the shell is told of a command that cannot be carried out
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -65,7 +66,9 @@ class PlanArguments:
         default=None, metadata={"help": "Memory of the host, such as 64GB; left out, what is free here."}
     )
     batch: int = field(default=1, metadata={"help": "Prompts at once."})
-    seq: int = field(default=4096, metadata={"help": "Tokens of each prompt."})
+    seq: int | None = field(
+        default=None, metadata={"help": "Tokens of each prompt; left out, 4096 or what the model takes."}
+    )
     dtype: str | None = field(
         default=None, metadata={"help": "bf16, fp16 or fp32; left out, what config.json says."}
     )
@@ -92,7 +95,7 @@ class PlanArguments:
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name in ("batch", "seq"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ValueError(f"--dtype {self.dtype}: say one of {', '.join(_DTYPES)}")
@@ -122,7 +125,9 @@ def run(arguments: PlanArguments) -> int:
         rate = _compute_rate(arguments, on_host=rooms_of(budgets)[0] == ["cpu"])
         dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
         model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
-        found = _forecast(model, arguments, budgets, rates, rate)
+        seq = _tokens(model, arguments.seq)
+        arguments = replace(arguments, seq=seq)
+        found = _forecast(model, arguments, seq, budgets, rates, rate)
     except (ValueError, ImportError, OSError, CostError) as error:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
@@ -171,9 +176,18 @@ def _speed(flag: str, text: str) -> int:
     return speed
 
 
+def _tokens(model: nn.Module, said: int | None) -> int:
+    """How many tokens a prompt has: as said, or as many as is usual."""
+    most = most_tokens(model)
+    if said is not None and most is not None and said > most:
+        raise ValueError(f"--seq {said}: {type(model).__name__} takes {most} tokens at most")
+    return said if said is not None else min(_SEQ, most or _SEQ)
+
+
 def _forecast(
     model: nn.Module,
     arguments: PlanArguments,
+    seq: int,
     budgets: Mapping[Device, int],
     rates: Rates,
     rate: ComputeRate,
@@ -182,15 +196,16 @@ def _forecast(
     sizes = None if quantization is None else quantized_sizes(model, quantization)
     blocks = blocks_of(model, no_split=whole_classes(model), special_sizes=sizes)
     try:
-        prompt = prompt_of(model, arguments.batch, arguments.seq)
-        token = token_after(model, arguments.batch, arguments.seq)
+        prompt = prompt_of(model, arguments.batch, seq)
+        token = token_after(model, arguments.batch, seq)
         prefill = measure_costs(model, kwargs=prompt, blocks=blocks, rate=rate)
         decode = measure_costs(model, kwargs=token, blocks=blocks, rate=rate)
     except CostError:
         raise
     except RuntimeError as error:  # torch's, of shapes that do not fit
+        folder = arguments.model_dir.removesuffix("/config.json")
         raise ValueError(
-            f"a forward of the model that {arguments.model_dir}/config.json describes fails ({error}): check "
+            f"a forward of the model that {folder}/config.json describes fails ({error}): check "
             "the sizes in it"
         ) from error
     return forecast(blocks, budgets, rates, prefill=prefill, token=decode)

@@ -1,0 +1,108 @@
+"""Checks of what users give that several functions take: each error names the argument and what it may be."""
+
+from collections.abc import Mapping
+
+import torch
+
+from drivetrain_dispatch.errors import DeviceMapError
+
+_QUANTIZATION = ("pack", "layer", "size_bytes", "skip_modules")  # the names of a Quantization
+_FORM = 'give a map from names to devices, such as {"": "cpu"}'
+
+
+def check_dtype(argument: str, dtype: object) -> None:
+    """Check that it is one of torch's.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if isinstance(dtype, torch.dtype):
+        return
+    meant = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
+    example = meant if isinstance(meant, torch.dtype) else torch.bfloat16
+    raise ValueError(f"{argument}={dtype!r} is no torch.dtype: give {example}")
+
+
+def check_computed(argument: str, dtype: torch.dtype, instead: str) -> None:
+    """Check that layers compute in a dtype, if it is one of fractions.
+
+    Args:
+        argument: What errors call it.
+        dtype: The dtype.
+        instead: What to do where they do not.
+
+    Raises:
+        ValueError: They do not: it is only stored.
+    """
+    if str(dtype).startswith(("torch.float8", "torch.float4")):
+        raise ValueError(
+            f"{argument}={dtype}: no layer computes in it, weights are only stored so: {instead}"
+        )
+
+
+def check_load(dtype: object, quantization: object, progress: object) -> None:
+    """Check what every load takes.
+
+    Raises:
+        ValueError: One of them is of another kind.
+    """
+    if dtype is not None:
+        check_dtype("dtype", dtype)
+    if isinstance(dtype, torch.dtype):
+        check_computed(
+            "dtype", dtype, "load in torch.bfloat16, then apply_layerwise_casting(model, storage_dtype=...)"
+        )
+    if progress is not None and not callable(progress):
+        raise ValueError(
+            f"progress={progress!r} cannot be called: give a function of the bytes read and of all"
+        )
+    absent = [name for name in _QUANTIZATION if not hasattr(quantization, name)]
+    if quantization is None or not (absent or isinstance(quantization, type)):
+        return
+    given = quantization.__name__ if isinstance(quantization, type) else repr(quantization)
+    hint = f", called: {given}()" if isinstance(quantization, type) and not absent else ""
+    raise ValueError(
+        f"quantization={given}: give a BitsAndBytes4Bit, a BitsAndBytes8Bit or a TorchAO (wrap torchao's "
+        f"configuration in TorchAO(...)), or an object with {', '.join(_QUANTIZATION)}{hint}"
+    )
+
+
+def check_map(device_map: object, otherwise: str = "") -> None:
+    """Check that it is a map.
+
+    Args:
+        device_map: What was given.
+        otherwise: What else may be given.
+
+    Raises:
+        DeviceMapError: It is none.
+    """
+    if isinstance(device_map, Mapping):
+        return
+    example = _FORM
+    if isinstance(device_map, int | torch.device) or _is_device(device_map):
+        shown = device_map if isinstance(device_map, int) else str(device_map)
+        example = f'{_FORM}; for the whole model on one device {{"": {shown!r}}}'
+    raise DeviceMapError(f"device_map={device_map!r}: {example}{otherwise}")
+
+
+def check_budgets(max_memory: object) -> None:
+    """Check that it says something of each device.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not isinstance(max_memory, Mapping):
+        raise ValueError(
+            f'max_memory={max_memory!r}: give a size for each device, such as {{0: "20GB", "cpu": "60GB"}}'
+        )
+
+
+def _is_device(given: object) -> bool:
+    """Whether a text names a device, or the disk."""
+    if not isinstance(given, str):
+        return False
+    try:
+        return given == "disk" or bool(torch.device(given).type)
+    except RuntimeError:
+        return False
