@@ -67,12 +67,13 @@ with connect(StateSettings(device="cpu", watchdog=False), needs_group=True):  # 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # an operator is compiled first
 @pytest.mark.skipif(not has_libaio(), reason="DeepSpeed's engine for drives needs libaio and its headers")
 def test_what_is_on_a_drive_trains_as_in_memory(
     run_ranks_script: Callable[..., list[Completed]], tmp_path: Path
 ) -> None:
     """In processes of their own: DeepSpeed tries its compiler with what stderr stands for in the system."""
-    for rank in run_ranks_script(SCRIPT, str(tmp_path), timeout_seconds=170):
+    for rank in run_ranks_script(SCRIPT, str(tmp_path), timeout_seconds=550):
         assert rank.returncode == 0, rank.stderr
         found = json.loads(rank.stdout.splitlines()[-1])
         assert found["offloaded"] == found["plain"]

@@ -12,6 +12,7 @@ CHECKS = Path(__file__).parent / "accelerator" / "checks.py"
 
 
 @pytest.mark.costly
+@pytest.mark.timeout(400)  # the device is compiled first
 @pytest.mark.skipif(not CAN_BE_MADE, reason="wants a C++ compiler and ninja")
 def test_a_device_is_used_as_the_checks_say() -> None:
     """In a process of its own, since torch knows a new device for good."""
