@@ -27,13 +27,8 @@ from drivetrain_dispatch import (
 from drivetrain_dispatch.dispatching import dispatch_model
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
 from drivetrain_dispatch.packed import is_packed, size_in_bytes
-from drivetrain_dispatch.quantization import (
-    BitsAndBytes4Bit,
-    BitsAndBytes8Bit,
-    Quantization,
-    TorchAO,
-    quantized_sizes,
-)
+from drivetrain_dispatch.quantization import Quantization, quantized_sizes
+from drivetrain_dispatch.quantizers import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 
 bnb = pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao.quantization")

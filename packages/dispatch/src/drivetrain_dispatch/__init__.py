@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.optimizer_state import OptimizerOffload as OptimizerOffload
     from drivetrain_dispatch.optimizer_state import disk_offload_optimizer as disk_offload_optimizer
     from drivetrain_dispatch.plan import Cost as Cost
-    from drivetrain_dispatch.quantization import BitsAndBytes4Bit as BitsAndBytes4Bit
-    from drivetrain_dispatch.quantization import BitsAndBytes8Bit as BitsAndBytes8Bit
     from drivetrain_dispatch.quantization import Quantization as Quantization
-    from drivetrain_dispatch.quantization import TorchAO as TorchAO
     from drivetrain_dispatch.quantization import quantized_sizes as quantized_sizes
+    from drivetrain_dispatch.quantizers import BitsAndBytes4Bit as BitsAndBytes4Bit
+    from drivetrain_dispatch.quantizers import BitsAndBytes8Bit as BitsAndBytes8Bit
+    from drivetrain_dispatch.quantizers import TorchAO as TorchAO
     from drivetrain_dispatch.rates import measure_compute as measure_compute
     from drivetrain_dispatch.rates import measure_rates as measure_rates
     from drivetrain_dispatch.seats import OffloadStats as OffloadStats
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 # Public name -> the file it stands in.
 _ROOMS = {
-    "BitsAndBytes4Bit": "quantization",
-    "BitsAndBytes8Bit": "quantization",
+    "BitsAndBytes4Bit": "quantizers",
+    "BitsAndBytes8Bit": "quantizers",
     "ComputeRate": "cost",
     "Cost": "plan",
     "CostError": "errors",
@@ -72,7 +72,7 @@ _ROOMS = {
     "Quantization": "quantization",
     "Rates": "timeline",
     "TiedParametersError": "errors",
-    "TorchAO": "quantization",
+    "TorchAO": "quantizers",
     "WeightFilesError": "errors",
     "WeightsMismatchError": "errors",
     "apply_layerwise_casting": "casting",

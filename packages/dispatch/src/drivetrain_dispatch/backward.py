@@ -76,20 +76,19 @@ class Backward:
         """Within it autograd saves which weight it needs, not the weight."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def again(self, unit: int) -> bool:
-        """Whether this thread is in a backward, which computes a unit's forward again.
-
-        What is claimed of the unit is given up if it is old: an optimizer may step within the backward. In no
-        backward all of it is given up.
-        """
+    def is_under_way(self) -> bool:
+        """Whether this thread is in a backward; what is claimed is given up if it is not."""
         try:
             self._await_end()
         except RuntimeError:  # torch takes no callback elsewhere
             self.end()
             return False
+        return True
+
+    def drop_stale(self, unit: int) -> None:
+        """Give up what is claimed of a unit if it has changed: an optimizer may step within the backward."""
         if self._claimed.get(unit, versions := self._versions(unit)) != versions:
             self._claim([index for index in self._claimed if index != unit])
-        return True
 
     def use(self, unit: int, *, again: bool) -> None:
         """A backward uses a unit: claim it with those that follow, and no others.

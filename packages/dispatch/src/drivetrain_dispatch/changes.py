@@ -40,12 +40,12 @@ def changes_of(
         packing: Those that were packed.
     """
     by_name = dict(named_tensors(model))
+    layers: list[Change] = []  # these first: what else a layer has is put into the one that takes its place
     changes: list[Change] = []
     for arrival in arrivals:
         if packing.quantization is not None and arrival.is_packed:
-            # First of all: what else a layer has is put into the one that takes its place.
             weight = packing.weights[arrival.stored]
-            changes.insert(0, _packed_change(model, arrival.names, packing.quantization, weight))
+            layers.append(_packed_change(model, arrival.names, packing.quantization, weight))
             continue
         if arrival.is_read:
             value = targets[arrival.stored]
@@ -54,7 +54,7 @@ def changes_of(
         else:
             value = torch.empty(arrival.shape, dtype=arrival.dtype, device="meta")
         changes.append(_change(arrival, by_name[arrival.names[0]], value))
-    return changes
+    return layers + changes
 
 
 def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:

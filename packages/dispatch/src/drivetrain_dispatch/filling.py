@@ -134,6 +134,26 @@ def fill(
                     progress(done_bytes, all_bytes)
 
 
+class WholeProgress:
+    """One count of what several readings read.
+
+    Args:
+        progress: Called with the bytes that all of them have read, and all that are.
+        all_bytes: Those.
+    """
+
+    def __init__(self, progress: Progress, all_bytes: int) -> None:
+        self._progress = progress
+        self._all_bytes = all_bytes
+        self._before_bytes = 0
+
+    def __call__(self, done_bytes: int, all_bytes: int) -> None:
+        """Count what one reading has read of what it reads."""
+        self._progress(self._before_bytes + done_bytes, self._all_bytes)
+        if done_bytes == all_bytes:
+            self._before_bytes += all_bytes
+
+
 def pieces_of(
     stored: Mapping[str, Stored], wanted: Container[str], boxes: Mapping[str, Box] | None = None
 ) -> list[Piece]:

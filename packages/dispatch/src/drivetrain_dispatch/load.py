@@ -13,10 +13,10 @@ from drivetrain_dispatch.arguments import check_load
 from drivetrain_dispatch.changes import Change, apply_changes, changes_of
 from drivetrain_dispatch.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.filling import Progress, allocate, check_copies, fill, pieces_of
+from drivetrain_dispatch.filling import Progress, WholeProgress, allocate, check_copies, fill, pieces_of
 from drivetrain_dispatch.load_plan import LoadPlan, plan_load, present_places
 from drivetrain_dispatch.misfits import Stored
-from drivetrain_dispatch.packing import Packing, Progresses
+from drivetrain_dispatch.packing import Packing
 from drivetrain_dispatch.parts import is_divided
 from drivetrain_dispatch.placement import placements_of
 from drivetrain_dispatch.quantization import Quantization
@@ -242,7 +242,7 @@ def _read_by(plan: LoadPlan) -> list[str]:
 
 def _in_all(progress: Progress, stored: Mapping[str, Stored], names: Collection[str]) -> Progress:
     """One progress of several readings: weights that are packed are read one after the other."""
-    return Progresses(progress, sum(piece.size_bytes for piece in pieces_of(stored, names)))
+    return WholeProgress(progress, sum(piece.size_bytes for piece in pieces_of(stored, names)))
 
 
 def _report(plan: LoadPlan, files: Mapping[str, MappedFile]) -> LoadReport:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.filling import Progress, no_room
+from drivetrain_dispatch.filling import no_room
 from drivetrain_dispatch.load_plan import Arrival
 from drivetrain_dispatch.offload_file import parts_in_file, write_offloaded
 from drivetrain_dispatch.packed import parts_of, put_parts
@@ -100,23 +100,3 @@ class Packing:
         elif arrival.place != full.device:
             put_parts(weight, [part.to(arrival.place) for part in parts_of(weight)])
         return weight
-
-
-class Progresses:
-    """One count of what several readings read.
-
-    Args:
-        progress: Called with the bytes that all of them have read, and all that are.
-        all_bytes: Those.
-    """
-
-    def __init__(self, progress: Progress, all_bytes: int) -> None:
-        self._progress = progress
-        self._all_bytes = all_bytes
-        self._before_bytes = 0
-
-    def __call__(self, done_bytes: int, all_bytes: int) -> None:
-        """Count what one reading has read of what it reads."""
-        self._progress(self._before_bytes + done_bytes, self._all_bytes)
-        if done_bytes == all_bytes:
-            self._before_bytes += all_bytes

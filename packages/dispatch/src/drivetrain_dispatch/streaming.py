@@ -97,7 +97,9 @@ class Streaming:
                 own.cursor.use(index)
                 self._take(self._units[index], index)
             else:
-                again = self._backward.again(index)
+                again = self._backward.is_under_way()
+                if again:
+                    self._backward.drop_stale(index)
                 self._take(self._units[index], index, again=again)
             own.num_inside += 1
         if trace is not None:

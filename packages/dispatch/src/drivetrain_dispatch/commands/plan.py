@@ -19,13 +19,8 @@ from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.forecast import Forecast, Holding, forecast
 from drivetrain_dispatch.huggingface import build_empty, most_tokens, prompt_of, token_after, whole_classes
 from drivetrain_dispatch.infer import rooms_of
-from drivetrain_dispatch.quantization import (
-    BitsAndBytes4Bit,
-    BitsAndBytes8Bit,
-    Quantization,
-    TorchAO,
-    quantized_sizes,
-)
+from drivetrain_dispatch.quantization import Quantization, quantized_sizes
+from drivetrain_dispatch.quantizers import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 from drivetrain_dispatch.timeline import Rates
 
 _SEQ = 4096  # tokens of a prompt, where nothing is said and the model takes them
