@@ -252,8 +252,13 @@ def test_a_forward_without_room_fails_and_the_next_one_does_not() -> None:
     expected = model(x)
     dispatch_model(model, {"": "cpu"}, main_device=0)
     for _ in range(2):
+        gc.collect()
+        before = toy.counts()["in_use"]
         said = without_room(lambda: model(x), torch.OutOfMemoryError, int(1.5 * LAYER))
         assert "no room" in said
+        torch.accelerator.synchronize()  # what is on its way still
+        gc.collect()
+        assert toy.counts()["in_use"] <= before  # nothing that had come is kept
         assert torch.allclose(model(x), expected)
     remove_hooks(model)
     assert torch.equal(model(x), expected)
