@@ -274,6 +274,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             {"deferred", num_deferred},       {"used_elsewhere", num_used_elsewhere},
             {"in_use", bytes_in_use},         {"most", most_bytes}};
     });
+    module.def("finish", [] {
+        const Held held;
+        for (auto& [id, work] : streams) run(id, INT64_MAX);
+    });
     module.def("reset_most", [] { most_bytes = bytes_in_use.load(); });
     module.def("set_capacity", [](int64_t bytes) { capacity = bytes; });
 }
