@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dispatch.models import Stack
-from drivetrain_dispatch.arguments import check_computed, check_load
 from drivetrain_dispatch.load import load_checkpoint_in_model
 from drivetrain_dispatch.loaded import load_checkpoint_and_dispatch
 
@@ -70,9 +69,3 @@ def test_a_load_says_what_it_takes(
         load(model, tmp_path, **{"device_map": {"": "cpu"}, **given})
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert not hasattr(model, "hf_device_map")
-
-
-def test_what_is_right_passes() -> None:
-    check_load(torch.bfloat16, Kept(), print)
-    check_load(None, None, None)
-    check_computed("dtype", torch.float16, "")
