@@ -16,8 +16,14 @@ SKETCHES = ("docs/design.md", "docs/platforms.md")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long the drill of faults goes on."""
+    """Add how long the drill of faults goes on, and how much of the sweep is tried."""
     parser.addoption("--fault-rounds", type=int, default=8, help="rounds of each fault, in the slow tests")
+    parser.addoption(
+        "--sweep",
+        choices=("sample", "all"),
+        default="sample",
+        help="the models and optimizers that tests/sweep trains: drawn by the commit, or all",
+    )
 
 
 def enter_page(namespace: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -257,7 +257,8 @@ def ways() -> dict[str, Way]:
     """Every way that is timed, by its title."""
     found = {
         "single": Way(backend="single", num_ranks=1, raw=raw_single, wrapper="Sequential"),
-        "ddp": Way(backend="ddp", raw=raw_ddp, wrapper="DistributedDataParallel"),
+        "ddp": (ddp := Way(backend="ddp", raw=raw_ddp, wrapper="DistributedDataParallel")),
+        "ddp, averaged at the close": replace(ddp, settings={"reduce": "at_close"}, plugin=None),
     }
     found |= {f"fsdp, {title}": way for title, way in fsdp_ways()}
     for stage, offload in ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "cpu"), (3, "cpu")):
@@ -383,9 +384,7 @@ def main() -> None:
         measure(ways()[arguments.way], arguments)
         return
     tables: list[Table] = []
-    for title, way in ways().items():
-        if not title.startswith(arguments.only):
-            continue
+    for title, way in ((title, way) for title, way in ways().items() if title.startswith(arguments.only)):
         times = run(title, way, arguments)
         tables.append(Table(title=f"{title}: one step", unit="ms", measured=times))
         peaks: dict[str, list[float]] = {}

@@ -3,7 +3,8 @@
     uv run --group bench python benchmarks/checkpoint.py
 
 One and two ranks (DDP, on the CPU over gloo). Each contestant saves the state of the same kind of run: drivetrain at
-once and in the background, Accelerate, torch's DCP at once and in the background; a raw write puts the same bytes
+once and in the background, with copies made before training goes on or while it does ("overlap"), Accelerate, torch's
+DCP at once and in the background; a raw write puts the same bytes
 into one file a rank and forces it to the disk. Each writes beside what it wrote last, and then deletes that.
 Contestants take turns; a file's pages are dropped from the cache before a cold load, and before a raw read.
 """
@@ -32,6 +33,7 @@ from drivetrain_memory import PeakMemory
 
 WIDTH, LAYERS = 2048, 36  # 151 million parameters: 604 MB, with AdamW 1.8 GB
 STEP_WIDTH, STEP_ITEMS = 256, 256  # of the training that goes on meanwhile
+HELD_ITEMS = 64  # of the micro-batch between an overlapped save and the next step
 
 
 class Run:
@@ -41,9 +43,12 @@ class Run:
         library: Which.
         folder: For its checkpoints.
         like: A run of which the tensors are used again, for the sake of memory.
+        staging: When drivetrain's saves in the background copy.
     """
 
-    def __init__(self, library: str, folder: Path, *, like: "Run | None" = None) -> None:
+    def __init__(
+        self, library: str, folder: Path, *, like: "Run | None" = None, staging: str = "copy"
+    ) -> None:
         torch.manual_seed(0)
         if library == "accelerate":
             from accelerate import Accelerator as Peer
@@ -51,7 +56,9 @@ class Run:
             self.accelerator: Any = Peer(cpu=True)
         else:
             self.accelerator = Accelerator(
-                cpu=True, project_dir=folder, sections={"checkpoint": {"keep_last": 1}}
+                cpu=True,
+                project_dir=folder,
+                sections={"checkpoint": {"keep_last": 1, "staging": staging}},
             )
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         optimizer = AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -151,7 +158,7 @@ def measure_saves(
     return {"save": seconds, "processor": {name: each[-rounds:] for name, each in spent.items()}}
 
 
-def measure_held(ours: Run, root: Path, rounds: int) -> Mapping[str, list[float]]:
+def measure_held(ours: Run, overlapping: Run, root: Path, rounds: int) -> Mapping[str, list[float]]:
     """Seconds that training is held by a save: all of one at once, and what comes before one in the background."""
     import torch.distributed.checkpoint as dcp
 
@@ -181,10 +188,30 @@ def measure_held(ours: Run, root: Path, rounds: int) -> Mapping[str, list[float]
         "drivetrain, in the background": held(
             lambda: ours.accelerator.save_state(background=True), ours.accelerator.wait_for_save
         ),
+        "drivetrain, in the background, overlap": lambda: held_with_overlap(overlapping),
     }
     if num_ranks() > 1:  # its background needs a group
         contestants["DCP, in the background"] = held(begin_dcp, wait_for_dcp)
     return take_turns(contestants, rounds=rounds, shown=rank() == 0)
+
+
+def held_with_overlap(run: Run) -> float:
+    """Seconds that a save holds training whose copies are made meanwhile: its call, and the wait of the next step.
+
+    Between the two are the forward and backward of the saved model.
+    """
+    start = time.perf_counter()
+    run.accelerator.save_state(background=True)
+    held = time.perf_counter() - start
+    run.model(torch.ones(HELD_ITEMS, WIDTH)).square().mean().backward()
+    (checkpointer,) = run.accelerator._parts.checkpointers.values()
+    start = time.perf_counter()
+    checkpointer.wait_for_copies()
+    held += time.perf_counter() - start
+    for parameter in run.parameters:
+        parameter.grad = None
+    run.accelerator.wait_for_save()
+    return held
 
 
 def measure_loads(
@@ -216,7 +243,7 @@ def measure_loads(
     }
 
 
-def measure_steps(ours: Run, rounds: int) -> Mapping[str, list[float]]:
+def measure_steps(ours: Run, overlapping: Run, rounds: int) -> Mapping[str, list[float]]:
     """The time of a step of training, while nothing is saved and while the state is written in the background."""
     layers = nn.Sequential(*(nn.Linear(STEP_WIDTH, STEP_WIDTH) for _ in range(8)))
     optimizer = AdamW(layers.parameters())
@@ -229,18 +256,20 @@ def measure_steps(ours: Run, rounds: int) -> Mapping[str, list[float]]:
         optimizer.zero_grad()
         return time.perf_counter() - start
 
+    runs = {"a save in the background": ours, "a save in the background, overlap": overlapping}
     quiet: list[float] = []
-    busy: list[float] = []
+    found: dict[str, list[float]] = {"nothing is saved": quiet, **{name: [] for name in runs}}
     for _ in range(rounds):
         quiet.append(sum(step() for _ in range(50)) / 50)
-        ours.accelerator.save_state(background=True)
-        (checkpointer,) = ours.accelerator._parts.checkpointers.values()
-        times = []
-        while checkpointer._background.is_busy:
-            times.append(step())
-        busy.append(sum(times) / len(times))
-        ours.accelerator.wait_for_save()
-    return {"nothing is saved": quiet, "a save in the background": busy}
+        for name, run in runs.items():
+            run.accelerator.save_state(background=True)
+            (checkpointer,) = run.accelerator._parts.checkpointers.values()
+            times = []
+            while checkpointer._background.is_busy:
+                times.append(step())
+            found[name].append(sum(times) / len(times))
+            run.accelerator.wait_for_save()
+    return found
 
 
 def measure_memory(ours: Run) -> dict[str, float]:
@@ -267,13 +296,15 @@ def work(arguments: argparse.Namespace) -> None:
     memory = measure_memory(ours)
     peer = Run("accelerate", root / "accelerate", like=ours) if installed("accelerate") else None
     found: dict[str, Any] = {**measure_saves(ours, peer, root, arguments.rounds)}
-    found["held"] = measure_held(ours, root, arguments.rounds)
+    overlapping = Run("drivetrain", root / "overlapping", like=ours, staging="overlap")
+    found["held"] = measure_held(ours, overlapping, root, arguments.rounds)
     found |= measure_loads(ours, peer, root, arguments.rounds)
-    found["step"] = measure_steps(ours, arguments.rounds)
+    found["step"] = measure_steps(ours, overlapping, arguments.rounds)
     found["memory"] = memory
     found["bytes"] = Raw(ours.tensors(), root).size_bytes
     if rank() == 0:
         (root / "found.json").write_text(json.dumps(found))
+    overlapping.accelerator.end_training()
     ours.accelerator.end_training()
 
 

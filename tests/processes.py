@@ -161,10 +161,16 @@ def _printed(file: Path) -> str:
 
 
 class RankPool:
-    """`num_processes` processes joined in one gloo group, started once and reused by many tests."""
+    """`num_processes` processes joined in one gloo group, started once and reused by many tests.
 
-    def __init__(self, num_processes: int) -> None:
+    Args:
+        num_processes: How many.
+        accelerated: Whether they have the accelerator of `accelerator/device.py`; one process has no group then.
+    """
+
+    def __init__(self, num_processes: int, *, accelerated: bool = False) -> None:
         self.num_processes = num_processes
+        self._arguments = ("accelerated",) if accelerated else ()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
 
@@ -200,7 +206,7 @@ class RankPool:
                 environment = rank_environment(
                     rank, self.num_processes, port, {"DRIVETRAIN_STATE__WATCHDOG": "false"}
                 )
-                command = [sys.executable, str(Path(__file__)), address]
+                command = [sys.executable, str(Path(__file__)), address, *self._arguments]
                 self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             accepted = [listener.accept() for _ in range(self.num_processes)]
         by_rank = {connection.recv(): connection for connection in accepted}
@@ -248,14 +254,19 @@ def _load(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _serve(address: str) -> None:
+def _serve(address: str, accelerated: str = "") -> None:
     """A pool's worker: join the group, then answer calls until the pool hangs up."""
     import torch.distributed as dist
 
     host, port = address.split(":")
     connection = Client((host, int(port)))
-    dist.init_process_group("gloo")
-    connection.send(dist.get_rank())
+    if accelerated:
+        from accelerator import device
+
+        device.make()
+    if not accelerated or os.environ["WORLD_SIZE"] != "1":
+        dist.init_process_group(f"cpu:gloo,{device.NAME}:hccl" if accelerated else "gloo")
+    connection.send(int(os.environ["RANK"]))
     num_modules = 0
     while True:
         try:
@@ -279,4 +290,4 @@ def _serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(*sys.argv[1:])

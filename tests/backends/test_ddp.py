@@ -169,7 +169,12 @@ def every_setting() -> list[tuple[str, object, object]]:
     backend.prepare([model], [optimizer], [])
     found["static_graph"] = backend.applied()["static_graph"]
     backend.close()
-    return [(name, value, found.get(name)) for name, value in {**asked, "static_graph": True}.items()]
+    backend, model, optimizer = ddp(reduce="at_close", check_drift_every=5)
+    backend.prepare([model], [optimizer], [])
+    found |= {name: backend.applied()[name] for name in ("reduce", "check_drift_every")}
+    backend.close()
+    asked |= {"static_graph": True, "reduce": "at_close", "check_drift_every": 5}
+    return [(name, value, found.get(name)) for name, value in asked.items()]
 
 
 def test_every_setting_reads_back_as_it_was_asked_for(run_ranks) -> None:
@@ -239,6 +244,8 @@ def plainly_trained_branches(by_rank: bool) -> dict[str, torch.Tensor]:
         ({"find_unused_parameters": True, "gradient_as_bucket_view": False}, True),
         ({"find_unused_parameters": True, "bucket_size_mb": 0.00001}, True),
         ({"static_graph": True}, False),
+        ({"reduce": "at_close"}, True),
+        ({"reduce": "at_close", "bucket_size_mb": 0.00001}, True),
     ],
 )
 def test_layers_that_ranks_leave_out_train_as_in_a_plain_loop(run_ranks, settings, by_rank: bool) -> None:

@@ -2,13 +2,17 @@
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
-from drivetrain_backends.optimizer import PreparedOptimizer, load_named_state, named_state
+from drivetrain_backends.optimizer import PreparedOptimizer
+from drivetrain_backends.optimizer_state import load_named_state, named_state
 from single_process import backend, linear
 
 
@@ -92,3 +96,45 @@ def test_a_state_of_other_parameters_or_groups_is_refused() -> None:
     two_groups = SGD([{"params": [model.weight]}, {"params": [model.bias]}])
     with pytest.raises(ValueError, match="has 2 parameter groups, the checkpoint 1"):
         load_named_state(two_groups, names(model), whole)
+
+
+def plainly(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, plainly])
+def test_a_copy_of_a_prepared_optimizer_is_the_users_own(duplicate: Callable[[Any], Any]) -> None:
+    model = linear()
+    optimizer = prepared_optimizer(AdamW(model.parameters(), lr=0.5), model)
+    trained(optimizer, model)
+    found = duplicate(optimizer)
+    assert type(found) is AdamW
+    assert found.param_groups[0]["lr"] == 0.5
+    assert [state["step"] for state in found.state.values()] == [1, 1]
+    found.step()  # of use by itself
+
+
+def test_a_model_and_its_optimizer_are_copied_together() -> None:
+    model = linear()
+    optimizer = prepared_optimizer(SGD(model.parameters(), lr=0.5), model)
+    twin, its_optimizer = copy.deepcopy((model, optimizer))
+    before = model.weight.detach().clone()
+    twin(torch.ones(3, 2)).sum().backward()
+    its_optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert not torch.equal(twin.weight, before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, plainly])
+def test_a_copy_of_a_prepared_scheduler_is_the_users_own(duplicate: Callable[[Any], Any]) -> None:
+    model, single = linear(), backend()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    (prepared,) = single.prepare([model], [optimizer], [StepLR(optimizer, 1, gamma=0.5)])
+    trained(prepared.optimizers[0], model)
+    prepared.schedulers[0].step()
+    found = duplicate(prepared.schedulers[0])
+    assert type(found) is StepLR
+    assert found.last_epoch == 1
+    assert found.optimizer.param_groups[0]["lr"] == 0.5
+    over_prepared = StepLR(prepared.optimizers[0], 1, gamma=0.5)  # holds the prepared optimizer
+    assert type(copy.deepcopy(over_prepared).optimizer) is SGD

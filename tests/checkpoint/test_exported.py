@@ -120,3 +120,44 @@ def test_a_tie_of_what_is_not_stored_is_named(tmp_path: Path) -> None:
         CorruptCheckpointError, match="'b' is said to be the same tensor as 'x', which no file"
     ):
         open_export(tmp_path)
+
+
+def write_index(folder: Path, index: str, files: dict[str, str]) -> None:
+    for tensor, file in files.items():
+        save_file({tensor: torch.full((2,), float(len(tensor)))}, folder / file)
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "diffusion_pytorch_model.safetensors.index.json",
+        "model.safetensors.index.fp16.json",
+        "model.fp16.safetensors.index.json",
+        "adapter.index.json",
+    ],
+)
+def test_an_index_of_any_name_is_read(tmp_path: Path, index: str) -> None:
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")  # of other files
+    write_index(tmp_path, index, {"a": "x-00001-of-00002.safetensors", "bb": "weights.safetensors"})
+    exported = open_export(tmp_path)
+    assert {name: tensor.tolist() for name, tensor in exported.items()} == {"a": [1.0, 1.0], "bb": [2.0, 2.0]}
+
+
+def test_a_single_file_of_any_name_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "diffusion_pytorch_model.fp16.safetensors")
+    assert list(open_export(tmp_path)) == ["a"]
+
+
+def test_of_several_exports_the_usual_one_is_read_or_one_must_be_named(tmp_path: Path) -> None:
+    write_index(tmp_path, "model.fp16.safetensors.index.json", {"a": "model.fp16-00001-of-00001.safetensors"})
+    save_file({"b": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(
+        ValueError,
+        match=r"several exports, \['model.fp16.safetensors.index.json', 'other.safetensors'\]: name the one",
+    ):
+        open_export(tmp_path)
+    assert list(open_export(tmp_path / "other.safetensors")) == ["b"]
+    assert list(open_export(tmp_path / "model.fp16.safetensors.index.json")) == ["a"]
+    save_file({"c": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(open_export(tmp_path)) == ["c"]

@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,49 @@ def test_a_folder_in_its_place_is_none(saved: Path, tmp_path: Path) -> None:
     (saved / "manifest.json").unlink()
     (saved / "manifest.json").mkdir()
     assert [one.is_valid for one in find_checkpoints(tmp_path)] == [False]
+
+
+def saved_again(directory: Path, context: Context) -> Path:
+    """Save a step after that of `saved`."""
+    weight = {"weight": torch.zeros(3)}
+    return Checkpointer(context, directory).save(8, models={"model": weight}, replicated={}, per_rank={})
+
+
+@pytest.mark.parametrize(
+    ("nested", "why"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "damaged: it is nested too deeply"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "damaged: it is nested too deeply"),
+        ("[" * 800 + "]" * 800, "damaged"),
+    ],
+    ids=["lists", "mappings", "shallow"],
+)
+def test_one_that_is_nested_too_deeply_is_passed_over(
+    saved: Path, tmp_path: Path, context: Context, nested: str, why: str
+) -> None:
+    newest = saved_again(tmp_path, context)
+    (newest / "manifest.json").write_text(nested)
+    with pytest.raises(CorruptCheckpointError, match=why):
+        read_manifest(newest)
+    assert [one.is_valid for one in find_checkpoints(tmp_path)] == [True, False]
+    assert Checkpointer(context, tmp_path).load().step == 7
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+def test_one_that_is_no_file_or_too_large_is_refused_unread(
+    saved: Path, tmp_path: Path, context: Context, kind: str
+) -> None:
+    newest = saved_again(tmp_path, context)
+    path = newest / "manifest.json"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**30 + 1)  # sparse: it takes no room
+    why = "at most 1073741824 are read" if kind == "huge" else "no regular file"
+    with pytest.raises(CorruptCheckpointError, match=rf"manifest\.json is no manifest: .*{why}"):
+        read_manifest(newest)
+    assert Checkpointer(context, tmp_path).load().step == 7

@@ -1,8 +1,11 @@
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drivetrain_config import ConfigError
 from drivetrain_config.files import read_file
@@ -79,6 +82,76 @@ def test_an_empty_file_says_nothing(tmp_path: Path, text: str) -> None:
 def test_a_file_that_cannot_be_read_says_where(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_file(write(tmp_path, name, text))
+
+
+@pytest.mark.parametrize("levels", [102, 5000])
+@pytest.mark.parametrize(
+    ("name", "start", "end"),
+    [("a.yaml", "[", "]"), ("a.yaml", "{a: ", "}"), ("a.json", "[", "]"), ("a.json", '{"a":', "}")],
+)
+def test_a_file_that_is_nested_too_deeply_is_refused(
+    tmp_path: Path, name: str, start: str, end: str, levels: int
+) -> None:
+    path = write(tmp_path, name, f'{{"run": {start * levels}1{end * levels}}}')
+    with pytest.raises(
+        ConfigError, match=r"a\.\w+: is nested too deeply: settings go 100 levels deep at most"
+    ):
+        read_file(path)
+
+
+def test_toml_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.toml", f"run = {'[' * 5000}{']' * 5000}\n")
+    with pytest.raises(ConfigError, match=r"a\.toml: is nested too deeply"):
+        read_file(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "in_yaml_1_1"),
+    [
+        ("010", "8"),
+        ("-017", "-15"),
+        ("0_7", "7"),
+        ("1:30", "90"),
+        ("1:30:15", "5415"),
+        ("1:30.5", "90.5"),
+        ("1__0", "10"),
+        ("0o10", "text"),
+    ],
+)
+def test_a_number_that_versions_of_yaml_read_apart_is_refused(
+    tmp_path: Path, written: str, in_yaml_1_1: str
+) -> None:
+    message = rf"a\.yaml:3: {written} is {in_yaml_1_1} in YAML 1\.1 and something else .*quotes if it is text"
+    for line in (written, f"[1, {written}]", f"{{{written}: 1}}"):
+        with pytest.raises(ConfigError, match=message):
+            read_file(write(tmp_path, "a.yaml", f"run:\n  cpu: true\n  seed: {line}\n"))
+    assert read_file(write(tmp_path, "a.yaml", f"run: {{name: '{written}'}}")).data["run"]["name"] == written
+
+
+@given(st.integers(-(10**6), 10**6), st.sampled_from(["d", "_d", "#x", "#b"]))
+def test_every_other_number_is_what_python_reads(number: int, form: str) -> None:
+    written = format(number, form)
+    with tempfile.TemporaryDirectory() as folder:
+        assert (
+            read_file(write(Path(folder), "a.yaml", f"run: {{seed: {written}}}")).data["run"]["seed"]
+            == number
+        )
+
+
+def test_words_for_true_and_false_numbers_and_dates_are_what_their_field_takes(tmp_path: Path) -> None:
+    text = "run: {a: yes, b: off, c: 1_000, d: 1_0.5, e: .inf, f: 2024-01-01, g: 0, h: +3, i: 1e-4, j: 'no'}"
+    assert read_file(write(tmp_path, "a.yaml", text)).data["run"] == {
+        "a": True,
+        "b": False,
+        "c": 1000,
+        "d": 10.5,
+        "e": float("inf"),
+        "f": "2024-01-01",
+        "g": 0,
+        "h": 3,
+        "i": "1e-4",
+        "j": "no",
+    }
 
 
 def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_secret_reaches_the_worker_but_never_the_text_that_is_handed_down(tmp_
     with environ.exported(DRIVETRAIN_CONFIG=text):
         assert resolve(Probe, section="probe").value == Probe(api_key="hush", seed=1)
     with environ.exported(DRIVETRAIN_PROBE__API_KEY="hush"):
-        assert Layers.read(sections=SECTIONS).to_json() == "[]"
+        assert Layers.read(sections=SECTIONS).to_json() == '{"settings": []}'
         assert resolve(Probe, section="probe").value.api_key == "hush"
 
 
@@ -185,15 +185,27 @@ def test_a_mistake_on_the_command_line_is_told_by_its_flag() -> None:
         Layers.read(command_line={"probe": {"seed": "x"}}, sections=SECTIONS)
 
 
-@pytest.mark.parametrize("text", ["", "{", '[{"section": "probe"}]', "3"])
-def test_a_broken_hand_down_says_what_to_do(text: str) -> None:
-    with (
-        environ.exported(DRIVETRAIN_CONFIG=text),
-        pytest.raises(ConfigError, match="the launcher writes it; unset it"),
-    ):
+ROW = '"section": "probe", "field": "seed", "where": "", "value": 1'
+BROKEN = ["", "{", "[]", "3", "{}", '{"settings": {}}', '{"settings": [{"section": "probe"}]}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", [*BROKEN, f'{{"settings": [{{{ROW}, "kind": "sky"}}]}}'])
+def test_a_broken_hand_down_says_what_is_allowed_and_what_to_do(text: str) -> None:
+    message = (
+        r"DRIVETRAIN_CONFIG=.{0,63} in .* cannot be read: .* a mapping with 'settings', a list .*; unset it"
+    )
+    with environ.exported(DRIVETRAIN_CONFIG=text), pytest.raises(ConfigError, match=message):
         Layers.of_process()
+
+
+def test_text_that_is_nested_too_deeply_is_refused_with_its_field() -> None:
+    for levels in (101, 5000):
+        with pytest.raises(
+            ConfigError, match=r"probe\.sizes='\[.*is nested too deeply: 100 levels are allowed; from"
+        ):
+            Layers.read(command_line={"probe": {"sizes": "[" * levels + "]" * levels}}, sections=SECTIONS)
 
 
 def test_what_is_handed_down_is_plain_json(tmp_path: Path) -> None:
     layers = Layers.read(command_line={"probe": {"where": Path("a"), "sizes": (1,)}}, sections=SECTIONS)
-    assert [row["value"] for row in json.loads(layers.to_json())] == ["a", [1]]
+    assert [row["value"] for row in json.loads(layers.to_json())["settings"]] == ["a", [1]]

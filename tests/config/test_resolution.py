@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_config import ConfigError, Disagreement, Layers, environ, resolve
+from drivetrain_config import ConfigError, Disagreement, Layers, Source, environ, resolve
 
 KINDS = ("code", "command line", "environment", "file")
 
@@ -24,6 +24,7 @@ class Probe:
     fast: bool = False
     mode: Literal["no", "fp16", "bf16"] = "no"
     sizes: tuple[int, ...] = (1,)
+    folder: Path = Path("runs")
 
     def __post_init__(self) -> None:
         if self.count < 0:
@@ -31,13 +32,14 @@ class Probe:
 
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "count": st.integers(0, 5),
+    "count": st.integers(4, 8),  # as for every field, the default among them
     "limit": st.integers(-2, 2),
-    "rate": st.floats(0, 1),
-    "name": st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=4),
+    "rate": st.sampled_from([0.5, 0.25, 1.0]) | st.floats(0, 1),
+    "name": st.just("plain") | st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=4),
     "fast": st.booleans(),
     "mode": st.sampled_from(["no", "fp16", "bf16"]),
-    "sizes": st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    "sizes": st.just((1,)) | st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    "folder": st.sampled_from([Path("runs"), Path("elsewhere")]),
 }
 Said = Mapping[str, Any]
 SAID = st.fixed_dictionaries({}, optional=VALUES)
@@ -47,24 +49,36 @@ def spelled(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def plainly(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+
+
 def write(folder: str, said: Said, ending: str) -> Path:
     path = Path(folder) / f"run{ending}"
-    plain = {"probe": {name: list(v) if isinstance(v, tuple) else v for name, v in said.items()}}
+    plain = {"probe": {name: plainly(value) for name, value in said.items()}}
     path.write_text(json.dumps(plain) if ending == ".json" else yaml.safe_dump(plain), encoding="utf-8")
     return path
 
 
 def expected(layers: Mapping[str, Said]) -> tuple[Probe, dict[str, str], set[str]]:
-    """The oracle: value and kind of source of each field, and the fields that code and command line disagree on."""
+    """The oracle: value and kind of source of each field, and the fields that code and another layer disagree on."""
     said: dict[str, Any] = {}
     kinds: dict[str, str] = {}
+    odd: set[str] = set()
     for name in VALUES:
-        givers = [kind for kind in KINDS if name in layers[kind]]
+        in_code = layers["code"].get(name)
+        gives_way = in_code == getattr(Probe(), name)
+        order = (*KINDS[1:], "code") if gives_way else KINDS
+        givers = [kind for kind in order if name in layers[kind]]
         kinds[name] = givers[0] if givers else "default"
-        if givers:
-            said[name] = layers[givers[0]][name]
-    both = layers["code"].keys() & layers["command line"].keys()
-    odd = {f"probe.{name}" for name in both if layers["code"][name] != layers["command line"][name]}
+        if not givers:
+            continue
+        said[name] = layers[givers[0]][name]
+        against = (
+            givers[0] if gives_way else "command line"
+        )  # what code gave way to, or the flag that it overrules
+        if in_code is not None and layers[against].get(name, in_code) != in_code:
+            odd.add(f"probe.{name}")
     return Probe(**said), kinds, odd
 
 
@@ -106,11 +120,56 @@ def test_code_against_the_command_line_is_a_disagreement_that_names_both() -> No
     layers = Layers.read(command_line={"probe": {"count": "3", "mode": "fp16"}}, sections={"probe": Probe})
     found = resolve(Probe, section="probe", code={"count": 4, "mode": "fp16"}, layers=layers)
     assert found.disagreements == (
-        Disagreement(field="probe.count", taken=4, overruled=3, flag="--probe-count"),
+        Disagreement(
+            field="probe.count",
+            taken=4,
+            taken_from=Source("code"),
+            overruled=3,
+            overruled_from=Source("command line", "--probe-count"),
+        ),
     )
     assert str(found.disagreements[0]) == (
         "probe.count=4 in code overrules --probe-count on the command line, which says 3"
     )
+
+
+def test_a_default_in_code_gives_way_to_every_other_layer_and_says_so(tmp_path: Path) -> None:
+    file = write(str(tmp_path), {"count": 1, "fast": True, "folder": Path("a"), "sizes": (2,)}, ".json")
+    code = {"count": 7, "fast": False, "folder": "runs", "sizes": [1], "rate": 0.5, "name": "plain"}
+    with environ.exported(DRIVETRAIN_PROBE__COUNT="2", DRIVETRAIN_PROBE__NAME="plain"):
+        layers = Layers.read(file=file, command_line={"probe": {"fast": "true"}}, sections={"probe": Probe})
+        found = resolve(Probe, section="probe", code=code, layers=layers)
+    assert (found.value.count, found.value.fast, found.value.folder, found.value.sizes) == (
+        2,
+        True,
+        Path("a"),
+        (2,),
+    )
+    assert (found.sources["rate"].kind, found.sources["name"].kind) == ("code", "environment")
+    assert [str(each) for each in found.disagreements][:2] == [
+        "probe.count=2 from DRIVETRAIN_PROBE__COUNT in the environment overrules 7 in code, which is the default and "
+        "so counts as not said",
+        "probe.fast=True from --probe-fast on the command line overrules False in code, which is the default and so "
+        "counts as not said",
+    ]
+    assert [each.field for each in found.disagreements] == [
+        "probe.count",
+        "probe.fast",
+        "probe.sizes",
+        "probe.folder",
+    ]
+
+
+def test_a_secret_that_gives_way_is_not_shown() -> None:
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Login:
+        token: str = field(default="guest", metadata={"secret": True})
+
+    with environ.exported(DRIVETRAIN_LOGIN__TOKEN="hush"):
+        found = resolve(Login, section="login", code={"token": "guest"})
+    assert found.value.token == "hush"
+    assert "hush" not in str(found.disagreements[0])
+    assert "guest" not in str(found.disagreements[0])
 
 
 def test_a_file_or_variable_that_is_overruled_is_no_disagreement(tmp_path: Path) -> None:

@@ -5,7 +5,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from drivetrain_data import ActiveLoaders, Shard, ShardedLoader, shard_loader, skip_first_batches
+from drivetrain_data import (
+    ActiveLoaders,
+    ResumedLoaderError,
+    Shard,
+    ShardedLoader,
+    shard_loader,
+    skip_first_batches,
+)
 from stateful_stream import Standing
 
 
@@ -358,9 +365,11 @@ def test_the_steps_that_are_left_are_those_that_come(kind: str, even: Any) -> No
     rest = make(3, 2)
     rest.load_state_dict(loader.state_dict())
     whole, left = len(rest), rest.num_left()
+    assert len(list(rest)) == left < whole
+    assert rest.num_left() == whole
     skipping = skip_first_batches(rest, 1)
-    assert len(skipping) == left - 1 < whole - 1
-    assert len(list(skipping)) == left - 1
+    assert len(skipping) == whole - 1
+    assert len(list(skipping)) == whole - 1
     assert rest.num_left() == whole == len(list(rest))
 
 
@@ -370,6 +379,35 @@ class Sized(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(20))
+
+
+@pytest.mark.parametrize("num_skipped", [1, 4])
+def test_batches_that_a_loaded_state_left_out_are_not_left_out_twice(num_skipped: int) -> None:
+    loader = sharded(batch_size=1)
+    batches = iter(loader)
+    begun = [int(next(batches)) for _ in range(4)]
+    whole, state = samples(sharded(batch_size=1)), loader.state_dict()
+    before = skip_first_batches(loader, 4)
+    batches.close()
+    for build in (
+        lambda: skip_first_batches(loader, num_skipped),
+        lambda: skip_first_batches(skip_first_batches(loader), num_skipped),
+        lambda: list(before),
+    ):
+        loader.load_state_dict(state)
+        with pytest.raises(
+            ResumedLoaderError, match=r"position 4 of epoch 0, .*\. Delete the call and loop over"
+        ):
+            build()
+    # What is meant is still possible: nothing more left out, the epoch anew, another epoch, the next one.
+    assert begun + samples(skip_first_batches(loader, 0)) == whole
+    assert len(samples(skip_first_batches(loader, num_skipped))) == 20 - num_skipped
+    loader.load_state_dict(state)
+    loader.set_epoch(1)
+    loader.set_epoch(0)
+    assert samples(skip_first_batches(loader, num_skipped)) == whole[num_skipped:]
+    loader.load_state_dict({**state, "position": 0})
+    assert samples(skip_first_batches(loader, num_skipped)) == whole[num_skipped:]
 
 
 def test_skips_add_up() -> None:

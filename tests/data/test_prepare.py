@@ -95,11 +95,6 @@ def test_a_dataset_shorter_than_the_shards_keeps_them_in_step(
     assert len(read.plans) == 1
 
 
-def test_dropping_all_there_is_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 samples are fewer than one batch of 2 on each of 4 shards"):
-        shard_loader(DataLoader(Numbers(5), batch_size=2), Shard(0, 4), even="drop")
-
-
 @pytest.mark.parametrize("count", COUNTS)
 def test_split_batches_makes_the_loaders_batch_the_sum(make_shards, read_together, count: int) -> None:
     shards = make_shards(lambda: DataLoader(Numbers(21), batch_size=8), count, split_batches=True)
@@ -443,12 +438,35 @@ def test_what_cannot_be_split_and_padded_is_refused() -> None:
     ("arguments", "says"),
     [
         ({"batch_size": None}, "3 samples are fewer than one batch of 1 on each of 4"),
+        ({"batch_size": 2, "drop_last": True}, "3 samples are fewer than one batch of 2 on each of 4"),
+        ({"batch_size": 2, "shuffle": True}, "3 samples are fewer than one batch of 2 on each of 4"),
         ({"batch_sampler": [[0], [1], [2]]}, "3 batches are fewer than one on each of 4 shards"),
     ],
 )
-def test_dropping_all_items_or_batches_is_refused(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=f"{says}.*nothing would be left"):
-        shard_loader(DataLoader(Numbers(3), **arguments), Shard(0, 4), even="drop")
+def test_a_loader_of_which_all_is_dropped_is_empty_with_one_warning(
+    caplog: pytest.LogCaptureFixture, make_shards, read_together, arguments: dict[str, Any], says: str
+) -> None:
+    even = "uneven" if arguments.get("drop_last") else "drop"
+    shards = make_shards(lambda: DataLoader(Numbers(3), **arguments), 4, even=even)
+    for epoch in range(2):
+        assert [len(shard) for shard in shards] == [0] * 4
+        assert read_together(shards).plans == []
+        assert shards[0].epoch == epoch
+        assert shards[0].state_dict()["epoch"] == epoch + 1
+    assert [record.getMessage() for record in caplog.records if says in record.getMessage()] == [
+        caplog.records[0].getMessage()
+    ]
+    assert "every epoch of this loader is empty" in caplog.text
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_samples_to_be_drawn_from_an_empty_dataset_are_refused(replacement: bool) -> None:
+    sampler = RandomSampler(Numbers(0), replacement=replacement, num_samples=5)
+    with pytest.raises(
+        ValueError, match="RandomSampler has num_samples=5 to draw from a dataset of 0 samples"
+    ):
+        shard_loader(DataLoader(Numbers(0), sampler=sampler), Shard(0, 1))
+    assert list(shard_loader(DataLoader(Numbers(0)), Shard(0, 2))) == []
 
 
 def test_nodes_must_be_counted_where_there_may_be_several() -> None:
@@ -512,7 +530,7 @@ def test_single_items_cannot_be_split() -> None:
 def test_defaults_are_those_of_the_settings() -> None:
     defaults = shard_loader.__kwdefaults__
     settings = DataSettings()
-    for name in ("even", "split_batches", "dispatch", "seed", "non_blocking", "copy_ahead", "read_ahead"):
+    for name in ("even", "split_batches", "dispatch", "non_blocking", "copy_ahead", "read_ahead"):
         assert defaults[name] == getattr(settings, name)
 
 
@@ -523,6 +541,7 @@ def test_defaults_are_those_of_the_settings() -> None:
         ({"even": False}, ValueError, "even=False: must be one of"),
         ({"seed": -1}, ValueError, "seed=-1: must be an integer between"),
         ({"seed": 1.5}, ValueError, "seed=1.5: must be an integer between"),
+        ({"seed": None}, ValueError, "seed=None: ranks could not agree on one"),
         ({"copy_ahead": -1}, ValueError, "copy_ahead=-1: must be an integer, 0 or more batches"),
         ({"shard": (0, 2)}, TypeError, r"shard=\(0, 2\): must be a Shard"),
         ({"device": "nowhere"}, RuntimeError, "nowhere"),

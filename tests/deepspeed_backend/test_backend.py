@@ -149,18 +149,22 @@ def step_refusals() -> dict[str, str]:
         (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
         one.window.begin()
         prepared.backward(prepared.model(X))
+        found["window"] = error_of(AccumulationError, lambda: one.window.resize(2))
         found["value"] = error_of(ValueError, lambda: prepared.clip(value=1.0))
         found["type"] = error_of(ValueError, lambda: prepared.clip(norm=1.0, norm_type=1.0))
         found["some"] = error_of(ValueError, lambda: prepared.clip([], norm=0.5))
         found["other"] = error_of(ValueError, lambda: prepared.clip(norm=2.0))
         prepared.optimizers[0].step()
         found["twice"] = error_of(AccumulationError, prepared.optimizers[0].step)
+    one.window.resize(2)  # the engines are gone
     return found
 
 
 @pytest.mark.parametrize("num_processes", [1])
 def test_steps_and_clips_that_cannot_be_are_refused(run_ranks, num_processes: int) -> None:
     (found,) = run_ranks(step_refusals, num_processes=num_processes)
+    assert "steps = 2: a DeepSpeed engine lays out its gradients" in found["window"]
+    assert "set it before prepare(), or call free_memory()" in found["window"]
     assert "clip by norm, of type 2" in found["value"]
     assert "norm_type=1.0" in found["type"]
     assert "pass model.parameters()" in found["some"]
@@ -168,17 +172,33 @@ def test_steps_and_clips_that_cannot_be_are_refused(run_ranks, num_processes: in
     assert "step() twice after one backward()" in found["twice"]
 
 
-def half_precision() -> str:
-    def start() -> None:
-        with backend(mode="fp16", stage=1):
-            pass
+def half_precision() -> tuple[bool, str | float]:
+    """Whether DeepSpeed computes in fp16 here; and how far a step moves, or what is said."""
+    from deepspeed.accelerator import get_accelerator
 
-    return error_of(PrecisionError, start)
+    def train() -> float:
+        with backend(mode="fp16", stage=1) as one:
+            model = Weights()
+            (prepared,) = one.prepare([model], [SGD([model.w], lr=0.25)], [])
+            for _ in range(20):  # the first ones overflow while the loss scale comes down
+                one.window.begin()
+                prepared.backward(prepared.model(X))
+                prepared.optimizers[0].step()
+                prepared.optimizers[0].zero_grad()
+                if prepared.optimizers[0].num_steps:
+                    break
+            return 1 - weights(prepared)[1]
+
+    has_fp16 = bool(get_accelerator().is_fp16_supported())
+    return has_fp16, train() if has_fp16 else error_of(PrecisionError, train)
 
 
-def test_fp16_where_deepspeed_has_none_is_refused(run_ranks) -> None:
-    (said,) = run_ranks(half_precision, num_processes=1)
-    assert "DeepSpeed does not compute in it on cpu; it can do 'no', 'bf16'" in said
+def test_fp16_trains_where_deepspeed_has_it_and_is_refused_else(run_ranks) -> None:
+    ((has_fp16, found),) = run_ranks(half_precision, num_processes=1)
+    if has_fp16:
+        assert found == pytest.approx(0.5)
+    else:
+        assert "DeepSpeed does not compute in it on cpu; it can do 'no', 'bf16'" in found
 
 
 def configured_clipping(stage: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""The engine on a device of its own memory, with streams and pinned memory: the checks of `accelerator/checks.py`."""
+"""The engine on a device of its own memory, with streams and pinned memory: the checks of `accelerator_checks.py`."""
 
 import subprocess
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dispatch.accelerator.device import CAN_BE_MADE
+from accelerator.device import CAN_BE_MADE
 
-CHECKS = Path(__file__).parent / "accelerator" / "checks.py"
+CHECKS = Path(__file__).with_name("accelerator_checks.py")
 
 
 @pytest.mark.costly

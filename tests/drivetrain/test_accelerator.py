@@ -176,7 +176,7 @@ def test_an_evaluation_loader_inside_the_training_loop_does_not_close_its_window
     assert stepped_at == [2, 5]
 
 
-def test_the_plan_says_what_was_asked_applied_and_where_it_came_from(capsys) -> None:
+def test_the_plan_says_what_was_asked_applied_and_where_it_came_from() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="auto", seed=3)
     accelerator.prepare(nn.Linear(1, 1))
     rows = {row.setting: row for row in accelerator.plan.rows}
@@ -184,15 +184,188 @@ def test_the_plan_says_what_was_asked_applied_and_where_it_came_from(capsys) -> 
     assert rows["run.mixed_precision"].applied == accelerator.mixed_precision
     assert rows["run.mixed_precision"].reason.startswith("auto chose")
     assert rows["run.seed"].source.startswith("code")
-    assert "run.mixed_precision" in capsys.readouterr().err
 
 
-def test_the_plan_is_printed_once_and_stored(tmp_path, capsys) -> None:
-    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
-    accelerator.prepare(nn.Linear(1, 1))
-    accelerator.prepare(nn.Linear(1, 1))
-    assert capsys.readouterr().err.count("effective plan") == 1
-    assert (tmp_path / "plan.json").exists()
+_THREE_RUNS = """
+import os, sys, torch
+from drivetrain import Accelerator
+
+for number in range(3):
+    run = Accelerator(cpu=True, project_dir=f"run-{number}", gradient_accumulation_steps=4, seed=number)
+    loader = torch.utils.data.DataLoader(torch.ones(64, 1), batch_size=8, shuffle=True)
+    run.prepare(torch.nn.Linear(1, 1), loader)
+    run.prepare(torch.nn.Linear(1, 1))
+if not os.fork():  # another process shows its own
+    Accelerator(cpu=True, sections={"run": {"verbose": True, "show_plan": False}}).prepare(torch.nn.Linear(1, 1))
+    sys.stderr.flush()
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_the_plan_is_printed_once_a_process_in_few_plain_words_and_stored_whole(
+    tmp_path, monkeypatch, run_ranks_script
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (rank,) = run_ranks_script(_THREE_RUNS, num_processes=1)
+    short, whole = rank.stderr.split("effective plan", 1)
+    shown = short.splitlines()
+    assert [line[:15].strip() for line in shown if line[2:3] != " "] == [
+        "what runs:",
+        "processes",
+        "training",
+        "data",
+        "asked",
+        "chosen",
+        "whole plan",
+    ]
+    assert shown[:4] == [
+        "what runs:",
+        "  processes    1 on 1 node; device cpu",
+        "  training     SingleBackend, in fp32",
+        "  data         batches of 8 x 4 micro-batches = 32 samples in a step; shuffled, seed 0",
+    ]
+    assert "run.backend = single: one process" in short
+    assert "run-0/plan.json; --verbose at the launch prints it" in short
+    assert len(shown) <= 12
+    assert "run.verbose" in whole
+    assert "setting" in whole
+    for number in range(3):
+        stored = json.loads((tmp_path / f"run-{number}" / "plan.json").read_text())
+        assert stored["facts"]["data 0"].endswith(f"shuffled, seed {number}")
+        assert f"keyed by (seed {number}, epoch)" in stored["details"]["data 0"]
+
+
+def test_the_users_configuration_is_logged_as_it_is_and_the_plan_stands_beside(tmp_path) -> None:
+    mine = Kept()
+    with Accelerator(cpu=True, project_dir=tmp_path, log_with=["jsonl", mine], seed=5) as accelerator:
+        assert accelerator.trackers == (accelerator.get_tracker("jsonl"), mine)
+        accelerator.init_trackers("run", {"lr": 0.1}, init_kwargs={"kept": {"tags": ["a"]}})
+        accelerator.log({"loss": 1.0}, step=2, log_kwargs={"kept": {"commit": False}})
+    started = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    assert started["config"] == {"lr": 0.1}
+    assert json.loads((tmp_path / "plan.json").read_text()) == mine.plan
+    assert mine.plan["settings"]["run.seed"]["asked"] == 5
+    assert mine.plan["facts"]["trackers"] == "jsonl, kept"
+    assert mine.told == [("run", {"lr": 0.1}, ["a"]), ({"loss": 1.0}, 2, False)]
+
+
+class Kept:
+    """A tracker of one's own that keeps what it is told."""
+
+    name = "kept"
+    on_all_ranks = False
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.plan: dict = {}
+
+    def start(self, run_name, config, *, tags=()) -> None:
+        self.told.append((run_name, config, tags))
+
+    def record_plan(self, plan) -> None:
+        self.plan = plan
+
+    def log(self, values, *, step=None, commit=True) -> None:
+        self.told.append((values, step, commit))
+
+    def finish(self) -> None: ...
+
+
+def test_trackers_are_objects_names_or_all_there_are(tmp_path) -> None:
+    assert [one.name for one in Accelerator(cpu=True, log_with=Kept()).trackers] == ["kept"]
+    everything = Accelerator(cpu=True, log_with="all", project_dir=tmp_path)
+    assert "jsonl" in [one.name for one in everything.trackers]
+    (row,) = [row for row in everything.plan.rows if row.setting == "run.log_with"]
+    assert row.asked == ("all",)
+    assert row.applied == tuple(one.name for one in everything.trackers)
+    with pytest.raises(ValueError, match="'kept' is there 2 times"):
+        Accelerator(cpu=True, log_with=[Kept(), Kept()])
+    with pytest.raises(TypeError, match="Linear is no tracker, for it lacks start, log, finish, name"):
+        Accelerator(cpu=True, log_with=[nn.Linear(1, 1)])
+
+
+def steps_under(backend: str, lengths: tuple[int, int], micro_batches: torch.Tensor) -> list[float]:
+    """The weight after each step, with one number of micro-batches in a first window and another from then on."""
+    with Accelerator(cpu=True, backend=backend, gradient_accumulation_steps=lengths[0]) as accelerator:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        found: list[float] = []
+        for number, x in enumerate(micro_batches.chunk(accelerator.num_processes)[accelerator.process_index]):
+            if number == lengths[0]:
+                accelerator.gradient_accumulation_steps = lengths[1]
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x.reshape(1, 1)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                with accelerator.gathered(model):
+                    found.append(model.weight.item())
+        assert (
+            accelerator.plan.as_dict()["settings"]["run.gradient_accumulation_steps"]["applied"] == lengths[1]
+        )
+        return found
+
+
+def plain_steps(lengths: tuple[int, int], micro_batches: torch.Tensor) -> list[float]:
+    """The same of one process that has all micro-batches."""
+    by_rank = micro_batches.chunk(2)
+    weight, found, first = 1.0, [], 0
+    while first < len(by_rank[0]):
+        length = lengths[1] if first else lengths[0]
+        window = torch.cat([part[first : first + length] for part in by_rank])
+        weight -= 0.1 * (2 * weight * window.square()).mean().item()
+        found.append(weight)
+        first += length
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("lengths", [(2, 4), (3, 1)])
+def test_another_accumulation_holds_from_the_next_window_on(run_ranks, backend, lengths) -> None:
+    micro_batches = torch.linspace(0.2, 1.2, 2 * (lengths[0] + 2 * lengths[1]))
+    expected = plain_steps(lengths, micro_batches)
+    for found in run_ranks(steps_under, backend, lengths, micro_batches):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_accumulation_is_not_changed_in_an_open_window_and_ends_between_windows() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.0))
+    for number in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+        if number == 0:
+            with pytest.raises(AccumulationError, match="in an open window, after 1 of its 2"):
+                accelerator.gradient_accumulation_steps = 1
+    accelerator.gradient_accumulation_steps = 1  # the window is closed, and its step comes after
+    optimizer.step()
+    assert model.weight.grad.item() == 1.0
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.ones(1, 1)).sum())  # a window of its own now, as in a plain loop
+    optimizer.step()
+    assert model.weight.grad.item() == 1.0
+    optimizer.zero_grad()
+    accelerator.gradient_accumulation_steps = 3
+    with pytest.raises(AccumulationError, match=r"backward\(\) outside accumulate\(\) .*steps=3"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+
+
+def test_a_profile_without_a_folder_is_the_profilers_alone(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Accelerator(cpu=True).profile(record_shapes=True) as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    assert any(event.input_shapes[:2] == [[8, 8], [8, 8]] for event in profiler.key_averages(True))
+    assert list(tmp_path.iterdir()) == []
+    with Accelerator(cpu=True, project_dir=tmp_path).profile():
+        pass
+    assert (tmp_path / "profile" / "trace-rank-0.json").exists()
+    with pytest.raises(
+        TypeError, match=r"profile\(dict\): the first argument is a folder; what to note is said by"
+    ):
+        Accelerator(cpu=True).profile({"record_shapes": True})
 
 
 @pytest.mark.parametrize("step_inside", [True, False])

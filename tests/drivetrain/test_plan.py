@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from drivetrain.plan import PlanMismatchError, make_plan
+from drivetrain.plan_summary import summarize
 from drivetrain_config import Resolved, Source
 
 
@@ -59,3 +60,42 @@ def test_what_stands_at_its_default_is_not_listed_but_stored() -> None:
         "reason": "",
     }
     assert plan.as_dict()["facts"] == {"processes": 2}
+
+
+def test_details_of_facts_are_in_the_whole_plan() -> None:
+    plan = make_plan(
+        resolved(), {}, reasons={}, facts={"data 0": "shuffled"}, details={"data 0": "permutation 1"}
+    )
+    assert "data 0, in detail: permutation 1" in str(plan)
+    assert plan.as_dict()["details"] == {"data 0": "permutation 1"}
+
+
+FACTS = {
+    "processes": "2 on 1 node",
+    "device": "cpu",
+    "backend": "DDPBackend",
+    "precision": "bf16",
+    "data 0": "batches of 8 x 2 processes = 16 samples in a step; shuffled, seed 3",
+}
+
+
+def test_the_summary_says_what_runs_what_was_asked_and_what_was_chosen_and_why() -> None:
+    plan = make_plan(
+        resolved(steps=8), {"run": {"mode": "bf16"}}, reasons={"run.mode": "the hardware has it"}, facts=FACTS
+    )
+    assert summarize(plan, whole="runs/plan.json").splitlines() == [
+        "what runs:",
+        "  processes    2 on 1 node; device cpu",
+        "  training     DDPBackend, in bf16",
+        "  data         batches of 8 x 2 processes = 16 samples in a step; shuffled, seed 3",
+        "  asked        run.steps = 8 (run.yaml:3)",
+        "  chosen       run.mode = bf16: the hardware has it",
+        "  whole plan   runs/plan.json",
+    ]
+
+
+def test_the_summary_of_a_run_of_which_nothing_is_said_says_so() -> None:
+    plan = make_plan(resolved(), {}, reasons={}, facts={**FACTS, "data 1": "batches as they come"})
+    lines = summarize(plan, whole="").splitlines()
+    assert "  asked        nothing: all stands at its default" in lines
+    assert [line.split("  ")[1] for line in lines[3:5]] == ["data 0", "data 1"]

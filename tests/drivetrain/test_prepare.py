@@ -68,3 +68,32 @@ def test_parameters_are_clipped_with_the_model_they_belong_to() -> None:
     accelerator.free_memory()
     with pytest.raises(ValueError, match="the 1 parameters to clip belong to no prepared model"):
         accelerator.clip_grad_norm_(models[1].parameters(), 1.0)
+
+
+def test_unwrapping_takes_torchs_own_wrappers_off_whoever_put_them_on() -> None:
+    accelerator = Accelerator(cpu=True)
+    module = nn.Linear(2, 1)
+    assert accelerator.unwrap_model(nn.DataParallel(module)) is module
+    compiled = torch.compile(nn.DataParallel(module), backend="eager")
+    assert accelerator.unwrap_model(compiled) is module
+    inside = torch.compile(module, backend="eager")
+    assert accelerator.unwrap_model(nn.DataParallel(inside)) is inside
+    prepared = accelerator.prepare(nn.DataParallel(module))
+    assert accelerator.unwrap_model(prepared) is module
+    assert accelerator.unwrap_model(nn.DataParallel(prepared)) is module
+
+
+def unwrap_replicas() -> list[bool]:
+    with Accelerator(cpu=True, backend="ddp", sections={"run": {"show_plan": False}}) as accelerator:
+        module, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        by_hand = nn.parallel.DistributedDataParallel(other)
+        prepared = accelerator.prepare(module)
+        return [
+            accelerator.unwrap_model(by_hand) is other,
+            accelerator.unwrap_model(torch.compile(by_hand, backend="eager")) is other,
+            accelerator.unwrap_model(prepared) is module,
+        ]
+
+
+def test_unwrapping_takes_a_users_replica_off(run_ranks) -> None:
+    assert run_ranks(unwrap_replicas) == [[True] * 3] * 2

@@ -75,7 +75,11 @@ def train(
     before_load: Callable[[], None] = lambda: None,
 ) -> None:
     """Train from the newest checkpoint to the last step, saving after each."""
-    quiet = {"checkpoint": {"keep_last": 2, "stall_seconds": 3}, "state": {"watchdog": False}}
+    staging = "overlap" if backend == "auto" else "copy"
+    quiet = {
+        "checkpoint": {"keep_last": 2, "stall_seconds": 3, "staging": staging},
+        "state": {"watchdog": False},
+    }
     accelerator = Accelerator(cpu=True, backend=backend, project_dir=directory, seed=3, sections=quiet)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
     optimizer = AdamW(model.parameters(), lr=1e-2)

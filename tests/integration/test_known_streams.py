@@ -9,6 +9,7 @@ from datasets import IterableDataset as HuggingFace
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain import Accelerator
 from drivetrain_data import Shard, shard_loader
 from drivetrain_data.known_streams import check_undivided_stream, left_out_of_state, own_draws
 from stateful_stream import Standing
@@ -94,3 +95,19 @@ def test_a_stream_shuffled_without_a_seed_is_read_by_one_alone(caplog: pytest.Lo
     shard_loader(unseeded, Shard(0, 1))
     assert "cannot be resumed in its middle; give its shuffle() a seed=" in caplog.text
     shard_loader(DataLoader(files().shuffle(seed=2**40, buffer_size=3)), Shard(0, 2))
+
+
+def split_dataset() -> tuple[Any, list[int], list[int]]:
+    accelerator = Accelerator(cpu=True)
+    data = Dataset.from_dict({"x": list(range(5))})
+    with accelerator.split_between_processes({"all": data}) as mine:
+        kind, part = type(mine["all"]), list(mine["all"]["x"])
+    with accelerator.split_between_processes(data, apply_padding=True) as mine:
+        return kind, part, list(mine["x"])
+
+
+def test_a_dataset_is_split_between_processes_into_datasets(run_ranks) -> None:
+    assert run_ranks(split_dataset) == [
+        (Dataset, [0, 1, 2], [0, 1, 2]),
+        (Dataset, [3, 4], [3, 4, 4]),
+    ]

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from drivetrain_launcher.failures import (
     describe_others,
     describe_root,
     find_root,
+    format_for_user,
     read_failure,
     record_error,
 )
@@ -129,3 +131,40 @@ def test_an_exception_is_the_failure_even_if_the_launcher_stopped_the_rank_meanw
     assert stopped.shell_code == 1
     assert find_root([stopped, failure(1, exit_code=-15, time=0.0)]).rank == 0
     assert failure(0, exit_code=-15).shell_code == 143
+
+
+def test_a_wrong_value_is_shown_down_to_the_users_line_and_others_in_full() -> None:
+    from drivetrain_state import ParallelDims
+
+    def fails(action: Callable[[], object]) -> str:
+        try:
+            action()
+        except (ValueError, KeyError) as error:
+            return format_for_user(error)
+        raise AssertionError("nothing failed")
+
+    shown = fails(lambda: ParallelDims(tensor=3).plan(2))
+    assert "in <lambda>" in shown
+    assert "  (found by drivetrain_state.mesh, line " in shown
+    assert "mesh.py" not in shown
+    assert shown.splitlines()[-1].startswith("ValueError: ")
+    assert fails(lambda: int("x")).splitlines()[-1].startswith("ValueError: invalid literal")
+    another = fails(lambda: {}["x"])
+    assert "found by" not in another
+
+
+def test_ranks_that_failed_alike_share_a_line() -> None:
+    def failed(rank: int, error: str) -> RankFailure:
+        return RankFailure(rank=rank, local_rank=rank, pid=rank, exit_code=1, error=error)
+
+    failures = [
+        failed(0, "ValueError: a"),
+        failed(1, "ValueError: a"),
+        failed(2, "KeyError"),
+        failed(3, "ValueError: a"),
+    ]
+    told = describe_others(failures[0], failures)
+    assert told == (
+        "drivetrain: the other ranks of this node:\n  ranks 1, 3: the same error\n  rank 2: KeyError\n"
+    )
+    assert "rank 1: the same error" in describe_others(failures[0], failures[:2])

@@ -26,10 +26,27 @@ def test_a_plan_prints_what_will_happen() -> None:
     assert shown[-1] == "note: one thread each"
 
 
-def test_running_in_place_adds_no_ranks() -> None:
+def test_one_process_in_place_has_torchruns_variables() -> None:
     plan = LaunchPlan(mode="in place", target=Target(name="train", kind="module"), environment={"A": "b"})
     (only,) = plan.ranks()
     assert only.command == (sys.executable, "-m", "train")
+    assert only.environment == {
+        "A": "b",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "any free port",
+    }
+
+
+def test_ranks_that_another_launcher_has_set_stay() -> None:
+    (only,) = LaunchPlan(
+        mode="in place", target=Target(name="t.py"), environment={"A": "b"}, has_ranks=True
+    ).ranks()
     assert only.environment == {"A": "b"}
 
 

@@ -103,6 +103,60 @@ print(debug_launcher(where, num_processes=2)[1])
     assert done.stdout == "('cpu', 'DRIVETRAIN_STATE__DEVICE in the environment')\n", done.stderr
 
 
+def test_a_launch_after_one_that_failed_ends(run_source: Callable) -> None:
+    # What a failed launch leaves is garbage of the interpreter, which its next ranks inherit and may collect.
+    source = """
+import gc, time
+gc.disable()
+def fail(): raise ValueError("boom")
+def collect():
+    gc.collect()
+    return len(gc.garbage)
+def attempt():
+    try:
+        debug_launcher(fail, num_processes=1)
+    except RankFailedError as error:
+        kept = error  # a frame that holds its own error is a cycle
+def store_of_mine():
+    from torch.distributed import TCPStore
+    cycle = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    cycle.append(cycle)
+attempt()
+store_of_mine()
+began = time.monotonic()
+print(debug_launcher(collect), notebook_launcher(collect, num_processes=2))
+print(time.monotonic() - began < 30, gc.get_freeze_count())
+"""
+    done = run_source(NOTEBOOK + source)
+    assert done.stdout == "[0, 0] [0, 0]\nTrue 0\n", done.stderr
+
+
+def test_ranks_of_a_function_end_when_their_parent_is_killed(run_source: Callable) -> None:
+    source = """
+import signal, subprocess, sys, time
+def wait_for_each_other():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch has the kernel send it when the parent dies
+    dist.init_process_group("gloo")
+    print(os.getpid(), flush=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    dist.barrier()  # in native code, where no handler of Python's runs
+
+if len(sys.argv) > 1:
+    debug_launcher(wait_for_each_other)
+child = subprocess.Popen([sys.executable, sys.argv[0], "launch"], stdout=subprocess.PIPE, text=True)
+ranks = [int(child.stdout.readline()) for _ in range(2)]
+began = time.monotonic()
+child.stdout.read()  # ends when the last rank has closed it
+print(len(ranks), child.wait(), time.monotonic() - began < 20)
+"""
+    done = run_source(NOTEBOOK + source)
+    assert done.stdout == "2 -9 True\n", (done.stdout, done.stderr)
+    assert done.stderr.count("of this rank died; the rank stops") >= 1, done.stderr
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two CUDA devices")
 def test_an_accelerator_in_use_cannot_be_forked(run_source: Callable) -> None:

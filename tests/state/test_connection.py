@@ -220,6 +220,7 @@ except ConnectError as error:
         source, num_processes=1, environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     )
     assert "rank 0 waited 2 s" in first.stdout, first
+    assert "and rank 1 did not come" in first.stdout, first
 
 
 def test_the_watchdog_runs_while_the_context_is_open(run_ranks_script) -> None:

@@ -1,6 +1,10 @@
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -136,6 +140,35 @@ def test_every_kind_of_input_keeps_its_type() -> None:
         assert mine["deep"] == {"y": [6, 6]}
 
 
+class Lines(Sequence[str]):
+    """Lines of a file, say, whose parts are of the same class."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Lines(self.lines[index]) if isinstance(index, slice) else self.lines[index]
+
+
+def test_sequences_and_arrays_of_any_kind_are_divided() -> None:
+    def second_of_two(inputs: Any, padding: bool = False) -> Any:
+        with split_between_processes(_of(1, world_size=2, nodes=1), inputs, padding) as mine:
+            return mine
+
+    lines = second_of_two(Lines(["a", "b", "c"]))
+    assert isinstance(lines, Lines)
+    assert lines.lines == ["c"]
+    assert second_of_two(Lines(["a", "b", "c"]), True) == ["c", "c"]
+    assert second_of_two(range(5)) == range(3, 5)
+    assert second_of_two(deque([1, 2, 3])) == [3]
+    array = np.arange(6).reshape(3, 2)
+    assert second_of_two({"rows": array, "x": [1, 2, 3]})["rows"].tolist() == [[4, 5]]
+    assert second_of_two(array, True).tolist() == [[4, 5], [4, 5]]
+
+
 def test_fewer_items_than_processes_leave_the_last_ranks_empty() -> None:
     with split_between_processes(_of(3), ["only"]) as mine:
         assert mine == []
@@ -148,6 +181,9 @@ def test_fewer_items_than_processes_leave_the_last_ranks_empty() -> None:
     [
         ({"a": [1], "b": [1, 2]}, False, r"different lengths, {'a': 1, 'b': 2}"),
         ("text", False, "inputs of type str: a list"),
+        (b"text", False, "inputs of type bytes: a list"),
+        ({1, 2}, False, "inputs of type set: a list"),
+        (np.array(1), False, "inputs of type ndarray: a list"),
         (torch.tensor(1), False, "inputs of type Tensor: a list"),
         ([], True, "empty inputs"),
     ],

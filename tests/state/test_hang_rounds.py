@@ -9,7 +9,8 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from drivetrain_state.hang_report import Answer
-from drivetrain_state.hang_rounds import HangRounds, Verdict, store_address
+from drivetrain_state.hang_rounds import HangRounds, Verdict
+from drivetrain_state.store_probe import store_address
 
 WAIT = timedelta(seconds=20)
 

@@ -45,3 +45,42 @@ def _in_order() -> list[str]:
 
 def test_ranks_speak_one_after_the_other(run_ranks) -> None:
     assert run_ranks(_in_order) == [["[rank 0] hello"], ["[rank 1] hello"]]
+
+
+_WITHOUT_A_CONTEXT = """
+import logging
+from drivetrain_state import StateSettings, connect, get_logger
+
+logger = get_logger("no context", log_level="info")  # as a module does at import
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("no context").addHandler(handler)
+logger.info("before")
+try:
+    logger.info("early", in_order=True)
+except RuntimeError as error:
+    refused = str(error)
+with connect(StateSettings(device="cpu", watchdog=False)):
+    logger.info("one")
+    logger.debug("silent")
+    logger.info("each", main_process_only=False)
+    logger.info("turns", in_order=True)
+logger.info("after")
+print("ranks are not connected: make the Accelerator" in refused, *lines, sep="|")
+"""
+
+
+def test_a_logger_made_before_the_ranks_met_finds_its_rank_at_each_call(run_ranks_script) -> None:
+    told = [rank.stdout.splitlines()[-1] for rank in run_ranks_script(_WITHOUT_A_CONTEXT)]
+    assert told == [
+        "True|before|one|[rank 0] each|[rank 0] turns|after",
+        "True|[rank 1] each|[rank 1] turns",
+    ]
+
+
+def test_a_logger_in_one_process_needs_no_context(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger("alone").warning("in order", in_order=True)
+    assert [record.getMessage() for record in caplog.records] == ["[rank 0] in order"]
+    with pytest.raises(TypeError, match=r"the second argument is a context; .* log_level='INFO'\)"):
+        get_logger("alone", "INFO")  # type: ignore[arg-type]

@@ -132,3 +132,71 @@ def test_trackers_are_found_by_name(tmp_path: Path) -> None:
 def test_two_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="'one' is there 2 times"):
         TrackerGroup([Memory("one"), Memory("one")])
+
+
+class Platform(Memory):
+    """A tracker with arguments of its own, that keeps the plan beside the configuration."""
+
+    def start(self, run_name, config, *, tags=()) -> None:
+        self._called("start", run_name, config, tags)
+
+    def log(self, values, *, step=None, commit=True) -> None:
+        self._called("log", values, step, commit)
+
+    def record_plan(self, plan) -> None:
+        self._called("plan", plan)
+
+
+def test_a_tracker_gets_its_own_options_and_the_plan_beside_the_configuration() -> None:
+    one, other = Platform("one"), Memory("other")
+    group = TrackerGroup([one, other])
+    group.start("run", {"lr": 0.1}, plan={"stage": 2}, options={"one": {"tags": ["a"]}})
+    group.log({"loss": 1.0}, step=3, options={"one": {"commit": False}})
+    assert one.calls == [
+        ("start", "run", {"lr": 0.1}, ["a"]),
+        ("plan", {"stage": 2}),
+        ("log", {"loss": 1.0}, 3, False),
+    ]
+    assert other.calls == [("start", "run", {"lr": 0.1}), ("log", {"loss": 1.0}, 3)]
+
+
+def test_an_option_that_a_tracker_does_not_take_is_refused_on_all_ranks_before_any_call() -> None:
+    for is_main in (True, False):
+        one, other = Platform("one"), Memory("other")
+        group = TrackerGroup([other, one], is_main=is_main)
+        with pytest.raises(
+            TypeError, match=r"'one': Platform\.start\(\) takes no entity; of its own .* tags$"
+        ):
+            group.start("run", options={"one": {"entity": "me"}})
+        with pytest.raises(
+            TypeError, match=r"'other': Memory\.log\(\) takes no step; of its own it takes none"
+        ):
+            group.log({"loss": 1.0}, options={"other": {"step": 1}})
+        with pytest.raises(TypeError, match="'one': None is no mapping of arguments by name"):
+            group.start("run", options={"one": None})
+        assert one.calls == other.calls == []
+
+
+def test_options_of_a_tracker_that_is_not_in_use_are_left_out_with_one_warning(caplog) -> None:
+    group = TrackerGroup([Memory("one")])
+    group.start("run", options={"wandb": {"tags": ["a"]}})
+    group.log({"loss": 1.0}, options={"wandb": {"commit": False}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "options for the tracker 'wandb' are left out: it is not in use, only 'one'"
+    ]
+
+
+def test_what_is_no_tracker_is_refused_with_what_it_lacks() -> None:
+    class Theirs:
+        name = "theirs"
+
+        def log(self, values, step) -> None: ...
+
+        def finish(self) -> None: ...
+
+    with pytest.raises(
+        TypeError, match="Theirs is no tracker, for it lacks start, on_all_ranks: a tracker has"
+    ):
+        TrackerGroup([Theirs()])
+    with pytest.raises(TypeError, match=r"Memory is a class: pass an instance of it, Memory\(\.\.\.\)"):
+        TrackerGroup([Memory])

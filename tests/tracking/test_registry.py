@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_tracking import JSONLTracker, UnknownTrackerError, make_tracker, tracker_names
+from drivetrain_tracking import JSONLTracker, UnknownTrackerError, chosen_names, make_tracker, tracker_names
 
 
 def test_ours_is_there(tmp_path: Path) -> None:
@@ -14,8 +14,22 @@ def test_ours_is_there(tmp_path: Path) -> None:
 
 
 def test_an_unknown_one_is_answered_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UnknownTrackerError, match=r"'wandbb' is not installed: say one of .*'jsonl'"):
+    with pytest.raises(
+        UnknownTrackerError, match=r"'wandbb': no installed package brings .* there are: 'jsonl'"
+    ):
         make_tracker("wandbb", tmp_path)
+
+
+def test_of_an_installed_platform_the_error_says_that_it_is_installed_and_what_to_do(tmp_path: Path) -> None:
+    told = r"the platform 'pytest' is installed, but no installed .*log_with=\[MyTracker\(\.\.\.\)\]"
+    with pytest.raises(UnknownTrackerError, match=told):
+        make_tracker("pytest", tmp_path)
+
+
+def test_all_stands_for_every_tracker_there_is() -> None:
+    assert chosen_names(["all"]) == tracker_names()
+    assert set(chosen_names(["mine", "all", "jsonl"])) == {"mine", *tracker_names()}
+    assert chosen_names(["jsonl"]) == ("jsonl",)
 
 
 def test_another_packages_tracker_is_found_by_its_entry_point(tmp_path: Path, monkeypatch) -> None:

@@ -6,20 +6,44 @@ from pathlib import Path
 
 import pytest
 
-SHOW = "import os, sys; print(sys.argv, 'RANK' in os.environ, 'torch' in sys.modules, __name__)"
+SHOW = "import os, sys; print(sys.argv, os.environ.get('RANK'), 'torch' in sys.modules, __name__)"
 
 
 def test_one_process_runs_in_place_without_torch(drivetrain: Callable, script: Callable) -> None:
     script(SHOW)
     done = drivetrain("launch", "--num-processes", "1", "script.py", "--help", "--num-processes", "3")
-    assert done.stdout == "['script.py', '--help', '--num-processes', '3'] False False __main__\n"
-    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout == "['script.py', '--help', '--num-processes', '3'] 0 False __main__\n"
+    told = "drivetrain: --num-processes stands after script.py, so the script gets it and the launcher does not; "
+    assert done.stderr.startswith(told)
+    assert (done.stderr.count("\n"), done.returncode) == (1, 0)
+
+
+def test_one_process_runs_a_script_that_reads_torchruns_variables(
+    drivetrain: Callable, script: Callable
+) -> None:
+    script(
+        "import os\nimport torch.distributed as dist\nfrom drivetrain_state import connect\n"
+        "with connect(device='cpu') as context: print(context.group, context.topology.world_size)\n"
+        "dist.init_process_group('gloo')\n"
+        "print(dist.get_rank(), dist.get_world_size(), os.environ['LOCAL_WORLD_SIZE'])\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = drivetrain("launch", "--num-processes", "1", "script.py")
+    assert done.stdout == "None 1\n0 1 1\n", done.stderr
+
+
+def test_one_process_keeps_the_ranks_of_the_launcher_around_it(
+    drivetrain: Callable, script: Callable
+) -> None:
+    script("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ.get('MASTER_PORT'))")
+    around = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    assert drivetrain("launch", "script.py", environment=around).stdout == "3 4 None\n"
 
 
 def test_a_module_runs_in_place(drivetrain: Callable, script: Callable) -> None:
     script(SHOW, "pkg/train.py")
     done = drivetrain("launch", "-m", "pkg.train", "-x")
-    assert "-x'] False False __main__" in done.stdout
+    assert "-x'] 0 False __main__" in done.stdout
 
 
 def test_a_program_takes_the_launchers_place(drivetrain: Callable) -> None:

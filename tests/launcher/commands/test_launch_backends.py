@@ -138,3 +138,63 @@ def test_a_line_in_a_file_of_ours_chooses_the_backend(
     found, _ = applied(f"run:\n  cpu: true\n  backend: {backend}\n{section}\n")
     assert found["run.backend"] == [backend, "run.yaml:3"]
     assert found[setting] == [value, "run.yaml:4"]
+
+
+def test_the_launch_wins_over_defaults_that_argparse_hands_on(drivetrain: Callable, script: Callable) -> None:
+    script("""\
+import argparse
+from drivetrain import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("--cpu", action="store_true")
+parser.add_argument("--steps", type=int, default=1)
+parser.add_argument("--precision", default="no")
+args = parser.parse_args()
+accelerator = Accelerator(
+    cpu=args.cpu, gradient_accumulation_steps=args.steps, mixed_precision=args.precision, seed=3
+)
+settings = accelerator.plan.as_dict()["settings"]
+print(accelerator.gradient_accumulation_steps, settings["run.cpu"]["source"])
+print(accelerator.mixed_precision, settings["run.mixed_precision"]["source"], settings["run.seed"]["source"])
+""")
+    done = drivetrain(
+        *(
+            "launch",
+            "--cpu",
+            "--gradient-accumulation-steps",
+            "4",
+            "--seed",
+            "5",
+            "script.py",
+            "--precision",
+            "bf16",
+        )
+    )
+    assert "4 --cpu on the command line\nbf16 code code\n" in done.stdout, (done.stdout, done.stderr)
+    told = "=4 from --gradient-accumulation-steps on the command line overrules 1 in code"
+    assert done.stderr.count(told) == 1
+    assert "run.seed=3 in code overrules --seed on the command line, which says 5" in done.stderr
+
+
+def test_a_misspelt_backend_is_refused_before_a_rank_starts(drivetrain: Callable, script: Callable) -> None:
+    script("print('started')")
+    done = drivetrain("launch", "--num-processes", "2", "--backend", "fspd", "script.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: run.backend='fspd': there is no such backend, did you mean 'fsdp'?" in done.stderr
+    assert "from --backend on the command line" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.costly
+def test_a_misspelt_class_to_wrap_is_said_once_without_frames_of_ours(
+    drivetrain: Callable, script: Callable
+) -> None:
+    script(TRAIN)
+    done = drivetrain(
+        *("launch", "--num-processes", "2", "--cpu", "--backend", "fsdp", "--fsdp-wrap", "Blok", "script.py")
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("Blok") == 1, done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert 'script.py", line 9, in <module>' in done.stderr
+    assert "drivetrain_backends/" not in done.stderr
+    assert "the same error" in done.stderr

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from drivetrain_backends.errors import AccumulationError as AccumulationError
     from drivetrain_backends.errors import BackendNotInstalledError as BackendNotInstalledError
     from drivetrain_backends.errors import BatchMismatchError as BatchMismatchError
+    from drivetrain_backends.errors import DriftedReplicasError as DriftedReplicasError
     from drivetrain_backends.errors import EngineConfigError as EngineConfigError
     from drivetrain_backends.errors import NonFiniteGradientError as NonFiniteGradientError
+    from drivetrain_backends.errors import OptimizerStateError as OptimizerStateError
     from drivetrain_backends.errors import PairingError as PairingError
     from drivetrain_backends.errors import ReplacedParameterError as ReplacedParameterError
+    from drivetrain_backends.errors import SchedulerError as SchedulerError
+    from drivetrain_backends.errors import SecondDerivativeError as SecondDerivativeError
     from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
     from drivetrain_backends.errors import UnreducedGradientError as UnreducedGradientError
     from drivetrain_backends.errors import UnshardedParameterError as UnshardedParameterError
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.protocol import Backend as Backend
     from drivetrain_backends.protocol import Chosen as Chosen
     from drivetrain_backends.protocol import Prepared as Prepared
+    from drivetrain_backends.protocol import ReplicatesWeights as ReplicatesWeights
     from drivetrain_backends.registry import BackendRegistry as BackendRegistry
     from drivetrain_backends.registry import register_backend as register_backend
     from drivetrain_backends.scheduler import PreparedScheduler as PreparedScheduler
@@ -53,7 +58,10 @@ _ROOMS = {
     "Chosen": "protocol",
     "DeepSpeedSettings": "settings",
     "DeepSpeedBackend": "deepspeed.backend",
+    "DriftedReplicasError": "errors",
     "EngineConfigError": "errors",
+    "OptimizerStateError": "errors",
+    "SchedulerError": "errors",
     "BackendNotInstalledError": "errors",
     "AccumulationError": "errors",
     "AccumulationWindow": "accumulation",
@@ -69,9 +77,11 @@ _ROOMS = {
     "PairingError": "errors",
     "ReplacedParameterError": "errors",
     "Prepared": "protocol",
+    "ReplicatesWeights": "protocol",
     "PreparedOptimizer": "optimizer",
     "PreparedScheduler": "scheduler",
     "Scheduler": "scheduler",
+    "SecondDerivativeError": "errors",
     "SingleBackend": "single",
     "StepResult": "optimizer",
     "UnknownBackendError": "errors",
@@ -98,16 +108,21 @@ __all__ = [
     "DDPSettings",
     "DeepSpeedBackend",
     "DeepSpeedSettings",
+    "DriftedReplicasError",
     "EngineConfigError",
     "FSDPBackend",
     "FSDPSettings",
     "NonFiniteGradientError",
+    "OptimizerStateError",
     "PairingError",
     "Prepared",
     "PreparedOptimizer",
     "PreparedScheduler",
     "ReplacedParameterError",
+    "ReplicatesWeights",
     "Scheduler",
+    "SchedulerError",
+    "SecondDerivativeError",
     "SingleBackend",
     "StepResult",
     "UnknownBackendError",

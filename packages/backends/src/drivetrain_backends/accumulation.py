@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from drivetrain_backends.errors import AccumulationError
 from drivetrain_state import Context, reduce
 
 NonFiniteGradients: TypeAlias = Literal["ignore", "skip", "raise"]
@@ -26,6 +27,8 @@ class AccumulationWindow:
 
     Attributes:
         num_micro_batches: The nominal number of micro-batches in a window.
+        next_num_micro_batches: The same of the next window; `resize` sets it.
+        fixed_because: Why the number cannot change while a backend holds what was made for it; None: it can.
         nonfinite_gradients: What becomes of a step whose gradients hold an infinity or NaN: "ignore" does not look,
             "skip" leaves it out, "raise" is an error.
         length: Micro-batches in the current window so far, the current one included.
@@ -40,8 +43,10 @@ class AccumulationWindow:
     __slots__ = (
         "begun",
         "closing",
+        "fixed_because",
         "length",
         "micro_batch_size",
+        "next_num_micro_batches",
         "nonfinite_gradients",
         "num_failed",
         "num_failed_before",
@@ -52,16 +57,15 @@ class AccumulationWindow:
     def __init__(
         self, num_micro_batches: int = 1, *, nonfinite_gradients: NonFiniteGradients = "ignore"
     ) -> None:
-        if num_micro_batches < 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={num_micro_batches!r}: must be at least 1 micro-batch a step"
-            )
+        _check_size(num_micro_batches)
         if nonfinite_gradients not in get_args(NonFiniteGradients):
             raise ValueError(
                 f"nonfinite_gradients={nonfinite_gradients!r}: must be one of "
                 f"{', '.join(get_args(NonFiniteGradients))}"
             )
         self.num_micro_batches = num_micro_batches
+        self.next_num_micro_batches = num_micro_batches
+        self.fixed_because: str | None = None
         self.nonfinite_gradients: NonFiniteGradients = nonfinite_gradients
         self.length = 1
         self.closing = True
@@ -77,10 +81,48 @@ class AccumulationWindow:
         if self.closing:
             self.number += 1
             self.length = 1
+            self.num_micro_batches = self.next_num_micro_batches
             self.num_failed_before = self.num_failed
         else:
             self.length += 1
         self.closing = is_last or self.length >= self.num_micro_batches
+
+    def begin_alone(self) -> None:
+        """Check that a backward outside `begin` is a window of its own.
+
+        Raises:
+            AccumulationError: Windows have several micro-batches.
+        """
+        if self.next_num_micro_batches > 1 or not self.closing:
+            raise AccumulationError(
+                f"backward() outside accumulate() with gradient_accumulation_steps={self.next_num_micro_batches}: "
+                "which window it belongs to is not known; put the step into `with accelerator.accumulate(model):`"
+            )
+        if self.num_micro_batches > 1:  # it was set to 1 since the last window
+            self.begin()
+
+    def resize(self, num_micro_batches: int) -> None:
+        """Set the number of micro-batches from the next window on. Called on all ranks with the same number.
+
+        Gradients that are there keep the divisor that they were made with.
+
+        Raises:
+            TypeError, ValueError: It is no integer of at least 1.
+            AccumulationError: A window is open, or a backend holds what was made for the present number.
+        """
+        _check_size(num_micro_batches)
+        if num_micro_batches == self.next_num_micro_batches:
+            return
+        given = f"gradient_accumulation_steps = {num_micro_batches}"
+        if self.fixed_because is not None:
+            raise AccumulationError(f"{given}: {self.fixed_because}")
+        if not self.closing:
+            raise AccumulationError(
+                f"{given} in an open window, after {self.length} of its {self.num_micro_batches} micro-batches, "
+                "whose losses were divided by that number: set it after the step that closes the window; "
+                "accumulate(..., last=True) closes one early"
+            )
+        self.next_num_micro_batches = num_micro_batches
 
     def fail(self) -> None:
         """Note that the current micro-batch ended in an exception: what it left in gradients is not known.
@@ -132,10 +174,24 @@ class ReferenceCount:
 def total_count(context: Context, count: Tensor | float) -> Tensor:
     """Add up a count over all ranks, on the device, shape (). Called on all ranks."""
     dtype = torch.float32 if context.device.type == "mps" else torch.float64  # Metal has no float64
-    total = torch.as_tensor(count, device=context.device).to(dtype).reshape(())
+    if isinstance(count, Tensor):
+        total = count.to(context.device, dtype, non_blocking=True).reshape(())
+    else:  # filled in there: copying a number of the host's would wait for the device
+        total = torch.full((), count, dtype=dtype, device=context.device)
     summed = reduce(context, total, op="sum")
     assert isinstance(summed, Tensor)
     return summed
+
+
+def _check_size(num_micro_batches: object) -> None:
+    if type(num_micro_batches) is not int:
+        raise TypeError(
+            f"gradient_accumulation_steps={num_micro_batches!r}: must be an integer, the micro-batches of a step"
+        )
+    if num_micro_batches < 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={num_micro_batches!r}: must be at least 1 micro-batch a step"
+        )
 
 
 def _positive(total: Tensor) -> Tensor:

@@ -39,10 +39,33 @@ class ParameterGradients:
 
     Args:
         scaler: The loss scale, for fp16.
+
+    Attributes:
+        averages: Whether ranks hold the same model, and must average what others put into gradients.
     """
+
+    averages = False
 
     def __init__(self, scaler: LossScaler | None) -> None:
         self._scaler = scaler
+
+    def have_moved(self, models: Sequence[nn.Module]) -> bool:
+        """Tell, once, that gradients of models were put elsewhere with the same values."""
+        del models
+        return False
+
+    def note_foreign(self, models: Sequence[nn.Module]) -> None:
+        """Note that others changed the gradients of models."""
+        del models
+
+    def is_averaged(self, models: Sequence[nn.Module]) -> bool:
+        """Tell whether `settle` has nothing to average: backwards of models left gradients that ranks share."""
+        del models
+        return True
+
+    def average(self, models: Sequence[nn.Module]) -> None:
+        """Average the gradients of models over ranks, where `averages`. Called on all ranks."""
+        del models
 
     def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
         """Run torch's backward, of the scaled loss for fp16; see `GradientCarrier.run`."""

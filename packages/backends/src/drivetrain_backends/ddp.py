@@ -1,13 +1,11 @@
 """Data parallel training: a replica on every rank, gradients averaged by torch's DistributedDataParallel."""
 
-import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -22,17 +20,19 @@ from drivetrain_backends.batch_norm import (
     restore_batch_norms,
     synchronise_batch_norms,
 )
-from drivetrain_backends.carrier import GradientCarrier, ParameterGradients
+from drivetrain_backends.carrier import GradientCarrier
 from drivetrain_backends.compiled import uncompiled
-from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
-from drivetrain_backends.known_parameters import KnownParameters
-from drivetrain_backends.outputs import tensors_in
+from drivetrain_backends.drift import check_replicas
+from drivetrain_backends.gradients import GradientLedger
+from drivetrain_backends.optimizer import StepResult
 from drivetrain_backends.prepared import TorchPrepared
+from drivetrain_backends.protocol import Chosen
+from drivetrain_backends.replica import Replica
+from drivetrain_backends.replicated_gradients import ReplicatedGradients
 from drivetrain_backends.scheduler import Scheduler
 from drivetrain_backends.settings import DDPSettings
-from drivetrain_backends.stand_in import StandIn
 from drivetrain_backends.torch_backend import TorchBackend, check_new
-from drivetrain_precision import LossScaler, Policy
+from drivetrain_precision import Policy
 from drivetrain_state import Context
 
 # torch 2.15 renamed the argument, and warns of the old name.
@@ -51,85 +51,35 @@ _HOOKS = MappingProxyType(
 )
 
 
-class Replica(StandIn, DistributedDataParallel):
-    """DDP, which lets a frozen model be passed through, and tells of parameters without a gradient by their names.
-
-    Attributes:
-        holds_back: Whether the last backward that reached it left gradients that ranks have not averaged.
-    """
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        # What DDP counts through, whatever is frozen later.
-        self._reduced = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self.holds_back = False
-        self._known = KnownParameters(module)
-        self.hand_on()
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model's forward; past DDP while all of it is frozen, for DDP would wait for its gradients."""
-        if not any(parameter.requires_grad for parameter in self.module.parameters()):
-            return self.module(*inputs, **kwargs)
-        try:
-            output = super().forward(*inputs, **kwargs)
-        except RuntimeError as error:
-            found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
-            if found is None:
-                raise
-            self._known.look()  # a layer that was exchanged gets no gradient either
-            unused = ", ".join(self._reduced[int(index)] for index in re.findall(r"\d+", found[1]))
-            raise UnreducedGradientError(
-                f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is "
-                "not trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step"
-            ) from error
-        if torch.is_grad_enabled() and (self.holds_back or not self.require_backward_grad_sync):
-            self._watch(output)
-        return output
-
-    def _watch(self, output: Any) -> None:
-        """Notice when a backward reaches the model through `output`: it averages gradients, or holds them back."""
-        holds_back = not self.require_backward_grad_sync  # decided at the forward, as DDP does
-
-        def reached(_: Tensor) -> None:
-            self.holds_back = holds_back
-
-        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        for tensor in tensors:
-            tensor.register_hook(reached)
-        if not tensors:  # in an object of some other kind
-            self.holds_back = holds_back
-
-
-class ReplicatedGradients(ParameterGradients):
-    """What DDP leaves in `.grad`: the mean over all ranks, once a backward has not held it back.
+class ReplicatedPrepared(TorchPrepared):
+    """A replica whose weights are compared over ranks every so many steps.
 
     Args:
-        scaler: The loss scale, for fp16.
-
-    Attributes:
-        replicas: DDP's wrappers by the users' modules.
+        model: DDP's wrapper, or a model that is not trained.
+        context: Ranks and device.
+        ledger: What the backend's models know together of their gradients.
+        check_drift_every: Steps of the model's first optimizer between two comparisons.
     """
 
-    def __init__(self, scaler: LossScaler | None) -> None:
-        super().__init__(scaler)
-        self.replicas: dict[nn.Module, Replica] = {}
+    def __init__(
+        self, model: nn.Module, *, context: Context, ledger: GradientLedger, check_drift_every: int
+    ) -> None:
+        super().__init__(model, context=context, ledger=ledger)
+        self._check_drift_every = check_drift_every
+        self._num_steps = 0
 
-    def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Unscale and correct in one pass; see `GradientCarrier.settle`.
+    def step(self, optimizer: Optimizer) -> StepResult:
+        """Step one optimizer if the window is closed. Called on all ranks.
 
         Raises:
-            AccumulationError: The window closed without a backward that averages what the others held back.
+            DriftedReplicasError: It is time to look, and ranks hold other weights.
         """
-        for model in models:
-            replica = self.replicas.get(model)
-            if replica is None or not replica.holds_back:
-                continue
-            if any(parameter.grad is not None for parameter in model.parameters()):
-                raise AccumulationError(
-                    f"the window closed without a backward of {type(model).__name__}: its gradients so far are held "
-                    "back on their ranks. Let the last micro-batch of a window run backward, or leave the step out"
-                )
-        return super().settle(models, factor)
+        result = super().step(optimizer)
+        if result.stepped and optimizer is self.optimizers[0].optimizer:
+            self._num_steps += 1
+            if self._num_steps % self._check_drift_every == 0:
+                check_replicas(self._context, [self.unwrap()])
+        return result
 
 
 class DDPBackend(TorchBackend):
@@ -151,7 +101,10 @@ class DDPBackend(TorchBackend):
 
     def carrier(self) -> GradientCarrier:
         """What knows which gradients ranks have not averaged."""
-        self._gradients = ReplicatedGradients(self.scaler)
+        settings = cast("DDPSettings", self.settings)
+        self._gradients = ReplicatedGradients(
+            self.context, self.scaler, bucket_bytes=settings.bucket_size_mb * 2**20
+        )
         return self._gradients
 
     def prepare(
@@ -178,6 +131,17 @@ class DDPBackend(TorchBackend):
         self._batch_norms |= changed
         return prepared
 
+    def check_replicas(self) -> None:
+        """Refuse weights that differ over ranks; see `ReplicatesWeights`. Called on all ranks."""
+        check_replicas(self.context, [prepared.unwrap() for prepared in self._prepared])
+
+    def make_prepared(self, model: nn.Module) -> TorchPrepared:
+        """Make what steps a replica, and looks for drift now and then where that is asked for."""
+        every = cast("DDPSettings", self.settings).check_drift_every
+        if every is None:
+            return super().make_prepared(model)
+        return ReplicatedPrepared(model, context=self.context, ledger=self._ledger, check_drift_every=every)
+
     def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """Forget the replicas too; see `TorchBackend.take_back`."""
         super().take_back(placed, error)
@@ -189,7 +153,7 @@ class DDPBackend(TorchBackend):
     def close(self) -> None:
         """Give every model and layer its own class back and forget them all."""
         super().close()
-        self._gradients.replicas.clear()
+        self._gradients.close()
         restore_batch_norms(self._batch_norms)
         self._batch_norms = {}
 
@@ -198,14 +162,17 @@ class DDPBackend(TorchBackend):
         frozen = {
             parameter: name for name, parameter in model.named_parameters() if not parameter.requires_grad
         }
-        self._ledger.unreduced |= frozen
-        if not any(p.requires_grad for p in model.parameters()):
-            return model
         settings = cast("DDPSettings", self.settings)
+        at_close = settings.reduce == "at_close"
+        if not (trained := any(p.requires_grad for p in model.parameters())) or not at_close:
+            self._ledger.unreduced |= frozen
+        if not trained:
+            return model
         device = self.context.device
         buffers: dict[str, Any] = {_BUFFERS: settings.broadcast_buffers}
         replica = Replica(
             model,
+            at_close=at_close,
             device_ids=None if device.type == "cpu" else [device],
             process_group=_group(self.context),
             **buffers,
@@ -215,6 +182,7 @@ class DDPBackend(TorchBackend):
             static_graph=settings.static_graph,
         )
         _register_hook(replica, settings)
+        self._gradients.open()
         self._gradients.replicas[model] = replica
         return replica
 
@@ -226,19 +194,30 @@ class DDPBackend(TorchBackend):
 
         Args:
             models: The prepared models that are trained inside.
+
+        Raises:
+            RuntimeError: Gradients are averaged when their window closes, or weights compared, which a finished rank
+                does not answer.
         """
+        settings = cast("DDPSettings", self.settings)
+        if settings.reduce == "at_close" or settings.check_drift_every is not None:
+            flag = "reduce at_close" if settings.reduce == "at_close" else "check-drift-every"
+            raise RuntimeError(
+                f"join_uneven_inputs with --ddp-{flag}: a rank without batches answers DDP's reducer alone. Leave "
+                "one of the two out, or prepare the loader, which gives every rank equally many batches"
+            )
         found = (uncompiled(model) for model in models)
         replicas: list[Joinable] = [model for model in found if isinstance(model, DistributedDataParallel)]
-        self._ledger.is_joined = True
+        self._ledger.is_joined = self._gradients.is_joined = True
         try:
             with Join(replicas, divide_by_initial_world_size=False):
                 yield
         finally:
-            self._ledger.is_joined = False
+            self._ledger.is_joined = self._gradients.is_joined = False
 
     def applied(self) -> Mapping[str, object]:
         """What is in force, read back from the DDP wrappers."""
-        replicas = [p.model for p in self._prepared if isinstance(p.model, DistributedDataParallel)]
+        replicas = [p.model for p in self._prepared if isinstance(p.model, Replica)]
         found = dict(super().applied())
         for replica in replicas[:1]:
             found |= {
@@ -249,8 +228,18 @@ class DDPBackend(TorchBackend):
                 "sync_batch_norm": self._is_synchronised(),
                 "bucket_size_mb": replica.bucket_bytes_cap / 2**20,
                 **_applied_hook(replica),
+                "reduce": self._applied_reduce(replica),
+                "check_drift_every": cast("DDPSettings", self.settings).check_drift_every,
             }
         return found
+
+    def _applied_reduce(self, replica: Replica) -> object:
+        if cast("DDPSettings", self.settings).reduce is not None:
+            return "at_close" if replica.at_close else "overlap"
+        return Chosen(
+            value="overlap",
+            reason="gradients are averaged while backward runs; what comes around that, when the window closes",
+        )
 
     def _is_synchronised(self) -> bool:
         """Whether that was asked for and nothing is left to do."""

@@ -21,6 +21,14 @@ class UnshardedParameterError(RuntimeError):
     """A parameter was created or re-assigned after its model was sharded, so that nothing trains or saves it."""
 
 
+class OptimizerStateError(ValueError):
+    """An optimizer keeps state that its backend cannot divide among ranks, so that no checkpoint could hold it."""
+
+
+class SchedulerError(RuntimeError):
+    """A scheduler counts something else than the steps of its optimizer."""
+
+
 class BatchMismatchError(TypeError):
     """A batch does not fit the signature of the model's forward."""
 
@@ -37,5 +45,13 @@ class NonFiniteGradientError(RuntimeError):
     """A gradient holds an infinity or NaN, and the run is to end there."""
 
 
+class DriftedReplicasError(RuntimeError):
+    """The weights of a model that is replicated are not the same on all ranks."""
+
+
 class ReplacedParameterError(RuntimeError):
     """A model's parameters are not those that were prepared: what is new would be trained by nothing."""
+
+
+class SecondDerivativeError(RuntimeError):
+    """A backward with `create_graph=True` under a backend that lets go of parameters in backward."""

@@ -6,6 +6,7 @@ call the original's weights.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -22,15 +23,21 @@ class PreparedForward:
 
 
 def prepare_forward(
-    model: nn.Module, policy: Policy, device: torch.device, *, uncopyable: str | None = None
+    model: nn.Module,
+    policy: Policy,
+    device: torch.device,
+    *,
+    uncopyable: str | None = None,
+    explain: Callable[[RuntimeError], Exception | None] | None = None,
 ) -> None:
     """Make `model(...)` compute as `policy` says, in place.
 
     Args:
         model: The user's module.
         policy: What it computes in.
-        device: Where.
+        device: The device that it computes on.
         uncopyable: What copy, deepcopy and pickle say, where there is no plain model to be had from this one.
+        explain: Return the error to raise in place of one of torch's from inside the forward; None to leave that.
 
     Raises:
         ValueError: The model is a TorchScript module, whose class cannot be exchanged.
@@ -43,17 +50,6 @@ def prepare_forward(
     restore_forward(model)
     original = type(model)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if policy.autocast_dtype is None:
-                return original.__call__(self, *args, **kwargs)
-            with autocast(policy, device):
-                return original.__call__(self, *args, **kwargs)
-        except TypeError as error:
-            if (mismatch := _mismatch(original, self, args, kwargs)) is not None:
-                raise BatchMismatchError(mismatch) from error
-            raise
-
     def reduce_as_original(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)
         if function is type(self):  # a class that is called anew, as torch.compile's wrapper is
@@ -64,7 +60,7 @@ def prepare_forward(
         raise TypeError(uncopyable)
 
     members: dict[str, Any] = {
-        "__call__": call,
+        "__call__": _call_of(original, policy, device, explain),
         "__reduce_ex__": reduce_as_original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -74,6 +70,33 @@ def prepare_forward(
     if uncopyable is not None:
         members |= dict.fromkeys(("__copy__", "__deepcopy__", "__reduce_ex__"), refuse)
     model.__class__ = type(original.__name__, (PreparedForward, original), members)
+
+
+def _call_of(
+    original: type[nn.Module],
+    policy: Policy,
+    device: torch.device,
+    explain: Callable[[RuntimeError], Exception | None] | None,
+) -> Callable[..., Any]:
+    """Return the `__call__` of the subclass that `prepare_forward` makes."""
+    called = original.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if policy.autocast_dtype is None:
+                return called(self, *args, **kwargs)
+            with autocast(policy, device):
+                return called(self, *args, **kwargs)
+        except TypeError as error:
+            if (mismatch := _mismatch(original, self, args, kwargs)) is not None:
+                raise BatchMismatchError(mismatch) from error
+            raise
+        except RuntimeError as error:
+            if explain is not None and (explained := explain(error)) is not None:
+                raise explained from error
+            raise
+
+    return call
 
 
 def restore_forward(model: nn.Module) -> nn.Module:

@@ -26,20 +26,19 @@ LOSSES_FOLLOWED = 16  # several a step, as where two models train in turns
 
 
 class FirstLosses:
-    """Follows the first losses after each `prepare` through their graphs."""
+    """Follows the first losses after each `prepare` through their graphs.
+
+    Attributes:
+        num_left: How many are still to be followed.
+    """
 
     def __init__(self) -> None:
-        self._num_left = 0
+        self.num_left = 0
         self._has_warned = False
 
     def renew(self) -> None:
         """Follow the next losses again, for what is prepared has changed."""
-        self._num_left = LOSSES_FOLLOWED
-
-    @property
-    def are_over(self) -> bool:
-        """Whether there is nothing left to follow. For every loss."""
-        return self._num_left == 0
+        self.num_left = LOSSES_FOLLOWED
 
     def follow(self, loss: Tensor, leaves: Mapping["GradientGroup", Sequence[Tensor]]) -> None:
         """Refuse a loss whose gradients nothing would use, before its backward.
@@ -52,7 +51,7 @@ class FirstLosses:
             PairingError: It reaches parameters, but those of no prepared model; or a model that no prepared optimizer
                 trains.
         """
-        self._num_left -= 1
+        self.num_left -= 1
         owners = {id(leaf): group for group, own in leaves.items() for leaf in own}
         # A parameter inside a function of the user's own is not seen: what is no parameter says nothing.
         reached = [

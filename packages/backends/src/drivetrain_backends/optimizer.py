@@ -1,11 +1,14 @@
 """An optimizer as the training loop sees it: stepping goes through the backend, all else to the real one."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from drivetrain_backends.errors import AccumulationError, SchedulerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,25 @@ class Stepper(Protocol):
         ...
 
 
+class _Released:
+    """What an optimizer is stepped through once its backend was closed: nothing."""
+
+    def step(self, optimizer: Optimizer) -> StepResult:
+        """Refuse to step.
+
+        Raises:
+            AccumulationError: Always.
+        """
+        raise AccumulationError(
+            f"step() of {type(optimizer).__name__} after free_memory() or end_training(): the backend of its "
+            "model is closed; prepare() model and optimizer again, or step the optimizer that you built"
+        )
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Clear the gradients, which no window holds any more."""
+        optimizer.zero_grad(set_to_none)
+
+
 class PreparedOptimizer(Optimizer):
     """Stands in for the user's optimizer: the same groups and state, `step` and `zero_grad` in step with the window.
 
@@ -43,20 +65,27 @@ class PreparedOptimizer(Optimizer):
         optimizer: The user's optimizer, over the prepared parameters.
         prepared: The model it trains.
 
+    A copy (`copy.copy`, `copy.deepcopy`) or pickle of it is one of the user's optimizer, which no window holds: a
+    snapshot, or an optimizer to be prepared by itself.
+
     Attributes:
         optimizer: The user's optimizer.
         num_steps: How often it moved the parameters; skipped steps and open windows do not count.
         last_result: What became of the last call to `step`; None before the first.
+        before_step: Called before a step, until it says that it need not be called again.
         on_step: Called when a window ends with it, be it that the parameters moved or that the step was skipped.
     """
 
     def __init__(self, optimizer: Optimizer, prepared: Stepper) -> None:
         # Not calling Optimizer.__init__: groups, state and defaults stay where they are, in the user's optimizer.
         self.optimizer = optimizer
-        self.prepared = prepared
+        self.prepared: Stepper = prepared
         self.num_steps = 0
         self.last_result: StepResult | None = None
+        self.before_step: Callable[[], bool] | None = None
         self.on_step: Callable[[], None] | None = None
+        self._rates: list[object] | None = None  # of the window that is open
+        self._has_begun = False
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step if the accumulation window is closed. Called on all ranks.
@@ -69,10 +98,15 @@ class PreparedOptimizer(Optimizer):
                 "step(closure): a closure computes gradients outside accelerator.backward, where they are neither "
                 "scaled nor reduced; step the optimizer without one, or leave it out of prepare()"
             )
+        if self.before_step is not None and self.before_step():
+            self.before_step = None
         result = self.prepared.step(self.optimizer)
         self.last_result = result
-        self.num_steps += result.stepped
-        if self.on_step is not None and (result.stepped or result.skipped):
+        if result.stepped:
+            self.num_steps += 1
+        elif not result.skipped:
+            return
+        if self.on_step is not None:
             self.on_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -83,6 +117,47 @@ class PreparedOptimizer(Optimizer):
     def was_skipped(self) -> bool:
         """Whether the last call to `step` was left out because a gradient was not finite."""
         return self.last_result is not None and self.last_result.skipped
+
+    def release(self) -> None:
+        """Let go of the model: from now on `step` is refused. For a backend that is closed."""
+        self.prepared = _Released()
+        self.on_step = None
+
+    def begin_window(self) -> None:
+        """Take up the learning rates that a window begins with, where a scheduler sets them."""
+        self._has_begun = True
+        groups = self.optimizer.param_groups
+        self._rates = (
+            [_mark(group["lr"]) for group in groups if "lr" in group] if _is_scheduled(groups) else None
+        )
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether neither a window of several micro-batches has begun nor `step` was ever called."""
+        return not self._has_begun and self.last_result is None and self.num_steps == 0
+
+    def check_window(self) -> None:
+        """Refuse a learning rate that has changed since the open window began.
+
+        Raises:
+            SchedulerError: A scheduler that is not prepared advances with every micro-batch.
+        """
+        if self._rates is None:
+            return
+        groups = self.optimizer.param_groups
+        now = [_mark(group["lr"]) for group in groups if "lr" in group]
+        if now != self._rates:
+            raise SchedulerError(
+                f"the learning rate of {type(self.optimizer).__name__} changed inside an accumulation window, from "
+                f"{_shown(self._rates)} to {_shown(now)}: its scheduler was left out of prepare(), and advances with "
+                "every micro-batch and not with every optimizer step. Pass the scheduler to prepare() with its "
+                "optimizer, or after it; or call scheduler.step() only where accelerator.sync_gradients is true, "
+                "after optimizer.step(). Rates that are set by hand are set between windows"
+            )
+
+    def forget_window(self) -> None:
+        """Let the rates change once, as loading a state or making a scheduler does."""
+        self._rates = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -111,8 +186,26 @@ class PreparedOptimizer(Optimizer):
         """Load into the user's optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
+    def check_copyable(self) -> None:
+        """Refuse to copy what would be of no use: an optimizer over parts of parameters.
+
+        Raises:
+            TypeError: It is one.
+        """
+        if any(hasattr(p, "full_tensor") for group in self.param_groups for p in group["params"]):
+            raise TypeError(uncopyable(self.optimizer))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        del protocol
+        self.check_copyable()
+        return itself, (self.optimizer,)
+
+    def __copy__(self) -> Any:
+        self.check_copyable()
+        return copy(self.optimizer)
+
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not yet set: while being unpickled or copied
+        if name == "optimizer":  # not yet set
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -120,87 +213,30 @@ class PreparedOptimizer(Optimizer):
         return f"PreparedOptimizer({self.optimizer!r})"
 
 
-# Options that schedulers add, and that optimizers fill in where a state of another version has none.
-_OPTIONAL = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-    | {
-        "amsgrad",
-        "capturable",
-        "decoupled_weight_decay",
-        "differentiable",
-        "foreach",
-        "fused",
-        "maximize",
-        "nesterov",
-    }
-)
+def itself(value: Any) -> Any:
+    """Return what is given: pickles of a stand-in hold the user's object, and call this."""
+    return value
 
 
-def named_state(optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, Any]:
-    """An optimizer's state with parameters under their names, so that it survives another order or subset.
-
-    Args:
-        optimizer: The user's optimizer.
-        names: The canonical name of each parameter.
-
-    Returns:
-        `{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], **options}]}`.
-    """
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
+def uncopyable(optimizer: Optimizer) -> str:
+    """Return why an optimizer whose parameters are divided among ranks is not copied, for an error."""
+    return (
+        f"{type(optimizer).__name__} cannot be copied or pickled: its parameters and state are divided among "
+        "ranks, and a copy would belong to no model. save_state() keeps them; for a second model build it anew, with "
+        "its own optimizer, and prepare() both"
+    )
 
 
-def named_groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
-    """The names of the parameters of each of an optimizer's groups."""
-    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+def _is_scheduled(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a scheduler was made over these groups: it notes the rate that it starts from."""
+    return any("initial_lr" in group for group in groups)
 
 
-def load_named_state(optimizer: Optimizer, names: dict[Tensor, str], state: dict[str, Any]) -> None:
-    """Load what `named_state` gave.
-
-    Raises:
-        ValueError: The groups hold other parameters than the saved ones; the message names the first few.
-    """
-    own = named_groups(optimizer, names)
-    check_groups(own, state["param_groups"], optimizer)
-    order = [name for group in own for name in group]
-    positions = {name: index for index, name in enumerate(order)}
-    groups = [
-        {**saved, "params": [positions[name] for name in group]}
-        for saved, group in zip(state["param_groups"], own, strict=True)
-    ]
-    by_index = {positions[name]: value for name, value in state["state"].items()}
-    optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+def _mark(rate: object) -> object:
+    """What tells a rate from another without reading a tensor, which may be on a device."""
+    return (id(rate), rate._version) if isinstance(rate, Tensor) else rate
 
 
-def check_groups(
-    own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], optimizer: Optimizer
-) -> None:
-    """Hold the parameter groups of an optimizer against saved ones.
-
-    Args:
-        own: The names of the parameters of each group.
-        saved: The groups of a named state.
-        optimizer: Theirs.
-
-    Raises:
-        ValueError: They hold other parameters, or lack options that this kind of optimizer has; the message names the
-            first few.
-    """
-    if len(saved) != len(own):
-        raise ValueError(
-            f"the optimizer has {len(own)} parameter groups, the checkpoint {len(saved)}; build it with the same "
-            "groups"
-        )
-    for group, saved_group in zip(own, saved, strict=True):
-        if odd := sorted(set(group) ^ set(saved_group["params"])):
-            raise ValueError(
-                f"a parameter group of the optimizer differs from the checkpoint's by {odd[:5]}"
-                f"{' and others' if len(odd) > 5 else ''}; build it over the same parameters"
-            )
-    for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
-        if lacking := sorted(set(group) - set(saved_group) - _OPTIONAL):
-            raise ValueError(
-                f"the optimizer's groups have {lacking}, which the checkpoint's have not: it was saved with another "
-                f"kind of optimizer than {type(optimizer).__name__}; build the one that was saved"
-            )
+def _shown(rates: Sequence[object]) -> str:
+    numbers = ["a tensor" if isinstance(rate, tuple) else f"{rate:.6g}" for rate in rates[:3]]
+    return ", ".join(numbers) + (", ..." if len(rates) > 3 else "")

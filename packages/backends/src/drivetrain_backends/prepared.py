@@ -13,16 +13,10 @@ from drivetrain_backends.clipping import check_clip
 from drivetrain_backends.compiled import check_plain_state, load_plain_state, plain_state
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
-from drivetrain_backends.known_parameters import KnownParameters
+from drivetrain_backends.known_parameters import STEPS_A_LOOK, KnownParameters
 from drivetrain_backends.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
-from drivetrain_backends.optimizer import (
-    PreparedOptimizer,
-    StepResult,
-    check_groups,
-    load_named_state,
-    named_groups,
-    named_state,
-)
+from drivetrain_backends.optimizer import PreparedOptimizer, StepResult
+from drivetrain_backends.optimizer_state import check_named_state, load_named_state, named_state
 from drivetrain_backends.pairing import parameter_names
 from drivetrain_backends.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_state import Context
@@ -58,6 +52,7 @@ class TorchPrepared:
         self._window = ledger.window
         self._prepared_at = ledger.num_backwards
         self._known = KnownParameters(self.unwrap())
+        self._until_look = 1
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -80,13 +75,19 @@ class TorchPrepared:
         group = self.group
         if self._ledger.unreduced:
             self._ledger.check_reduced(optimizer)
-        if self._known.look_now_and_then():
+        self._until_look -= 1
+        if not self._until_look:
+            self._until_look = STEPS_A_LOOK
+            self._known.look()
             self._known.look_at_unfrozen(group.optimizers)
         group.finish()
         if self._window.nonfinite_gradients != "ignore":
             group.judge(optimizer)
             self._refuse_nonfinite()
-        group.use()
+        if group.stage == "empty":
+            group.check_known()
+        group.stage = "used"
+        self._ledger.has_stepped = True
         self._watch.mark("optimizer step")
         if group.overflowed:
             return StepResult(stepped=False, skipped=True, grad_norm=group.grad_norm)
@@ -98,7 +99,7 @@ class TorchPrepared:
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clear one optimizer's gradients, but not those that an open window has gathered so far."""
         group = self.group
-        if group.keeps_gathered:
+        if group.stage == "open" and group.keeps_gathered:
             return
         optimizer.zero_grad(set_to_none)
         group.cleared_by(optimizer)
@@ -130,6 +131,8 @@ class TorchPrepared:
             self._judge_together(groups)
             if not any(group.overflowed for group in groups):
                 self._clamp(chosen, value)
+            for group in groups:
+                group.keep_marks()
             return None
         assert norm is not None
         total = self._norm_of(chosen, norm_type)
@@ -138,6 +141,7 @@ class TorchPrepared:
             self._scale(chosen, total, norm)
         for group in groups:
             group.grad_norm = total
+            group.keep_marks()
         return total
 
     def unwrap(self) -> nn.Module:
@@ -182,7 +186,7 @@ class TorchPrepared:
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         names = self._names()
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            check_groups(named_groups(optimizer.optimizer, names), saved["param_groups"], optimizer.optimizer)
+            check_named_state(optimizer.optimizer, names, saved)
         self._load_model(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer.optimizer, names, saved)

@@ -111,6 +111,19 @@ class Prepared(Protocol):
 
 
 @runtime_checkable
+class ReplicatesWeights(Protocol):
+    """A backend that holds whole weights on every rank, of which a checkpoint takes one rank's."""
+
+    def check_replicas(self) -> None:
+        """Refuse to go on where ranks hold other weights. Called on all ranks, before a save.
+
+        Raises:
+            DriftedReplicasError: They do.
+        """
+        ...
+
+
+@runtime_checkable
 class Backend(Protocol):
     """A way to train: on one device, replicated, sharded, or through an engine.
 

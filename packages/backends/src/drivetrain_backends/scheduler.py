@@ -5,9 +5,10 @@ the numbers a schedule is written in mean optimizer steps, or epochs where it is
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
-from drivetrain_backends.optimizer import PreparedOptimizer
+from drivetrain_backends.optimizer import PreparedOptimizer, itself
 
 
 @runtime_checkable
@@ -32,6 +33,8 @@ class Scheduler(Protocol):
 class PreparedScheduler:
     """Stands in for the user's scheduler.
 
+    A copy or pickle of it is one of the user's scheduler, with a copy of its optimizer; see `PreparedOptimizer`.
+
     Args:
         scheduler: The user's scheduler.
         optimizer: The prepared optimizer whose steps it counts.
@@ -44,16 +47,21 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self._optimizer = optimizer
         self._seen_steps = optimizer.num_steps
+        optimizer.forget_window()  # to make a scheduler sets the rate
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by one if the optimizer moved the parameters since the last call; else do nothing.
+
+        Before training it advances at every call, as without `prepare`, with torch's warning: so is a schedule wound
+        forward to where a run goes on.
 
         Args:
             *args: Handed on, as ReduceLROnPlateau wants its metric.
             **kwargs: Handed on.
         """
-        if self._optimizer.num_steps != self._seen_steps:
+        if self._optimizer.num_steps != self._seen_steps or self._optimizer.is_untouched:
             self._seen_steps = self._optimizer.num_steps
+            self._optimizer.forget_window()
             self.scheduler.step(*args, **kwargs)
 
     @property
@@ -73,8 +81,17 @@ class PreparedScheduler:
         """Load into the user's scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        del protocol
+        self._optimizer.check_copyable()
+        return itself, (self.scheduler,)
+
+    def __copy__(self) -> Any:
+        self._optimizer.check_copyable()
+        return copy(self.scheduler)
+
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not yet set: while being unpickled or copied
+        if name == "scheduler":  # not yet set
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -121,6 +138,7 @@ def load_progress(
     """Take up what `progress_of` gave."""
     for optimizer, steps in zip(optimizers, state["num_steps"], strict=True):
         optimizer.num_steps = steps
+        optimizer.forget_window()
     for scheduler, saved, lag in zip(schedulers, state["schedulers"], state["scheduler_lags"], strict=True):
         scheduler.load_state_dict(saved)
         scheduler.catch_up(lag)

@@ -9,6 +9,13 @@ from typing import Any, Literal
 class DDPSettings:
     """How gradients are bucketed, compressed and reduced by DistributedDataParallel."""
 
+    reduce: Literal["overlap", "at_close"] | None = field(
+        default=None,
+        metadata={
+            "help": "when gradients are averaged: overlap, while backward runs, what comes around it at the close; "
+            "at_close, all at once when the window closes, whatever the order of calls; overlap if not said"
+        },
+    )
     find_unused_parameters: bool = field(
         default=False,
         metadata={"help": "search each forward for parameters that get no gradient (costs time)"},
@@ -38,6 +45,12 @@ class DDPSettings:
     power_sgd_start_step: int = field(
         default=1000, metadata={"help": "optimizer steps with plain all-reduce before PowerSGD begins"}
     )
+    check_drift_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "compare the replicas' weights every so many optimizer steps; at saves alone if not said"
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -52,11 +65,20 @@ class DDPSettings:
             raise ValueError(
                 f"communication_hook={self.communication_hook!r}: must be one of {', '.join(hooks)}"
             )
+        if self.check_drift_every is not None and self.check_drift_every < 1:
+            raise ValueError(f"check_drift_every={self.check_drift_every!r}: must be at least 1 step")
         if self.power_sgd_rank < 1:
             raise ValueError(f"power_sgd_rank={self.power_sgd_rank!r}: must be at least 1")
         if self.power_sgd_start_step < 2:
             raise ValueError(
                 f"power_sgd_start_step={self.power_sgd_start_step!r}: must be at least 2, DDP's own limit"
+            )
+        if self.reduce not in (None, "overlap", "at_close"):
+            raise ValueError(f"reduce={self.reduce!r}: must be overlap or at_close")
+        if self.reduce == "at_close" and (self.static_graph or self.communication_hook != "none"):
+            raise ValueError(
+                "reduce='at_close': neither static_graph nor communication_hook has a part in it, for DDP's reducer "
+                "does not run; leave them out, or say reduce='overlap'"
             )
         if self.static_graph and self.find_unused_parameters:
             raise ValueError(
@@ -103,6 +125,19 @@ class FSDPSettings:
         metadata={
             "help": "keep trainable parameters in fp32 where the model comes in half precision; so it is under fp16 "
             "and bf16 if not said"
+        },
+    )
+    broadcast_buffers: bool = field(
+        default=True,
+        metadata={
+            "help": "rank 0's buffers (batch norm statistics) reach all ranks at each step that finds one changed"
+        },
+    )
+    check_optimizers: bool = field(
+        default=True,
+        metadata={
+            "help": "try optimizers that are not known to go element by element on tiny shards at prepare, and "
+            "refuse those that step otherwise there"
         },
     )
     offload: bool = field(

@@ -61,6 +61,10 @@ class TorchBackend:
         """Turn a model that is on its device and under autocast into what the user calls."""
         return model
 
+    def make_prepared(self, model: nn.Module) -> TorchPrepared:
+        """Make what steps a wrapped model."""
+        return TorchPrepared(model, context=self.context, ledger=self._ledger)
+
     def check_placeable(self, model: nn.Module) -> None:
         """Refuse a model that could not be placed, while none is changed.
 
@@ -164,7 +168,7 @@ class TorchBackend:
         """What is in force, read back from the prepared models."""
         return {
             "device": str(self.context.device),
-            "gradient_accumulation_steps": self.window.num_micro_batches,
+            "gradient_accumulation_steps": self.window.next_num_micro_batches,
             "mixed_precision": self.policy.mode,
             "loss_scaling": self.scaler is not None,
             "nonfinite_gradients": self.window.nonfinite_gradients,
@@ -186,6 +190,8 @@ class TorchBackend:
         """Give every model its own class back and forget them all."""
         for prepared in self._prepared:
             prepared.release()
+            for optimizer in prepared.optimizers:
+                optimizer.release()
         self._prepared, self._trained, self._ledger.groups = [], [], []
         self.window.reset()
         self._ledger.unreduced.clear()
@@ -198,7 +204,7 @@ class TorchBackend:
         except BaseException:
             restore_forward(model)
             raise
-        return TorchPrepared(wrapped, context=self.context, ledger=self._ledger)
+        return self.make_prepared(wrapped)
 
     def _regroup(self) -> None:
         """Bring models that share an optimizer or a parameter together."""

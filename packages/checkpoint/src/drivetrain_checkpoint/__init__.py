@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.accelerate_state import AccelerateState as AccelerateState
     from drivetrain_checkpoint.accelerate_state import read_accelerate_state as read_accelerate_state
     from drivetrain_checkpoint.checkpointer import Checkpointer as Checkpointer
+    from drivetrain_checkpoint.errors import ChangedWhileCopiedError as ChangedWhileCopiedError
     from drivetrain_checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
     from drivetrain_checkpoint.errors import FolderInUseError as FolderInUseError
     from drivetrain_checkpoint.errors import FolderNotSharedError as FolderNotSharedError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.errors import StateError as StateError
     from drivetrain_checkpoint.export import save_model as save_model
     from drivetrain_checkpoint.export import write_export as write_export
+    from drivetrain_checkpoint.export import write_tensor_file as write_tensor_file
     from drivetrain_checkpoint.export_load import ExportMatch as ExportMatch
     from drivetrain_checkpoint.export_load import IncompatibleNames as IncompatibleNames
     from drivetrain_checkpoint.export_load import load_model as load_model
@@ -57,6 +59,7 @@ _ROOMS = {
     "Due": "schedule",
     "SaveSchedule": "schedule",
     "CheckpointSettings": "settings",
+    "ChangedWhileCopiedError": "errors",
     "Checkpointer": "checkpointer",
     "CorruptCheckpointError": "errors",
     "Damage": "verify",
@@ -91,10 +94,12 @@ _ROOMS = {
     "tied_names": "export_plan",
     "verify_checkpoint": "verify",
     "write_export": "export",
+    "write_tensor_file": "export",
 }
 __all__ = [
     "RESUME_EXIT_CODE",
     "AccelerateState",
+    "ChangedWhileCopiedError",
     "CheckpointSettings",
     "Checkpointer",
     "CorruptCheckpointError",
@@ -133,6 +138,7 @@ __all__ = [
     "tied_names",
     "verify_checkpoint",
     "write_export",
+    "write_tensor_file",
 ]
 
 

@@ -30,8 +30,9 @@ class Background:
             name: What it is, for the log.
         """
         assert self._thread is None
-        self._thread = Thread(target=self._run, args=(run, name), name=f"drivetrain {name}")
-        self._thread.start()
+        thread = Thread(target=self._run, args=(run, name), name=f"drivetrain {name}")
+        thread.start()
+        self._thread = thread  # not one that could not start, for which no wait() would end
 
     def wait(self) -> Place | None:
         """Wait for the last save; its folder, or None if none was started since the last call.

@@ -13,11 +13,12 @@ from drivetrain_checkpoint.storage import Place
 from drivetrain_state import Context, side_store
 
 if TYPE_CHECKING:
+    from drivetrain_checkpoint.content import Content
     from drivetrain_checkpoint.load import Like, Loaded
     from drivetrain_checkpoint.retention import Keep
     from drivetrain_checkpoint.save import Save
     from drivetrain_checkpoint.saver import Saver
-    from drivetrain_checkpoint.staging import HostBuffer
+    from drivetrain_checkpoint.staging import HostBuffer, Overlap
     from drivetrain_checkpoint.tree import State
 
 
@@ -62,6 +63,7 @@ class Checkpointer:
         self._context = context
         self._saver: Saver | None = None
         self._buffer: HostBuffer | None = None
+        self._overlap: Overlap | None = None
         self._background = Background()
         self.continues = False
         self.after_commit: list[Callable[[Place], object]] = []
@@ -76,6 +78,7 @@ class Checkpointer:
         plan: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         background: bool | None = None,
+        changes_in_step: Callable[[str], bool] | None = None,
     ) -> Place:
         """Save a checkpoint. Called on all ranks, by the main thread.
 
@@ -95,6 +98,8 @@ class Checkpointer:
             plan: The effective plan of the run, without secrets: plain values, for the manifest.
             metrics: Numbers that tell how good it is, for `settings.keep_best`; the same on all ranks.
             background: Whether training goes on while it is written; None takes `settings.background`.
+            changes_in_step: Whether a tensor, by its name as in `load`, stays as it is until `wait_for_copies` was
+                called: with `settings.staging="overlap"` the thread copies it, and a change before is its error.
 
         Returns:
             The checkpoint's folder, `DIRECTORY/step-STEP`.
@@ -108,11 +113,8 @@ class Checkpointer:
             OSError: The disk is full, or the folder cannot be written; nothing was saved.
         """
         from drivetrain_checkpoint.content import Content
-        from drivetrain_checkpoint.save import run_save
-        from drivetrain_checkpoint.saver import Saver
 
         self.wait()
-        self._saver = self._saver or Saver(self._context, self.directory)
         content = Content(
             models=models,
             replicated=replicated,
@@ -122,9 +124,22 @@ class Checkpointer:
             best_metric=self.settings.best_metric,
             allow_pickle=self.settings.allow_pickle,
         )
-        save = self._saver.prepare(step, content, continues=self.continues)
+        save = self._agree(step, content)
         if self.settings.background if background is None else background:
-            return self._start(save)
+            return self._start(save, changes_in_step)
+        return self._write(save)
+
+    def _agree(self, step: int, content: "Content") -> "Save":
+        """Agree on a save with the other ranks."""
+        from drivetrain_checkpoint.saver import Saver
+
+        self._saver = self._saver or Saver(self._context, self.directory)
+        return self._saver.prepare(step, content, continues=self.continues)
+
+    def _write(self, save: "Save") -> Place:
+        """Write at once."""
+        from drivetrain_checkpoint.save import run_save
+
         return self._tell(run_save(self._context, save, keep=self._keep(), on_block=self._mark))
 
     def _tell(self, path: Place) -> Place:
@@ -141,9 +156,9 @@ class Checkpointer:
 
         return Keep.of(self.settings)
 
-    def _start(self, save: "Save") -> Place:
-        """Copy what this rank writes, then write it in a thread."""
-        from drivetrain_checkpoint.save import run_save, stage_save
+    def _start(self, save: "Save", changes_in_step: Callable[[str], bool] | None) -> Place:
+        """Copy what this rank writes, or have it copied, and write it in a thread."""
+        from drivetrain_checkpoint.save import by_tensor, run_save, stage_save
         from drivetrain_checkpoint.staging import HostBuffer
         from drivetrain_checkpoint.talk import StoreTalk
 
@@ -151,7 +166,8 @@ class Checkpointer:
             self._buffer = HostBuffer()
             self._context.before_close(self.close)
         context, keep = self._context, self._keep()
-        staged = stage_save(context, save, self._buffer)
+        is_named = changes_in_step if self.settings.staging == "overlap" else None
+        staged = stage_save(context, save, self._buffer, is_named and by_tensor(is_named))
         store = side_store(context, "drivetrain_checkpoint")
 
         def run() -> Place:
@@ -172,8 +188,32 @@ class Checkpointer:
                 talk.close()
             return self._tell(path)
 
-        self._background.start(run, name=f"the save of step {save.step}")
+        def run_and_let_go() -> Place:
+            try:
+                return run()
+            finally:
+                if staged.overlap is not None:
+                    staged.overlap.give_up()  # where it failed before it copied
+
+        self._background.start(run_and_let_go, name=f"the save of step {save.step}")
+        self._overlap = (
+            staged.overlap
+        )  # once a thread makes the copies: nobody waits for one that did not start
         return save.folder
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether `wait_for_copies` must be called before what was saved may change."""
+        return self._overlap is not None
+
+    def wait_for_copies(self) -> None:
+        """Wait until what the save in the background was given may change; it may still be writing then.
+
+        Does nothing where all was copied as the save began. What went wrong is raised by `wait`.
+        """
+        if self._overlap is not None:
+            self._overlap.wait()
+            self._overlap = None
 
     def wait(self) -> Place | None:
         """Wait for the save in the background, if there is one; its folder. Called on all ranks.

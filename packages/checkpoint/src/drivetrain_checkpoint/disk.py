@@ -1,6 +1,7 @@
 """A local disk: files that are read at places, one that appears in one piece, and folders."""
 
 import os
+import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import FileIO
@@ -65,6 +66,27 @@ def put(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def read_whole(path: Path, *, most_bytes: int) -> bytes:
+    """Return a file's content.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        IsADirectoryError: It is a folder.
+        ValueError: It is a pipe or a device, which may have no end, or holds more than `most_bytes`.
+    """
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(f"{path} is a folder")
+    if not stat.S_ISREG(
+        status.st_mode
+    ):  # looked at first: opening a pipe waits until somebody writes into it
+        raise ValueError("it is no regular file, but a pipe, a socket or a device")
+    if status.st_size > most_bytes:
+        raise ValueError(f"it holds {status.st_size} bytes, and at most {most_bytes} are read")
+    with path.open("rb") as file:
+        return file.read(most_bytes)
 
 
 def sizes_in(folder: Path) -> dict[str, int]:

@@ -5,6 +5,10 @@ class StateError(ValueError):
     """A state holds something that no checkpoint can hold; the message names its path and type."""
 
 
+class ChangedWhileCopiedError(RuntimeError):
+    """A tensor changed before a save in the background had copied it, outside the steps that the save knows of."""
+
+
 class CorruptCheckpointError(RuntimeError):
     """A checkpoint is not what was written: a file is missing, too short or changed; the message names it."""
 

@@ -114,6 +114,32 @@ def write_export(
     _replace(plan, folder)
 
 
+def write_tensor_file(
+    path: Path | str, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write one safetensors file of any name; an earlier one is replaced once the new one is on the disk.
+
+    Args:
+        path: The file, in a folder that is there.
+        tensors: Whole tensors by name, on any device.
+        metadata: Written into its header, beside `{"format": "pt"}`.
+
+    Raises:
+        StateError: A tensor cannot be stored; nothing was written.
+    """
+    path = on_disk(path)
+    plan = plan_export(tensors)
+    memory: set[int] = set()
+    staged = {name: _staged(name, tensor, plan, memory) for name, tensor in tensors.items()}
+    unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
+    try:
+        _write_file(unfinished, staged, {"format": "pt", **(metadata or {})})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
 def _header(plan: ExportPlan, metadata: Mapping[str, str] | None) -> dict[str, str]:
     """What every file's header says beside its tensors."""
     given = dict(metadata or {})

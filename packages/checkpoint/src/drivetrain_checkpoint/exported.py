@@ -1,6 +1,7 @@
 """An export as a mapping: names and shapes are known, each tensor is read when it is asked for."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from drivetrain_checkpoint.export import TIES
 from drivetrain_checkpoint.export_plan import INDEX, SINGLE_FILE, TensorInfo
 from drivetrain_checkpoint.storage import on_disk
 from drivetrain_checkpoint.tensor_file import dtype_of
+
+# With a variant's name, as diffusers and transformers put it: x.safetensors.index.fp16.json, x.fp16.index.json.
+_OTHER_INDEX = re.compile(r"(?!.*\.bin\.index\.).+\.index(\.[^.]+)?\.json")
+_SHARD = re.compile(r"-\d{5,}-of-\d{5,}(\.[^.]+)?\.safetensors$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,34 +71,32 @@ class ExportedTensors(Mapping[str, Tensor]):
 
 
 def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> ExportedTensors:
-    """Open what `save_model`, transformers' `save_pretrained` or safetensors wrote into a folder.
+    """Open what `save_model`, transformers' `save_pretrained`, diffusers or safetensors wrote into a folder.
 
-    The headers of all files are checked; of the tensors nothing is read yet.
+    `model.safetensors` is taken, or else `model.safetensors.index.json`; or else the one index or file of another
+    name, such as `diffusion_pytorch_model.safetensors.index.json`. The headers of all files are checked; of the
+    tensors nothing is read yet.
 
     Args:
-        folder: It holds `model.safetensors`, or shards and their index.
+        folder: It holds a safetensors file, or shards and their index. Or the path of such a file or index.
         device: Where tensors are read to.
 
     Raises:
         NoCheckpointError: There is no export in the folder.
         CorruptCheckpointError: A file is missing or damaged; the message names it.
+        ValueError: There are several, none of them of the usual name; the message lists them.
     """
-    folder = on_disk(folder)
-    single = folder / SINGLE_FILE
+    chosen = _choose(on_disk(folder))
+    folder, single = chosen.parent, chosen
     weight_map, ties = {}, {}
-    if single.is_file():  # before the index, as transformers looks for it
-        names = [SINGLE_FILE]
-    elif (folder / INDEX).is_file():
-        weight_map, ties = _read_index(folder / INDEX)
+    if chosen.suffix == ".json":
+        weight_map, ties = _read_index(chosen)
         names = sorted(set(weight_map.values()))
     else:
-        raise NoCheckpointError(
-            f"{folder} holds neither {SINGLE_FILE} nor {INDEX}: name the folder of an export; if a save into it was "
-            "killed, save again"
-        )
-    readers = {name: _open_file(folder / name, device) for name in names}
-    if SINGLE_FILE in readers:
-        ties = _ties_of_header(single, readers[SINGLE_FILE].metadata())
+        names = [chosen.name]
+    readers = {name: _open_file(folder / name, device, listed_in=chosen.name) for name in names}
+    if not weight_map:
+        ties = _ties_of_header(single, readers[single.name].metadata())
     places = {
         name: Place(file=file, name=name, info=_info(folder / file, name, reader))
         for file, reader in readers.items()
@@ -102,8 +105,8 @@ def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> Ex
     }
     if lacking := sorted(weight_map.keys() - places.keys()):
         raise CorruptCheckpointError(
-            f"{folder / weight_map[lacking[0]]} does not hold {lacking[0]!r}, though {INDEX} says so; fetch or save "
-            "it again"
+            f"{folder / weight_map[lacking[0]]} does not hold {lacking[0]!r}, though {chosen.name} says so; fetch or "
+            "save it again"
         )
     for name, stored in ties.items():
         if stored not in places:
@@ -125,7 +128,7 @@ def open_tensor_file(path: Path | str, *, device: torch.device | str = "cpu") ->
         CorruptCheckpointError: It is missing or damaged.
     """
     path = Path(path)
-    reader = _open_file(path, device)
+    reader = _open_file(path, device, listed_in=None)
     places = {
         name: Place(file=path.name, name=name, info=_info(path, name, reader))
         for name in reader.offset_keys()
@@ -167,9 +170,44 @@ def _names_to_names(value: object) -> dict[str, str]:
     return cast("dict[str, str]", found)
 
 
-def _open_file(path: Path, device: torch.device | str) -> Any:
+def _choose(path: Path) -> Path:
+    """The file that holds an export, or the index that lists its files.
+
+    Raises:
+        NoCheckpointError: There is none.
+        ValueError: There are several, and none is what readers look for first.
+    """
+    if path.is_file():
+        return path
+    for name in (SINGLE_FILE, INDEX):  # in the order in which transformers looks for them
+        if (path / name).is_file():
+            return path / name
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
+    indices = [file for file in files if _OTHER_INDEX.fullmatch(file.name)]
+    listed = {name for index in indices for name in _read_index(index)[0].values()}
+    singles = [
+        file
+        for file in files
+        if file.suffix == ".safetensors" and not _SHARD.search(file.name) and file.name not in listed
+    ]
+    found = [*indices, *singles]
+    if len(found) > 1:
+        raise ValueError(
+            f"{path} holds several exports, {[file.name for file in found]}: name the one to load, "
+            f"{str(path / found[0].name)!r}"
+        )
+    if not found:
+        raise NoCheckpointError(
+            f"{path} holds neither {SINGLE_FILE} nor {INDEX}, nor another safetensors file or index: name the folder "
+            "of an export; if a save into it was killed, save again"
+        )
+    return found[0]
+
+
+def _open_file(path: Path, device: torch.device | str, *, listed_in: str | None) -> Any:
     if not path.is_file():
-        raise CorruptCheckpointError(f"{path} is missing, though {INDEX} lists it; fetch or save it again")
+        why = "" if listed_in is None else f", though {listed_in} lists it"
+        raise CorruptCheckpointError(f"{path} is missing{why}; fetch or save it again")
     try:
         return safe_open(path, framework="pt", device=str(device))
     except SafetensorError as error:

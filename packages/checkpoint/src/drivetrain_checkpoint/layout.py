@@ -61,6 +61,19 @@ def rank_part(rank: int) -> str:
     return f"rank-{rank}"
 
 
+def path_in_state(part: str, name: str) -> str | None:
+    """Return how a caller names a tensor, such as `"models/model/fc.weight"`; None for what a rank has of its own.
+
+    Args:
+        part: The part of the checkpoint that holds it.
+        name: Its name in there.
+    """
+    if part == STATE_PART:
+        return f"replicated/{name}"
+    model = part.removeprefix(model_part(""))
+    return f"models/{model}/{name}" if model != part else None
+
+
 def check_model_names(names: Iterable[str]) -> None:
     """Check that models' names can be files'.
 

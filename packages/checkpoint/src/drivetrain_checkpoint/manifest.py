@@ -118,13 +118,17 @@ def read_manifest(folder: Place) -> Manifest:
         raise CorruptCheckpointError(
             f"{path} is missing: this save was never completed; load another checkpoint"
         ) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path} is no manifest: {error}; load another checkpoint") from error
     try:
         content = json.loads(text)
         checksum = content.pop("checksum")
         version = content["format_version"]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged: {error}; load another checkpoint") from error
-    if checksum != _checksum(content):
+        fits = checksum == _checksum(content)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CorruptCheckpointError(f"{path} is damaged: {why}; load another checkpoint") from error
+    if not fits:
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
     if version != FORMAT_VERSION:
         raise CorruptCheckpointError(

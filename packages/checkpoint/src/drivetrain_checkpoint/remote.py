@@ -90,16 +90,20 @@ def put(path: "UPath", content: bytes) -> None:
         path.fs.pipe_file(path.path, content)
 
 
-def read_whole(path: "UPath") -> bytes:
-    """An object's content, as it is now.
+def read_whole(path: "UPath", *, most_bytes: int) -> bytes:
+    """Return an object's content, as it is now.
 
     Raises:
         FileNotFoundError: There is none.
+        ValueError: It holds more than `most_bytes`.
     """
     with told(path):
         fs: Any = path.fs
         fs.invalidate_cache(path.path)
-        return fs.cat_file(path.path)
+        content = fs.cat_file(path.path, start=0, end=most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"it holds more than the {most_bytes} bytes that are read")
+    return content
 
 
 def sizes_in(folder: "UPath") -> dict[str, int]:

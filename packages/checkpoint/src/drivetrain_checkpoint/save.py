@@ -15,14 +15,15 @@ from drivetrain_checkpoint.agreement import Outcome, on_all_ranks, on_each_rank
 from drivetrain_checkpoint.catalogue import Catalogue, PlannedFile
 from drivetrain_checkpoint.errors import FolderNotSharedError
 from drivetrain_checkpoint.files import FileRecord, HashedWriter
-from drivetrain_checkpoint.layout import own_files
+from drivetrain_checkpoint.layout import own_files, path_in_state
 from drivetrain_checkpoint.manifest import Manifest, commit_manifest
 from drivetrain_checkpoint.retention import Keep, delete, plan_retention
-from drivetrain_checkpoint.staging import HostBuffer, on_host
+from drivetrain_checkpoint.staging import HostBuffer, Overlap, copy_all, on_host
 from drivetrain_checkpoint.storage import Place
 from drivetrain_checkpoint.survey import find_checkpoints, inspect
 from drivetrain_checkpoint.tensor_file import bytes_of
 from drivetrain_checkpoint.tree import Json
+from drivetrain_checkpoint.write_plan import TensorName
 from drivetrain_state import Context
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Save:
         trees: The other files that this rank writes.
         is_main: Whether this rank commits.
         spared: The names of checkpoints that retention leaves alone: an earlier run's.
+        overlap: The copies that are made before anything is written, while training goes on.
     """
 
     directory: Place
@@ -51,21 +53,40 @@ class Save:
     trees: Mapping[str, Json]
     is_main: bool
     spared: frozenset[str] = frozenset()
+    overlap: Overlap | None = None
 
     @property
     def step(self) -> int:
         """The optimizer step."""
         return self.manifest.step
 
-    def staged(self, buffer: HostBuffer) -> "Save":
-        """The same with copies of the tensors, which training does not change."""
-        staged = iter(buffer.stage([tensor for _, tensors in self.files for tensor in tensors]))
-        return replace(
-            self, files=tuple((file, tuple(next(staged) for _ in tensors)) for file, tensors in self.files)
-        )
+    def staged(self, buffer: HostBuffer, may_wait: Callable[[TensorName], bool] | None = None) -> "Save":
+        """Return the same save, of copies of the tensors, which training does not change.
+
+        Args:
+            buffer: The memory for the copies.
+            may_wait: Whether a tensor, by its name, stays as it is until the next step: its copy is left to `write`.
+                None copies all of them now.
+        """
+        tensors = [tensor for _, tensors in self.files for tensor in tensors]
+        copies = buffer.stage(tensors) if may_wait is None else buffer.make_room(tensors)
+        left = iter(copies)
+        files = tuple((file, tuple(next(left) for _ in of_file)) for file, of_file in self.files)
+        staged = replace(self, files=files)
+        if may_wait is None:
+            return staged
+        names = [entry.tensor for file, _ in self.files for entry in file.entries]
+        later: list[tuple[Tensor, Tensor]] = []
+        now: list[tuple[Tensor, Tensor]] = []
+        for name, copy, tensor in zip(names, copies, tensors, strict=True):
+            (later if may_wait(name) else now).append((copy, tensor))
+        copy_all(now, awaited_later={tensor.device for _, tensor in later})
+        return replace(staged, overlap=Overlap(later)) if later else staged
 
     def write(self, on_block: Callable[[], None]) -> list[FileRecord]:
         """Write this rank's files; they are on the disk when this returns."""
+        if self.overlap is not None:
+            self.overlap.run(on_block)
         records: list[FileRecord] = []
         for file, tensors in self.files:
             path = self.folder / file.name(self.manifest.attempt)
@@ -132,19 +153,33 @@ def _delete_unlisted(folder: Place, *, keep: Mapping[str, FileRecord]) -> None:
     storage.remove(path for path in own_files(folder) if path.name not in keep)
 
 
-def stage_save(context: Context, save: Save, buffer: HostBuffer) -> Save:
-    """The same save, of copies of the tensors, which training does not change. Called on all ranks.
+def stage_save(
+    context: Context, save: Save, buffer: HostBuffer, may_wait: Callable[[TensorName], bool] | None = None
+) -> Save:
+    """Return the same save, of copies of the tensors; see `Save.staged`. Called on all ranks.
 
     Raises:
         OtherRankFailedError: Another rank has no memory for its copies; nothing was saved.
         RuntimeError: This one has none; nothing was saved.
     """
     try:
-        return on_each_rank(context, lambda: save.staged(buffer), doing=f"the save of step {save.step}")
+        return on_each_rank(
+            context, lambda: save.staged(buffer, may_wait), doing=f"the save of step {save.step}"
+        )
     except BaseException:
         if save.is_main:
             save.discard()
         raise
+
+
+def by_tensor(by_path: Callable[[str], bool]) -> Callable[[TensorName], bool]:
+    """Return what is asked of a tensor's path in the state, such as `"models/model/fc.weight"`, for its name here."""
+
+    def ask(tensor: TensorName) -> bool:
+        path = path_in_state(tensor.part, tensor.name)
+        return path is not None and by_path(path)
+
+    return ask
 
 
 def run_save(

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
+
+Staging: TypeAlias = Literal["copy", "overlap"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,13 @@ class CheckpointSettings:
             "help": "Whether training goes on while a checkpoint is written, from a copy in the host's memory."
         },
     )
+    staging: Staging = field(
+        default="copy",
+        metadata={
+            "help": "When a save in the background copies weights and optimizer states: before training goes on, or "
+            "while it does, until the next optimizer step, which alone may change them then."
+        },
+    )
     allow_pickle: bool = field(
         default=False,
         metadata={
@@ -111,5 +120,7 @@ class CheckpointSettings:
                 raise ValueError(
                     f"save_on_signals={name!r}: must be the name of a signal that can be handled, such as SIGTERM"
                 )
+        if self.staging not in get_args(Staging):
+            raise ValueError(f"staging={self.staging!r}: must be one of {', '.join(get_args(Staging))}")
         if not self.stall_seconds > 0:
             raise ValueError(f"stall_seconds={self.stall_seconds!r}: must be above 0 seconds")

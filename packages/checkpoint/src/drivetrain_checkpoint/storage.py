@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Place: TypeAlias = Union[Path, "UPath"]
 
+# What a file may hold that is read in one piece: the manifest of a thousand ranks and ten thousand tensors fits.
+MOST_BYTES = 2**30
+
 _ON_DISK = ("file", "local")
 _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
@@ -126,13 +129,17 @@ def put(path: Place, content: bytes) -> None:
     return disk.put(path, content) if isinstance(path, Path) else remote.put(path, content)
 
 
-def read_whole(path: Place) -> bytes:
-    """A file's content.
+def read_whole(path: Place, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return a file's content.
 
     Raises:
         FileNotFoundError: There is no such file.
+        IsADirectoryError: It is a folder.
+        ValueError: It is a pipe or a device, or holds more than `most_bytes`.
     """
-    return path.read_bytes() if isinstance(path, Path) else remote.read_whole(path)
+    if isinstance(path, Path):
+        return disk.read_whole(path, most_bytes=most_bytes)
+    return remote.read_whole(path, most_bytes=most_bytes)
 
 
 def sizes_in(folder: Place) -> dict[str, int]:

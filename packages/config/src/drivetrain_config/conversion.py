@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from drivetrain_config.kinds import (
+    MOST_LEVELS,
     choices,
     describe,
     field_types,
@@ -17,6 +18,7 @@ from drivetrain_config.kinds import (
     is_mapping,
     is_optional,
     is_sequence,
+    is_too_deep,
     is_union,
     item_kind,
     item_kinds,
@@ -234,9 +236,16 @@ def _mapping(value: Any, text: bool) -> tuple[Mapping[Any, Any] | None, bool]:
 
 def _json(value: str) -> Any:
     try:
-        return json.loads(value)
+        found = json.loads(value)
     except ValueError:
         return None
+    except RecursionError:
+        found, too_deep = None, True
+    else:
+        too_deep = is_too_deep(found)
+    if too_deep:
+        raise ConversionError(f"is nested too deeply: {MOST_LEVELS} levels are allowed")
+    return found
 
 
 def _nearest(value: Any, known: Any) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from drivetrain_config.accelerate_file import is_accelerate, translate
 from drivetrain_config.errors import ConfigError
-
-Lines = Mapping[tuple[str, ...], int]  # (section,) or (section, field) to its line, counted from 1
+from drivetrain_config.kinds import MOST_LEVELS, is_too_deep
+from drivetrain_config.yaml_file import Lines, read_yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,18 @@ def read_file(path: Path) -> Contents:
         ConfigError: There is no such file, its ending is unknown, it does not parse, says a key twice, or asks for
             what drivetrain cannot do.
     """
-    data, lines = _parse(path)
+    try:
+        data, lines = _parse(path)
+    except RecursionError:
+        data, lines = None, {}
+        too_deep = True
+    else:
+        too_deep = is_too_deep(data)
+    if too_deep:
+        raise ConfigError(
+            f"{path}: is nested too deeply: settings go {MOST_LEVELS} levels deep at most; sections hold fields, and "
+            "few fields hold more"
+        )
     if data is None:
         data = {}
     if not isinstance(data, Mapping):
@@ -61,7 +72,7 @@ def read_file(path: Path) -> Contents:
 def _parse(path: Path) -> tuple[Any, Lines]:
     match path.suffix.lower():
         case ".yaml" | ".yml":
-            return _read_yaml(path, _text(path))
+            return read_yaml(path, _text(path))
         case ".toml":
             return _read_toml(path, _text(path)), {}
         case ".json":
@@ -105,53 +116,6 @@ def _read_json(path: Path, text: str) -> Any:
         return json.loads(text, object_pairs_hook=without_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: cannot be read as JSON: {error.msg}") from error
-
-
-def _read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: YAML needs PyYAML: pip install 'drivetrain-config[yaml]', or write TOML or JSON"
-        ) from error
-    try:
-        loader = yaml.SafeLoader(text)
-        node: Any = loader.get_single_node()
-        if node is None:
-            return None, {}
-        lines = _lines_of(path, node)  # before constructing, which resolves merges in place
-        return loader.construct_document(node), lines
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise ConfigError(
-            f"{path}{line}: cannot be read as YAML: {error.problem or error.context}"
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-
-
-def _lines_of(path: Path, root: Any) -> Lines:
-    """Where the keys of a YAML document stand; of two equal keys PyYAML itself would let the last one win."""
-    lines: dict[tuple[str, ...], int] = {}
-    seen: set[int] = set()  # an alias repeats a node, and may repeat the one it stands in
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
-    while waiting:
-        keys, node = waiting.pop()
-        if id(node) in seen or node.id == "scalar":
-            continue
-        seen.add(id(node))
-        if node.id == "sequence":
-            waiting += [((*keys, str(index)), item) for index, item in enumerate(node.value)]
-            continue
-        for key, value in node.value:
-            at, line = (*keys, str(key.value)), key.start_mark.line + 1
-            if at in lines and key.value != "<<":
-                raise ConfigError(
-                    f"{path}:{line}: says {key.value!r} again, after line {lines[at]}; keep one"
-                )
-            lines[at] = line
-            waiting.append((at, value))
-    return lines
 
 
 def _kind(data: object) -> str:

@@ -16,6 +16,26 @@ _WORDS = {
     NoneType: "null",
 }
 
+# How many mappings and lists may stand in each other: far more than any setting has.
+MOST_LEVELS = 100
+
+
+def is_too_deep(value: object) -> bool:
+    """Return whether lists and mappings stand in each other more than `MOST_LEVELS` deep; one in itself does not."""
+    seen: set[int] = set()
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        below: list[object] = []
+        for each in level:
+            if not isinstance(each, (list, tuple, Mapping)) or id(each) in seen:
+                continue
+            seen.add(id(each))
+            below += each.values() if isinstance(each, Mapping) else each
+        if not below:
+            return False
+        level = below
+    return any(isinstance(each, (list, tuple, Mapping)) and id(each) not in seen for each in level)
+
 
 def field_types(section: type[Any]) -> dict[str, Any]:
     """The types of a dataclass's fields by name, with postponed annotations resolved."""

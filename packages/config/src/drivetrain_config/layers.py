@@ -22,6 +22,7 @@ from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_
 logger = logging.getLogger(__name__)
 
 _ORDER: tuple[Kind, ...] = ("command line", "environment", "file")
+_MOST_SHOWN = 60  # characters of a variable that cannot be read
 _Found = tuple[str, str, Entry]  # section, field, what was given
 
 
@@ -88,7 +89,7 @@ class Layers:
                     rows.append({**row, "value": plain(entry.value)})
                 elif entry.file is not None:
                     rows.append({**row, "file": str(entry.file)})
-        return json.dumps(rows)
+        return json.dumps({"settings": rows})
 
     def of_section(self, section: str) -> dict[str, tuple[Entry, ...]]:
         """The entries of one section by field."""
@@ -196,17 +197,23 @@ def _of_json(text: str | None) -> list[_Found]:
     if text is None:
         return []
     try:
-        rows = json.loads(text)
+        rows = json.loads(text)["settings"]
+        if not isinstance(rows, list):
+            raise TypeError("the settings are no list")
         return [(row["section"], row["field"], _handed_down(row)) for row in rows]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+        found = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
         raise ConfigError(
-            f"{environ.CONFIG_VARIABLE} in the environment cannot be read ({error!r}): the launcher writes it; "
-            f"unset it, and say single settings as DRIVETRAIN_<SECTION>__<FIELD>"
+            f"{environ.CONFIG_VARIABLE}={found} in the environment cannot be read: the launcher writes it, as a "
+            "mapping with 'settings', a list of settings with their sources; unset it, and say single settings as "
+            "DRIVETRAIN_<SECTION>__<FIELD>"
         ) from error
 
 
 def _handed_down(row: Mapping[str, Any]) -> Entry:
     source = Source(row["kind"], row["where"])
+    if source.kind not in _ORDER:
+        raise KeyError(source.kind)
     if "file" not in row:
         return Entry(row["value"], source)
     path = Path(row["file"])

@@ -1,4 +1,8 @@
-"""One section out of all layers: code > command line > environment > file > default, each field by itself."""
+"""One section out of all layers: code > command line > environment > file > default, each field by itself.
+
+A value in code that equals the field's default cannot be told from one that nobody meant, as argparse hands it on. It
+says nothing against another layer: it stands behind the file, and before the default.
+"""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -17,23 +21,30 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """A field that code and the command line both name, with different values; code's is taken.
+    """A field that code and another layer both name, with different values.
 
     Attributes:
         field: "section.field".
-        taken: The value in code.
-        overruled: The value from the command line.
-        flag: The flag that gave it.
+        taken: The value that is in force.
+        taken_from: Where it came from.
+        overruled: The other value.
+        overruled_from: Where that came from.
     """
 
     field: str
     taken: Any
+    taken_from: Source
     overruled: Any
-    flag: str
+    overruled_from: Source
 
     def __str__(self) -> str:
-        overruled = f"{self.flag} on the command line, which says {self.overruled!r}"
-        return f"{self.field}={self.taken!r} in code overrules {overruled}"
+        if self.taken_from.kind == "code":
+            overruled = f"{self.overruled_from}, which says {self.overruled!r}"
+            return f"{self.field}={self.taken!r} in code overrules {overruled}"
+        return (
+            f"{self.field}={self.taken!r} from {self.taken_from} overrules {self.overruled!r} in code, which is the "
+            "default and so counts as not said"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +54,7 @@ class Resolved(Generic[Section]):
     Attributes:
         value: The section.
         sources: The source of each field.
-        disagreements: Fields on which code and the command line differ.
+        disagreements: Fields on which code differs from the command line, or gave way to another layer.
     """
 
     value: Section
@@ -63,7 +74,7 @@ def resolve(
     Args:
         section_type: Its frozen dataclass.
         section: Its name: the key in a file, and the middle of `DRIVETRAIN_<SECTION>__<FIELD>`.
-        code: Values given in code; None means not said.
+        code: Values given in code; None means not said, and a value that equals the default gives way to any other.
         layers: The other layers; by default those of this process.
 
     Raises:
@@ -73,22 +84,50 @@ def resolve(
         layers = Layers.of_process(sections={section: section_type})
     types = field_types(section_type)
     given = _entries(section_type, section, code or {}, layers.of_section(section))
-    sources = {name: given[name][0].source if name in given else Source("default") for name in types}
-    values: dict[str, Any] = {}
-    disagreements: list[Disagreement] = []
-    for name, entries in given.items():
-        said = [converted(section, name, types[name], entry) for entry in entries]
-        values[name] = said[0]
-        for other, entry in zip(said[1:], entries[1:], strict=True):
-            explicit = entries[0].source.kind == "code" and entry.source.kind == "command line"
-            if explicit and other != said[0]:
-                disagreements.append(
-                    Disagreement(
-                        field=f"{section}.{name}", taken=said[0], overruled=other, flag=entry.source.where
-                    )
-                )
-    value = _constructed(section_type, section, values, given)
-    return Resolved(value=value, sources=sources, disagreements=tuple(disagreements))
+    said = {
+        name: [(converted(section, name, types[name], entry), entry) for entry in entries]
+        for name, entries in given.items()
+    }
+    ranked = {name: _ranked(each, _default(section_type, name)) for name, each in said.items()}
+    sources = {name: ranked[name][0][1].source if name in ranked else Source("default") for name in types}
+    found = [_disagreement(f"{section}.{name}", each) for name, each in ranked.items()]
+    values = {name: each[0][0] for name, each in ranked.items()}
+    entries = {name: tuple(entry for _, entry in each) for name, each in ranked.items()}
+    value = _constructed(section_type, section, values, entries)
+    return Resolved(
+        value=value, sources=sources, disagreements=tuple(each for each in found if each is not None)
+    )
+
+
+def _default(section_type: type[Any], name: str) -> Any:
+    """Return a field's default; MISSING if it has none."""
+    field = next(each for each in fields(section_type) if each.name == name)
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _ranked(said: list[tuple[Any, Entry]], default: Any) -> list[tuple[Any, Entry]]:
+    """Rank what was said of one field, highest first: a default in code stands behind what other layers say."""
+    (value, entry), *others = said
+    if entry.source.kind == "code" and type(value) is type(default) and value == default:
+        return [*others, said[0]]
+    return said
+
+
+def _disagreement(field: str, ranked: list[tuple[Any, Entry]]) -> Disagreement | None:
+    """Return how code and another explicit layer differ; None if they do not, or if it needs no word."""
+    (taken, first), (other, last) = ranked[0], ranked[-1]
+    if first.source.kind == "code":
+        found = [(value, entry) for value, entry in ranked[1:] if entry.source.kind == "command line"]
+        other, last = found[0] if found else (taken, first)
+    if taken == other or "code" not in (first.source.kind, last.source.kind):
+        return None
+    return Disagreement(
+        field=field,
+        taken="***" if first.secret else taken,
+        taken_from=first.source,
+        overruled="***" if last.secret else other,
+        overruled_from=last.source,
+    )
 
 
 def _entries(

@@ -11,13 +11,18 @@ if TYPE_CHECKING:
     from drivetrain_data.errors import DataStateError as DataStateError
     from drivetrain_data.errors import DispatchError as DispatchError
     from drivetrain_data.errors import IndexRangeError as IndexRangeError
+    from drivetrain_data.errors import ResumedLoaderError as ResumedLoaderError
     from drivetrain_data.errors import TrimError as TrimError
+    from drivetrain_data.errors import UnpreparedLoaderError as UnpreparedLoaderError
     from drivetrain_data.loader import RestOfEpoch as RestOfEpoch
     from drivetrain_data.loader import ShardedLoader as ShardedLoader
     from drivetrain_data.loader import skip_first_batches as skip_first_batches
+    from drivetrain_data.loader_seeds import own_seed as own_seed
+    from drivetrain_data.loader_seeds import seed_at as seed_at
     from drivetrain_data.partition import Partition as Partition
     from drivetrain_data.permutation import ORDER_VERSION as ORDER_VERSION
     from drivetrain_data.permutation import Permutation as Permutation
+    from drivetrain_data.prepare import divides_itself as divides_itself
     from drivetrain_data.prepare import is_loader as is_loader
     from drivetrain_data.prepare import shard_loader as shard_loader
     from drivetrain_data.samplers import PermutationSampler as PermutationSampler
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from drivetrain_data.settings import Strategy as Strategy
     from drivetrain_data.shard import Shard as Shard
     from drivetrain_data.trimming import check_after_loop as check_after_loop
+    from drivetrain_data.trimming import holds_rows as holds_rows
     from drivetrain_data.trimming import row_counts as row_counts
     from drivetrain_data.trimming import trim as trim
     from drivetrain_data.trimming import trim_objects as trim_objects
@@ -47,13 +53,19 @@ _ROOMS = {
     "Permutation": "permutation",
     "PermutationSampler": "samplers",
     "RestOfEpoch": "loader",
+    "ResumedLoaderError": "errors",
     "Shard": "shard",
     "ShardedLoader": "loader",
     "Strategy": "settings",
     "TrimError": "errors",
+    "UnpreparedLoaderError": "errors",
     "check_after_loop": "trimming",
+    "divides_itself": "prepare",
+    "holds_rows": "trimming",
     "is_loader": "prepare",
+    "own_seed": "loader_seeds",
     "row_counts": "trimming",
+    "seed_at": "loader_seeds",
     "shard_loader": "prepare",
     "skip_first_batches": "loader",
     "trim": "trimming",
@@ -75,13 +87,19 @@ __all__ = [
     "Permutation",
     "PermutationSampler",
     "RestOfEpoch",
+    "ResumedLoaderError",
     "Shard",
     "ShardedLoader",
     "Strategy",
     "TrimError",
+    "UnpreparedLoaderError",
     "check_after_loop",
+    "divides_itself",
+    "holds_rows",
     "is_loader",
+    "own_seed",
     "row_counts",
+    "seed_at",
     "shard_loader",
     "skip_first_batches",
     "trim",

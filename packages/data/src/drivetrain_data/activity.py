@@ -45,7 +45,7 @@ class ActiveLoaders:
     @property
     def ending(self) -> BatchPlan | None:
         """The current batch, if an epoch ends with it: of the current loader, or of one read side by side with it."""
-        for loader in self._side_by_side():
+        for loader in self._side_by_side() if self._stack else ():
             plan = loader.current
             if plan is not None and plan.is_last:
                 return plan
@@ -93,7 +93,7 @@ class ActiveLoaders:
         if not self._stack:
             return None
         top = self._stack[-1].current
-        for loader in self._side_by_side()[:-1]:
+        for loader in self._side_by_side()[:-1] if self._alternating else ():
             if not _same_trim(top, loader.current):
                 raise AmbiguousLoaderError(
                     "two loaders are read side by side, and their current batches hold different numbers of real "

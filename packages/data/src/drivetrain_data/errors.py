@@ -19,3 +19,11 @@ class AmbiguousLoaderError(RuntimeError):
 
 class DispatchError(RuntimeError):
     """Another rank failed or ended: the one that reads for all, whose traceback is told, or one it serves."""
+
+
+class ResumedLoaderError(RuntimeError):
+    """Batches are to be left out of an epoch whose first ones a loaded state has left out already."""
+
+
+class UnpreparedLoaderError(RuntimeError):
+    """What was computed from a loader that every rank reads whole is to be gathered as if each read a part."""

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 from drivetrain_data.activity import ActiveLoaders
 from drivetrain_data.batch_plan import BatchPlan
 from drivetrain_data.device_copies import DeviceCopies
+from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.resume import check_state, make_state
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
@@ -28,12 +29,14 @@ class ShardedLoader(Generic[Batch]):
         copies: Copies batches to the device; None leaves them.
         activity: Told of every batch.
         on_batch: Called for every batch.
+        seed_source: Who said the seed, as one phrase for people.
 
     Attributes:
         dataset: The user's.
         shard: Which part this is.
         batch_size: Samples of a batch on each shard.
         current: What is known of the batch just yielded; None outside a loop.
+        seed_source: Who said the seed.
     """
 
     def __init__(
@@ -46,11 +49,13 @@ class ShardedLoader(Generic[Batch]):
         copies: DeviceCopies | None,
         activity: ActiveLoaders | None,
         on_batch: Callable[[], None] | None,
+        seed_source: str = "",
     ) -> None:
         self.dataset = dataset
         self.shard = shard
         self.batch_size = batch_size
         self.current: BatchPlan | None = None
+        self.seed_source = seed_source
         self._source = source
         self._copies = copies
         self._activity = activity
@@ -110,8 +115,27 @@ class ShardedLoader(Generic[Batch]):
         return self.skipping(0)
 
     def skipping(self, num_batches: int) -> Iterator[Batch]:
-        """Read the next epoch without its first batches. Called on all ranks."""
+        """Read the next epoch without its first batches. Called on all ranks.
+
+        Raises:
+            ResumedLoaderError: A state was loaded in the middle of an epoch, whose rest is still to be read.
+        """
+        self.check_skippable(num_batches)
         return self._loop(num_batches)
+
+    def check_skippable(self, num_batches: int) -> None:
+        """Refuse to leave out batches of a rest that was loaded: those before it are left out already.
+
+        Raises:
+            ResumedLoaderError: It was, and `num_batches` is not 0.
+        """
+        if num_batches and self._position and not self._begun:
+            raise ResumedLoaderError(
+                f"a loaded state has brought this loader to position {self._position} of epoch {self._epoch}, where "
+                f"its next loop goes on: skip_first_batches({num_batches}) would leave out {num_batches} batches "
+                "more, unread. Delete the call and loop over the loader itself; to begin the epoch anew instead, "
+                f"call loader.set_epoch({self._epoch + 1}) and loader.set_epoch({self._epoch}) first"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next loop. A rest to be resumed is kept if it belongs to the same one.
@@ -171,6 +195,7 @@ class ShardedLoader(Generic[Batch]):
         check_state(state, identity=self._source.identity(), fingerprint=_fingerprint(self.dataset))
         self._source.take_up(state["epoch"], state["extra"])
         self._source.seed = state["seed"]
+        self.seed_source = "the loader state that was loaded"
         self._start(state["epoch"], position=state["position"])
 
     def _end_loop(self) -> None:
@@ -261,16 +286,19 @@ def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> RestOfE
     Raises:
         TypeError: The loader is not sharded.
         ValueError: `num_batches` is negative.
+        ResumedLoaderError: A state was loaded in the middle of an epoch: the loader goes on there by itself.
     """
     if type(num_batches) is not int or num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r}: must be an integer, 0 or more batches")
     if isinstance(loader, RestOfEpoch):
+        loader.loader.check_skippable(num_batches)
         return RestOfEpoch(loader.loader, loader.num_batches + num_batches)
     if not isinstance(loader, ShardedLoader):
         raise TypeError(
             f"skip_first_batches takes what prepare or shard_loader returned, not {type(loader).__name__}; prepare "
             "or shard it first"
         )
+    loader.check_skippable(num_batches)
     return RestOfEpoch(loader, num_batches)
 
 

@@ -11,11 +11,13 @@ from drivetrain_data.activity import ActiveLoaders
 from drivetrain_data.blocks import IndexFunction
 from drivetrain_data.broadcast import DispatchSource
 from drivetrain_data.device_copies import DeviceCopies
+from drivetrain_data.known_streams import check_undivided_stream
 from drivetrain_data.loader import ShardedLoader
 from drivetrain_data.read_plan import ReadPlan, is_stock, source_of
 from drivetrain_data.settings import DataSettings, Even, Strategy
 from drivetrain_data.shard import Shard
 from drivetrain_data.source import Source
+from drivetrain_data.torch_samplers import check_undivided
 
 
 def shard_loader(
@@ -30,6 +32,7 @@ def shard_loader(
     dispatch: bool | None = None,
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
+    seed_source: str = "",
     non_blocking: bool = True,
     copy_ahead: int = 1,
     read_ahead: bool = False,
@@ -48,7 +51,10 @@ def shard_loader(
         split_batches: The loader's batch size is the sum over shards; by default it is that of each.
         dispatch: The group's first rank reads for all; None: where the loader cannot be sharded by index.
         group: The ranks that share the data; needed to dispatch, and to compare what they draw as an epoch begins.
-        seed: What shuffled orders depend on, with the epoch.
+        seed: What shuffled orders depend on, with the epoch. It must be the same on all ranks, so it is not taken
+            from the loader's generators or torch's; one rank's `own_seed(loader)` or `torch.initial_seed()` may be
+            given.
+        seed_source: Who said the seed, for `ShardedLoader.seed_source`.
         non_blocking: Copy pinned memory to the device without waiting.
         copy_ahead: Batches copied to the device before the loop asks for them.
         read_ahead: When dispatching, send a batch while the one before is computed on.
@@ -72,6 +78,7 @@ def shard_loader(
         copies=_copies(device, non_blocking, copy_ahead),
         activity=activity,
         on_batch=on_batch,
+        seed_source=seed_source,
     )
 
 
@@ -132,6 +139,8 @@ def _handed_out(
 def _check(loader: Any, shard: Shard, even: Even, seed: int, copy_ahead: int) -> None:
     if type(shard) is not Shard:
         raise TypeError(f"shard={shard!r}: must be a Shard, as Shard(rank, world_size)")
+    if seed is None:  # pyright: ignore[reportUnnecessaryComparison] a user may give any
+        raise ValueError("seed=None: ranks could not agree on one; say an integer between 0 and 2**63 - 1")
     DataSettings(even=even, seed=seed, copy_ahead=copy_ahead)  # checks them
     if isinstance(loader, ShardedLoader):
         raise ValueError("this loader is sharded already; pass the DataLoader that it was made from")
@@ -152,3 +161,15 @@ def is_loader(obj: object) -> bool:
     """Whether an object is taken for a loader: an iterable over a `dataset`, or one that knows where it stands."""
     stateful = hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
     return hasattr(obj, "__iter__") and (hasattr(obj, "dataset") or stateful)
+
+
+def divides_itself(loader: Any) -> bool:
+    """Whether an unprepared loader gives each rank a part of its own, by what is seen of its sampler or stream."""
+    try:
+        for name in ("sampler", "batch_sampler"):
+            check_undivided(getattr(loader, name, None))
+        if isinstance(getattr(loader, "dataset", None), IterableDataset):
+            check_undivided_stream(loader.dataset, alone=False)
+    except ValueError:
+        return True
+    return False

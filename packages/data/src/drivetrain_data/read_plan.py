@@ -247,10 +247,7 @@ def _lay_out_batches(batches: Any, plan: ReadPlan, num_samples: int | None) -> W
     )
     count = length_of(batches)
     if plan.even == "drop" and count and not len(sampler):
-        raise ValueError(
-            f"{count} batches are fewer than one on each of {plan.shard.count} shards, and the tail is dropped: "
-            'nothing would be left; use even="uneven"'
-        )
+        _tell_empty(f"{count} batches are fewer than one", plan.shard)
     return sampler
 
 
@@ -295,10 +292,18 @@ def _size_on_each(batch_size: int, plan: ReadPlan) -> int:
 def _check_drop(sampler: OrderSampler) -> None:
     partition = sampler.partition(0, 0)
     if partition.stop > 0 and partition.num_steps == 0:
-        raise ValueError(
-            f"{partition.stop} samples are fewer than one batch of {partition.batch_size} on each of "
-            f"{partition.num_shards} shards, and the tail is dropped: nothing would be left; use a smaller batch, "
-            'or even="uneven" without drop_last'
+        samples = f"{partition.stop} samples are fewer than one batch of {partition.batch_size}"
+        _tell_empty(samples, sampler.shard)
+
+
+def _tell_empty(what: str, shard: Shard) -> None:
+    """Warn once, of all shards, that an epoch has no step, as that of torch's loader with `drop_last`."""
+    if shard.index == 0:
+        logger.warning(
+            "%s on each of %d shards, and the tail is dropped: every epoch of this loader is empty; use a smaller "
+            'batch, or even="uneven" without drop_last',
+            what,
+            shard.count,
         )
 
 

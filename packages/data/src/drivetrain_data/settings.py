@@ -33,7 +33,12 @@ class DataSettings:
             "help": "One rank reads and hands out the batches; by default for iterable datasets and foreign loaders."
         },
     )
-    seed: int = field(default=0, metadata={"help": "Seed of the order of shuffled data and of workers."})
+    seed: int | None = field(
+        default=None,
+        metadata={
+            "help": "Seed of the order of shuffled data and of workers; by default the run's seed, else torch's own."
+        },
+    )
     non_blocking: bool = field(
         default=True, metadata={"help": "Copy pinned batches to the device without waiting for the copy."}
     )
@@ -61,7 +66,7 @@ class DataSettings:
                 f"strategy={self.strategy!r}: must be one of {', '.join(get_args(Strategy))}; a function of your own "
                 "goes to shard_loader(strategy=...)"
             )
-        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r}: must be an integer between 0 and 2**63 - 1")
         if type(self.copy_ahead) is not int or self.copy_ahead < 0:
             raise ValueError(f"copy_ahead={self.copy_ahead!r}: must be an integer, 0 or more batches")

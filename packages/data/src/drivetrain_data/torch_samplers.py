@@ -32,6 +32,11 @@ def order_of(sampler: Any, *, seed: int, num_samples: int | None) -> Order:
         order: Order = SequentialOrder(size, seed=seed)
     elif _is_random(kind):
         size = len(sampler.data_source)
+        if size == 0 and sampler.num_samples > 0:
+            raise ValueError(
+                f"{kind.__name__} has num_samples={sampler.num_samples} to draw from a dataset of 0 samples, which "
+                "torch refuses at the first batch; give it samples, or leave the loader out"
+            )
         make = ReplacementOrder if sampler.replacement else ShuffledOrder
         order = make(size, seed=seed, num_positions=sampler.num_samples)
     elif kind is SubsetRandomSampler:

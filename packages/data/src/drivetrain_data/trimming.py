@@ -97,15 +97,22 @@ def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
         return
     assert left is not None
     assert left.real_counts is not None
-    leaves: list[Any] = []
-    map_leaves(data, leaves.append)
-    if all(isinstance(leaf, torch.Tensor | int | float | complex) and not _has_rows(leaf) for leaf in leaves):
+    if not holds_rows(data):
         return
     raise TrimError(
         f"this comes after the loop: in its last step only {'+'.join(map(str, left.real_counts))} samples of the "
         "ranks counted, and which rows of what was collected are theirs is not known any more. Gather inside the "
         "loop, for each batch, and collect what comes back. What is summed up goes through reduce(); gather() keeps "
         "every row; loader= names the batch of a loop that still runs"
+    )
+
+
+def holds_rows(data: Nested) -> bool:
+    """Whether data may hold something of each sample: anything but single numbers and tensors of shape ()."""
+    leaves: list[Any] = []
+    map_leaves(data, leaves.append)
+    return not all(
+        isinstance(leaf, torch.Tensor | int | float | complex) and not _has_rows(leaf) for leaf in leaves
     )
 
 

@@ -179,6 +179,10 @@ def __getattr__(name: str) -> object:
         from importlib import import_module
 
         return getattr(import_module(_HOMES[name]), name)
+    if not name.startswith("_"):
+        from drivetrain.foreign_names import refuse_import
+
+        refuse_import(name)
     raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
 
 

@@ -5,23 +5,28 @@ It decides nothing by itself: every method hands on to the part that does. `comp
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 from torch import Tensor, nn
 
 from drivetrain import metrics
 from drivetrain.accumulate import MicroBatch
+from drivetrain.choose_trackers import LogWith, split_log_with
 from drivetrain.compose import compose, read_layers, sections_in_code
 from drivetrain.effective import plan_of, show_plan, store_plan
 from drivetrain.exports import Exports
+from drivetrain.foreign_names import ForeignNames, refuse_arguments
 from drivetrain.loaders import shard
 from drivetrain.plan import EffectivePlan
 from drivetrain.prepare import PreparedModels, prepare_objects
 from drivetrain.ranks import Ranks
+from drivetrain.registered import Registered
 from drivetrain.results import Results
 from drivetrain.saving import Saving
+from drivetrain.schedule_length import Schedules, tell_unsharded_lengths
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationError, Backend, BackendRegistry, whole_model
 from drivetrain_config import Layers
@@ -31,7 +36,7 @@ from drivetrain_precision import autocast
 from drivetrain_state import ParallelDims, set_seed
 
 
-class Accelerator(Ranks, Saving, Exports, Results):
+class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
     """Prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
     Every argument may be left out; what is not said here is taken from the command line, the environment, a file, and
@@ -44,14 +49,17 @@ class Accelerator(Ranks, Saving, Exports, Results):
         gradient_accumulation_steps: Micro-batches in one optimizer step.
         data: How loaders are sharded.
         project_dir: Folder of checkpoints, logs and the effective plan.
-        log_with: Trackers to log to, such as ("jsonl",).
+        log_with: Trackers to log to: names such as "jsonl", "all" for every one that is installed, tracker objects
+            of your own, or several of these.
         cpu: Train on the CPU even where an accelerator is present.
-        seed: Seed of every generator and of the data's order.
+        seed: Seed of every generator and of the data's order, where neither `data` nor a loader has one of its own.
         config: A YAML, TOML or JSON file of settings, or layers read before.
         sections: Any other settings in code, by section, such as {"ddp": {"static_graph": True}}.
         registry: Backends beside the installed ones, from `register_backend`.
+        **foreign: None. Arguments of Accelerate's are answered with what stands for them.
 
     Raises:
+        TypeError: An argument is none of these.
         ConfigError: A setting is unknown or outside its range; the message says where it came from.
         PrecisionError: The device cannot compute in the precision asked for.
         UnknownBackendError: No such backend.
@@ -66,20 +74,23 @@ class Accelerator(Ranks, Saving, Exports, Results):
         gradient_accumulation_steps: int | None = None,
         data: DataSettings | Mapping[str, object] | None = None,
         project_dir: Path | str | None = None,
-        log_with: Sequence[str] | str | None = None,
+        log_with: LogWith | None = None,
         cpu: bool | None = None,
         seed: int | None = None,
         config: Path | str | Layers | None = None,
         sections: Mapping[str, object] | None = None,
         registry: BackendRegistry | None = None,
+        **foreign: Never,
     ) -> None:
+        refuse_arguments(foreign, Accelerator)
         backend_class = backend if isinstance(backend, type) else None
+        tracker_names, trackers = split_log_with(log_with)
         said = {
             "mixed_precision": mixed_precision,
             "backend": backend.__name__ if isinstance(backend, type) else backend,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "project_dir": None if project_dir is None else Path(project_dir),
-            "log_with": (log_with,) if isinstance(log_with, str) else log_with and tuple(log_with),
+            "log_with": tracker_names,
             "cpu": cpu,
             "seed": seed,
         }
@@ -90,16 +101,16 @@ class Accelerator(Ranks, Saving, Exports, Results):
             backend_class=backend_class,
             registry=registry or BackendRegistry(),
             layers=read_layers(config),
+            trackers=trackers,
         )
         super().__init__(self._parts.context, self._parts.loaders, self._parts.readers)
         self._prepared = PreparedModels(self._parts.loaders.mark_stepped)
         self._loaders: list[ShardedLoader[Any]] = []
-        self._custom = {}
+        self._custom = Registered()
         self._put_off = []
         self._schedule = None
         self._hooks = []
         self._micro_batch = MicroBatch(self._parts.backend.window, self._parts.loaders, self._prepared)
-        self._plan_shown = False
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
 
@@ -145,11 +156,14 @@ class Accelerator(Ranks, Saving, Exports, Results):
         results, prepared, loaders = prepare_objects(objects, self._parts.backend, self._shard)
         self._prepared.add(prepared, results)
         self._loaders.extend(loaders)
+        pairs = [
+            (old, new) for old, new in zip(objects, results, strict=True) if isinstance(new, ShardedLoader)
+        ]
+        tell_unsharded_lengths(self._prepared.schedulers, pairs, self._parts)
         plan = self.plan
         if self.is_main_process:
             store_plan(plan, self.settings)
-            if prepared and not self._plan_shown:
-                self._plan_shown = True
+            if prepared:
                 show_plan(plan, self.settings)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -157,7 +171,8 @@ class Accelerator(Ranks, Saving, Exports, Results):
         """The module as the user built it, with the trained parameters.
 
         Args:
-            model: A prepared model; any other is returned as it is.
+            model: A prepared model. Of any other, `DataParallel` and `DistributedDataParallel` are taken off, with
+                torch.compile's wrapper around them; else it is returned as it is.
             keep_autocast: Whether its forward computes in the run's precision. Without, it is a shallow copy of the
                 user's own class on the same parameters; the model in training stays as it is.
         """
@@ -172,6 +187,8 @@ class Accelerator(Ranks, Saving, Exports, Results):
             model: A prepared model.
             write: Whether what rank 0 writes into them is kept, on all ranks. Without, changes are undefined.
         """
+        if write:
+            self._wait_for_copies()
         return self._prepared.of(model).gathered(write=write)
 
     def get_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:
@@ -218,8 +235,17 @@ class Accelerator(Ranks, Saving, Exports, Results):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in one optimizer step."""
-        return self._parts.backend.window.num_micro_batches
+        """Micro-batches in one optimizer step; set on all ranks, it holds from the next window on.
+
+        Raises:
+            AccumulationError: It is set in an open window, or while DeepSpeed engines are up.
+            TypeError, ValueError: It is set to what is no integer of at least 1.
+        """
+        return self._parts.backend.window.next_num_micro_batches
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_micro_batches: int) -> None:
+        self._parts.backend.window.resize(num_micro_batches)
 
     @contextmanager
     def no_sync(self, *models: nn.Module) -> Generator[None]:
@@ -254,12 +280,8 @@ class Accelerator(Ranks, Saving, Exports, Results):
             TypeError, ValueError: The loss is no scalar with a graph, or the count no number of items.
         """
         parts = self._parts
-        if not self._micro_batch.is_open and parts.backend.window.num_micro_batches > 1:
-            raise AccumulationError(
-                f"backward() outside accumulate() with gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}: which window it belongs to is not known; put the step into "
-                "`with accelerator.accumulate(model):`"
-            )
+        if not self._micro_batch.is_open:
+            parts.backend.window.begin_alone()
         batch = parts.loaders.plan(loader)
         if batch is not None and not batch.even:
             loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
@@ -316,6 +338,7 @@ class Accelerator(Ranks, Saving, Exports, Results):
         """
         self._save_what_was_put_off()
         self._forget_what_was_put_off()
+        self._tell_unreached()
         with ExitStack() as stack:  # what fails does not keep the rest from ending; the last is done first
             stack.callback(self._parts.context.close)
             stack.callback(self._parts.backend.close)
@@ -331,20 +354,25 @@ class Accelerator(Ranks, Saving, Exports, Results):
     ) -> None:
         if error is not None:  # the other ranks may not be here
             self._forget_what_was_put_off()
+            self._ends_early = True
         self.end_training()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all that was prepared, hand cached memory back, and give a None for each of the caller's names."""
+        self._wait_for_copies()
         self._parts.backend.close()
         self._prepared.clear()
         self._loaders = []
         free_memory()
         return [None] * len(objects)
 
+    def clear(self, *objects: Any) -> list[None]:
+        """Do what `free_memory` does."""
+        return self.free_memory(*objects)
+
     # Between the parts
 
-    def _shard(self, loader: Any) -> ShardedLoader[Any]:
-        return shard(loader, self._parts, on_batch=self._mark_batch)
-
-    def _mark_batch(self) -> None:
-        self.context.watch.mark("batch")
+    def _shard(self, loader: Any, place: int) -> ShardedLoader[Any]:
+        # No method of this object: a loader that held it would outlive both names of a cycle.
+        on_batch = partial(self.context.watch.mark, "batch")
+        return shard(loader, self._parts, place=len(self._loaders) + place, on_batch=on_batch)

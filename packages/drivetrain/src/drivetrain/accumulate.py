@@ -45,6 +45,8 @@ class MicroBatch:
     def __enter__(self) -> None:
         ending = self._loaders.ending
         ends = ending is not None and ending is not self._ended
+        if self._window.next_num_micro_batches > 1:
+            self._look_at_rates()
         self._window.begin(is_last=ends if self.last is None else self.last)
         self._ended = ending
         if not self._window.closing:
@@ -55,11 +57,20 @@ class MicroBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_open = False
+        self.models = ()  # else they would live as long as the Accelerator
         if error is not None:
             self._window.fail()
         if self._held is not None:
             self._held.close()
             self._held = None
+
+    def _look_at_rates(self) -> None:
+        """Hold learning rates against those that the open window began with."""
+        for optimizer in self._prepared.optimizers:
+            if self._window.closing:
+                optimizer.begin_window()
+            else:
+                optimizer.check_window()
 
     def _hold(self) -> None:
         chosen = [self._prepared.of(model) for model in self.models] if self.models else self._prepared.all

@@ -1,13 +1,14 @@
 """Build the parts of an Accelerator from its settings: the one place where they meet."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from drivetrain.choose_trackers import make_trackers
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
@@ -17,7 +18,7 @@ from drivetrain_config import sections as installed_sections
 from drivetrain_data import ActiveLoaders, DataSettings, Shard
 from drivetrain_precision import Policy, PrecisionSettings, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
-from drivetrain_tracking import TrackerGroup, TrackingSettings, make_tracker
+from drivetrain_tracking import Tracker, TrackerGroup, TrackingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def compose(
     backend_class: type[Backend] | None,
     registry: BackendRegistry,
     layers: Layers,
+    trackers: Sequence[Tracker] = (),
 ) -> Parts:
     """Resolve every section and build the parts. Called on all ranks.
 
@@ -137,6 +139,7 @@ def compose(
         backend_class: A backend class given in code, in place of a name.
         registry: Where a backend's name is looked up.
         layers: The settings from outside the program.
+        trackers: Those given as objects, beside the ones that the run section names.
 
     Raises:
         ConfigError: A setting is unknown or outside its range; the message says where it came from.
@@ -149,7 +152,7 @@ def compose(
     context = connect(state, parallelism=parallelism, needs_group=needs_group)
     with ExitStack() as undo:
         undo.callback(context.close)  # a group that was made for a run that does not come to be must not stay
-        parts = _build(context, named, registry, resolved, said, layers, parallelism)
+        parts = _build(context, named, registry, resolved, said, layers, parallelism, trackers)
         undo.pop_all()
     if context.topology.is_main:
         _tell_disagreements(resolved)
@@ -164,11 +167,12 @@ def _build(
     said: dict[str, dict[str, object]],
     layers: Layers,
     parallelism: ParallelDims | None,
+    trackers: Sequence[Tracker],
 ) -> Parts:
     """The parts, once the ranks are connected."""
     settings: RunSettings = resolved["run"].value
     policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
-    chosen = named or registry.get("single" if context.topology.world_size == 1 else "ddp")
+    chosen = named or registry.get(automatic_backend(context.topology.world_size))
     if (name := chosen.settings_section) is not None:
         assert chosen.settings_type is not None  # the two come together
         resolved[name] = resolve(chosen.settings_type, section=name, code=said.pop(name, None), layers=layers)
@@ -188,12 +192,15 @@ def _build(
         policy=policy,
         backend=backend,
         loaders=ActiveLoaders(),
-        trackers=TrackerGroup(
-            [make_tracker(name, _directory(settings)) for name in settings.log_with],
-            is_main=context.topology.is_main,
-            settings=resolved["tracking"].value,
+        trackers=make_trackers(
+            settings, trackers, is_main=context.topology.is_main, section=resolved["tracking"].value
         ),
     )
+
+
+def automatic_backend(world_size: int) -> str:
+    """Return the name of the backend that "auto" stands for."""
+    return "single" if world_size == 1 else "ddp"
 
 
 def _resolve(
@@ -207,7 +214,6 @@ def _resolve(
     if settings.cpu:
         _say_cpu(said.setdefault("state", {}))
     _check_strategy(said.setdefault("data", {}).get("strategy"))
-    said["data"].setdefault("seed", settings.seed)
     for name, kind in _SECTIONS.items():
         resolved[name] = resolve(kind, section=name, code=said.pop(name, None), layers=layers)
     return resolved, said
@@ -293,11 +299,6 @@ def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:
 def _readers(context: Context, parallelism: ParallelDims | None) -> tuple[int, ...]:
     world_size = context.topology.world_size
     return tuple(range(world_size)) if parallelism is None else parallelism.plan(world_size).data_readers()
-
-
-def _directory(settings: RunSettings) -> Path:
-    assert settings.project_dir is not None  # RunSettings refuses log_with without it
-    return settings.project_dir
 
 
 def _as_mapping(section: object) -> Mapping[str, object]:

@@ -13,14 +13,22 @@ def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any
     """A prepared model's state in which ranks may share the writing of what is the same on all of them.
 
     Parameters and what an optimizer keeps of them are the same: every rank steps on the same gradients. Buffers may
-    not be, as a batch norm's statistics, and rank 0's are written.
+    not be, as a batch norm's statistics, nor what an optimizer keeps elsewhere; of these rank 0's are written.
     """
     same = {plain_name(name) for name, _ in prepared.unwrap().named_parameters(remove_duplicate=False)}
     model = {
         name: Replica(value) if type(value) is Tensor and name in same else value
         for name, value in cast("Mapping[str, Any]", state["model"]).items()
     }
-    return {**state, "model": model, "optimizers": [_replicated(one) for one in state["optimizers"]]}
+    return {**state, "model": model, "optimizers": [_of_parameters(one) for one in state["optimizers"]]}
+
+
+def _of_parameters(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's named state, its parameters' part marked."""
+    return {
+        key: _replicated(value) if key in ("state", "param_groups") else value
+        for key, value in optimizer.items()
+    }
 
 
 def _replicated(value: Any) -> Any:

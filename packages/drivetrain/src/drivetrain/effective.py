@@ -1,14 +1,19 @@
 """The plan of a live run: read back from its parts, shown and stored once."""
 
 import json
+import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drivetrain.compose import Parts
+from drivetrain.compose import Parts, automatic_backend
 from drivetrain.plan import EffectivePlan, make_plan
+from drivetrain.plan_summary import summarize
 from drivetrain.settings import RunSettings
 from drivetrain_data import ShardedLoader
+
+_DTYPES = {"no": "fp32"}
 
 
 def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePlan:
@@ -17,41 +22,120 @@ def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePla
     Raises:
         PlanMismatchError: Something applied differs from what was asked.
     """
+    topology = parts.context.topology
+    nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
+    facts = {
+        "processes": f"{topology.world_size} on {nodes}",
+        "device": str(parts.context.device),
+        "backend": type(parts.backend).__name__,
+        "precision": _DTYPES.get(parts.policy.mode, parts.policy.mode),
+        **_data(parts, loaders),
+        **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),
+        **parts.facts,
+    }
+    details = {f"data {i}": loader.order_source for i, loader in enumerate(loaders)}
+    details |= {f"data seed {i}": f"{loader.seed}: {loader.seed_source}" for i, loader in enumerate(loaders)}
+    return make_plan(
+        parts.resolved,
+        _read_back(parts, loaders),
+        reasons=_reasons(parts, loaders),
+        facts=facts,
+        details=details,
+    )
+
+
+def _reasons(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, str]:
+    """Return why a setting may be applied otherwise than it was asked."""
+    world_size = parts.context.topology.world_size
     reasons = {
         "state.deterministic": "switched on in torch by the program",
-        "data.seed": "that of the loader state that was loaded",
+        "run.gradient_accumulation_steps": "set by the program since",
+        "run.log_with": "all trackers that installed packages bring",
     }
+    if loaders:
+        reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"
+    if parts.settings.backend == "auto":
+        reasons["run.backend"] = "one process" if world_size == 1 else f"{world_size} processes"
     if parts.settings.mixed_precision == "auto":
         reasons["run.mixed_precision"] = parts.policy.reason
     if parts.resolved["state"].value.device == "auto":
         reasons["state.device"] = "the best that this machine has"
-    topology = parts.context.topology
-    facts = {
-        "processes": f"{topology.world_size} on {topology.num_nodes} node(s)",
-        "device": str(parts.context.device),
-        "backend": type(parts.backend).__name__,
-        **{f"data order {i}": loader.order_source for i, loader in enumerate(loaders)},
-        **parts.facts,
-    }
-    return make_plan(parts.resolved, _read_back(parts, loaders), reasons=reasons, facts=facts)
+    return reasons
 
 
 def _read_back(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, Mapping[str, object]]:
     """What is in force, by section and field, as far as live objects tell."""
     by_backend = parts.backend.applied()
-    sections = {"run": by_backend, "state": parts.context.applied()}
+    run: dict[str, object] = {}
+    if parts.settings.backend == "auto":
+        run["backend"] = automatic_backend(parts.context.topology.world_size)
+    if "all" in parts.settings.log_with:
+        run["log_with"] = parts.trackers.names
+    sections: dict[str, Mapping[str, object]] = {
+        "run": {**by_backend, **run},
+        "state": parts.context.applied(),
+    }
     if parts.backend.settings_section is not None:
         sections[parts.backend.settings_section] = by_backend
     if loaders:
-        asked = parts.resolved["data"].value.seed
-        sections["data"] = {"seed": next((x.seed for x in loaders if x.seed != asked), asked)}
+        sections["data"] = {"seed": loaders[0].seed}
     return sections
 
 
+def _data(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, str]:
+    """Return for each loader its batches and its order, in few words."""
+    steps = parts.backend.window.next_num_micro_batches
+    return {f"data {i}": f"{_batches(loader, steps)}; {_order(loader)}" for i, loader in enumerate(loaders)}
+
+
+def _batches(loader: ShardedLoader[Any], num_micro_batches: int) -> str:
+    if loader.batch_size is None:
+        return "batches as they come"
+    factors = [f"batches of {loader.batch_size}"]
+    factors += [f"{loader.shard.count} processes"] if loader.shard.count > 1 else []
+    factors += [f"{num_micro_batches} micro-batches"] if num_micro_batches > 1 else []
+    whole = loader.batch_size * loader.shard.count * num_micro_batches
+    return factors[0] if len(factors) == 1 else f"{' x '.join(factors)} = {whole} samples in a step"
+
+
+def _order(loader: ShardedLoader[Any]) -> str:
+    """Return the first words of an order, with the seed where it depends on one."""
+    source = loader.order_source
+    words = source.split(":")[0].split("; ")[0]
+    return f"{words}, seed {loader.seed}" if "seed" in source and "seed" not in words else words
+
+
+class _Shown(logging.Filter):
+    """Marks, in the process's logging, that a plan was shown.
+
+    Args:
+        process: By which process: one that is forked shows its own.
+    """
+
+    def __init__(self, process: int) -> None:
+        super().__init__()
+        self.process = process
+
+
 def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:
-    """Print the plan to standard error, where that is wanted. Called on rank 0."""
-    if settings.show_plan:
-        sys.stderr.write(f"{plan}\n")
+    """Print the plan to standard error, where that is wanted, once in a process. Called on rank 0.
+
+    The logging system is what a process has one of, and keeps state in by design: a mark there needs no variable of
+    ours.
+    """
+    if not (settings.show_plan or settings.verbose):
+        return
+    logger, process = logging.getLogger(__name__), os.getpid()
+    if any(isinstance(mark, _Shown) and mark.process == process for mark in logger.filters):
+        return
+    logger.addFilter(_Shown(process))
+    text = str(plan) if settings.verbose else summarize(plan, whole=_whole(settings))
+    sys.stderr.write(f"{text}\n")
+
+
+def _whole(settings: RunSettings) -> str:
+    printed = "--verbose at the launch prints it"
+    return printed if settings.project_dir is None else f"{settings.project_dir / 'plan.json'}; {printed}"
 
 
 def store_plan(plan: EffectivePlan, settings: RunSettings) -> None:

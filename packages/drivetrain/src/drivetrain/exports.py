@@ -7,8 +7,17 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from drivetrain.adapters import has_adapters, save_adapters
 from drivetrain.prepare import PreparedModels
-from drivetrain_backends import Prepared, load_whole, tied_weights, whole, whole_tensors
+from drivetrain_backends import (
+    Prepared,
+    load_whole,
+    plain_name,
+    tied_weights,
+    uncompiled,
+    whole,
+    whole_tensors,
+)
 from drivetrain_checkpoint import (
     ExportedTensors,
     ExportPlan,
@@ -35,6 +44,7 @@ class Exports:
         *,
         max_shard_size: int | str = "5GB",
         metadata: Mapping[str, str] | None = None,
+        trained_only: bool = False,
     ) -> ExportPlan:
         """Write a model's weights and buffers as safetensors, as `from_pretrained` reads them. Called on all ranks.
 
@@ -46,18 +56,35 @@ class Exports:
             folder: Where to; it is made where it is missing.
             max_shard_size: What one file's tensors may take together, in bytes or as "5GB", "512MiB".
             metadata: Written into the header of every file.
+            trained_only: Whether frozen parameters, and buffers, are left out. Of a model of PEFT the adapters are
+                written, as its own `save_pretrained` writes them, for `PeftModel.from_pretrained`.
 
         Returns:
             Which file holds which tensor.
 
         Raises:
             StateError: The model has something that cannot be stored.
-            ValueError: No such size.
+            ValueError: No such size; or nothing is trained; or the model is one of PEFT, whose whole state would
+                have names that no reader knows.
             RuntimeError: Another rank failed; the message holds its error. An earlier export is as it was.
         """
         prepared = self._prepared.of(model)
+        if has_adapters(inner := uncompiled(prepared.unwrap())):
+            if not trained_only:
+                raise ValueError(
+                    f"save_model({type(inner).__name__}): it holds adapters of PEFT beside its base model, under "
+                    "names that from_pretrained would pass over. Say trained_only=True to write the adapters alone, "
+                    "as PEFT reads them; for one merged model, load them in one process: "
+                    "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...)"
+                )
+            return save_adapters(prepared, self.context, Path(folder), metadata=metadata or {})
         return save(
-            prepared, self.context, Path(folder), max_shard_size=max_shard_size, metadata=metadata or {}
+            prepared,
+            self.context,
+            Path(folder),
+            max_shard_size=max_shard_size,
+            metadata=metadata or {},
+            trained_only=trained_only,
         )
 
     def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> IncompatibleNames:
@@ -81,7 +108,12 @@ class Exports:
             RuntimeError: Another rank failed; the message holds its error. In all of these cases nothing was
                 loaded.
         """
+        self._wait_for_copies()
         return load(self._prepared.of(model), self.context, Path(folder), strict=strict)
+
+    def _wait_for_copies(self) -> None:
+        """Wait until weights may change; the Accelerator knows."""
+        raise NotImplementedError
 
 
 def save(
@@ -91,6 +123,7 @@ def save(
     *,
     max_shard_size: int | str,
     metadata: Mapping[str, str],
+    trained_only: bool = False,
 ) -> ExportPlan:
     """Write a model, gathered one tensor at a time; see `Exports.save_model`. Called on all ranks."""
     is_main = context.topology.is_main
@@ -98,6 +131,8 @@ def save(
 
     def plan_on_main() -> ExportPlan | None:
         state = prepared.state_dict()["model"]
+        if trained_only:
+            state = {name: state[name] for name in trained_names(prepared)}
         ties = {name: first for name, first in tied_weights(prepared).items() if name in state}
         plan = plan_export(state, max_shard_size=max_shard_size, ties=ties)
         return plan if is_main else None
@@ -108,7 +143,8 @@ def save(
         gathered = whole_tensors(prepared, context)
         try:
             if is_main:
-                pairs = ((name, tensor) for name, tensor in gathered if tensor is not None)
+                known = plan.tensors.keys() | plan.ties.keys()
+                pairs = ((name, tensor) for name, tensor in gathered if tensor is not None and name in known)
                 write_export(plan, pairs, folder, metadata=metadata)
         finally:
             for _ in gathered:  # by all ranks together, whatever became of the writing
@@ -118,6 +154,24 @@ def save(
     on_each_rank(context, write_on_main, doing=doing)
     context.watch.mark("exported")
     return plan
+
+
+def trained_names(prepared: Prepared) -> list[str]:
+    """Return the names of the parameters that are trained, all names of a tied one.
+
+    Raises:
+        ValueError: There are none.
+    """
+    module = prepared.unwrap()
+    names = [
+        plain_name(name) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
+    ]
+    if not names:
+        raise ValueError(
+            f"trained_only=True: no parameter of {type(uncompiled(module)).__name__} requires a gradient; "
+            "leave it out"
+        )
+    return names
 
 
 def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) -> IncompatibleNames:

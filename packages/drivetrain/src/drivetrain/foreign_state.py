@@ -6,6 +6,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from drivetrain_backends import Prepared, plain_name, tied_weights
+from drivetrain_backends.optimizer_state import name_state
 from drivetrain_checkpoint import ExportedTensors
 
 # torch's names for what optimizers keep of each element of a parameter.
@@ -81,6 +82,8 @@ def match_optimizer(
     Raises:
         ValueError: It is of other groups, other parameters, or another kind of optimizer.
     """
+    if not {"state", "param_groups"} <= saved.keys():  # of a form of its own, which its optimizer knows
+        return name_state(saved, [group["params"] for group in own])
     groups: list[Mapping[str, Any]] = saved["param_groups"]
     if len(groups) != len(own):
         raise ValueError(
@@ -101,7 +104,9 @@ def match_optimizer(
                     what: _own(value, is_copied=clone or not _is_of(value, shapes[name]))
                     for what, value in kept.items()
                 }
-    return {"state": state, "param_groups": named}
+    whole = name_state(saved, [group["params"] for group in own])
+    extra = {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
+    return {"state": state, "param_groups": named, **extra}
 
 
 def steps_of(state: Mapping[str, Any]) -> int | None:

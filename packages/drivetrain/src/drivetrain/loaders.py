@@ -1,19 +1,26 @@
-"""The user's loaders become this rank's, as the data section says."""
+"""The user's loaders become this rank's, as the data section says, each with a seed that all ranks share."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from drivetrain.compose import Parts
-from drivetrain_data import DataSettings, ShardedLoader, shard_loader
+from drivetrain_data import DataSettings, ShardedLoader, own_seed, seed_at, shard_loader
+from drivetrain_state import broadcast_object
+
+logger = logging.getLogger(__name__)
 
 
-def shard(loader: Any, parts: Parts, *, on_batch: Callable[[], None]) -> ShardedLoader[Any]:
-    """This rank's part of a loader.
+def shard(loader: Any, parts: Parts, *, place: int, on_batch: Callable[[], None]) -> ShardedLoader[Any]:
+    """This rank's part of a loader. Called on all ranks.
 
     Args:
         loader: The user's.
         parts: What the run is made of.
+        place: How many loaders of this run came before it.
         on_batch: Called for every batch.
 
     Raises:
@@ -22,6 +29,7 @@ def shard(loader: Any, parts: Parts, *, on_batch: Callable[[], None]) -> Sharded
     data: DataSettings = parts.resolved["data"].value
     # Every setting is an argument of the same name: one that were not would fail here, and not be dropped.
     asked = {each.name: getattr(data, each.name) for each in fields(data)}
+    asked["seed"], seed_source = _seed(loader, parts, place)
     return shard_loader(
         loader,
         parts.shard,
@@ -30,5 +38,38 @@ def shard(loader: Any, parts: Parts, *, on_batch: Callable[[], None]) -> Sharded
         group=parts.context.group,
         activity=parts.loaders,
         on_batch=on_batch,
+        seed_source=seed_source,
         **asked,
     )
+
+
+def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:
+    """The seed of a loader, rank 0's on every rank, and who said it. Called on all ranks.
+
+    A loader's own generator comes before the settings, as what is said in code does; then the data section's seed,
+    the run's, and what torch was seeded with.
+    """
+    own = (
+        None if isinstance(loader, ShardedLoader) else own_seed(loader)
+    )  # one that is sharded is refused later
+    asked, run_seed = parts.resolved["data"].value.seed, parts.settings.seed
+    if own is not None:
+        if asked is not None and parts.context.topology.is_main:
+            logger.warning(
+                "data.seed=%d does not order loader %d: its own generator does, with seed %d; leave the generator "
+                "out to have it follow the setting",
+                asked,
+                place,
+                own,
+            )
+        found = own, "its own generator"
+    elif asked is not None:
+        found = asked, "data.seed"
+    elif run_seed is not None:
+        found = run_seed, "run.seed"
+    else:
+        found = torch.initial_seed() % 2**63, "torch.initial_seed() on rank 0, random where nothing is seeded"
+    seed, source = broadcast_object(parts.context, found)
+    if own is None and place:
+        return seed_at(seed, place), f"{source} ({seed}), hashed with the loader's place {place}"
+    return seed, source

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.call_site import CallSites
 from drivetrain_data import (
     ActiveLoaders,
     AmbiguousLoaderError,
     BatchPlan,
     ShardedLoader,
+    UnpreparedLoaderError,
     check_after_loop,
+    holds_rows,
     trim,
     trim_objects,
 )
@@ -61,6 +64,7 @@ def gather_for_metrics(
     readers: Sequence[int],
     as_objects: bool,
     loader: ShardedLoader[Any] | None,
+    sites: CallSites,
 ) -> Any:
     """Gather what was computed from the current batch, each sample once and in the dataset's order.
 
@@ -71,7 +75,10 @@ def gather_for_metrics(
         readers: For each shard, in order, the rank whose data is taken; of ranks that share a shard, one.
         as_objects: Gather a list of objects.
         loader: Whose batch it is, where it is not clear.
+        sites: Which loops calls stand in.
     """
+    if loader is None and context.topology.world_size > 1:
+        _check_prepared(sites, data)
     plan = reading.plan(loader)
     if loader is None:
         check_after_loop(reading.left, data)  # within an outer loop too
@@ -84,3 +91,19 @@ def gather_for_metrics(
             return trim(plan, gathered, rows=rows, readers=readers if shared else None)
     by_rank = collectives.gather_object(context, data)
     return trim_objects(plan, [by_rank[rank] for rank in readers])
+
+
+def _check_prepared(sites: CallSites, data: Any) -> None:
+    """Refuse rows computed in a loop over a loader that every rank reads whole: each sample would count once a rank.
+
+    Raises:
+        UnpreparedLoaderError: They were.
+    """
+    loop = sites.unprepared_loop() if holds_rows(data) else None
+    if loop is not None:
+        raise UnpreparedLoaderError(
+            f"gather_for_metrics in the loop over `{loop.head}` ({loop.place}), which is a DataLoader that was not "
+            "prepared: every rank reads all of it, and each sample would come once from every rank. Pass it to "
+            "prepare() and loop over what that returns. If each rank's loader holds a part of its own, gather() "
+            "joins their rows as they are (drivetrain_state.gather_object those that are no tensors)"
+        )

@@ -6,7 +6,7 @@ was dropped on the way shows, and is an error.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from drivetrain_backends import Chosen
@@ -44,18 +44,24 @@ class EffectivePlan:
 
     Attributes:
         rows: The settings, section by section.
-        facts: What is no setting: world size, device, where the data's order comes from.
+        facts: What is no setting, in few words: processes, device, batch sizes, the order of the data.
+        details: More about the facts, such as how exactly an order is drawn.
     """
 
     rows: tuple[PlanRow, ...]
     facts: Mapping[str, Any]
+    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values, for plan.json, manifests and trackers."""
         rows = {
             row.setting: {k: _plain(v) for k, v in asdict(row).items() if k != "setting"} for row in self.rows
         }
-        return {"settings": rows, "facts": {name: _plain(value) for name, value in self.facts.items()}}
+        return {
+            "settings": rows,
+            "facts": {name: _plain(value) for name, value in self.facts.items()},
+            "details": {name: _plain(value) for name, value in self.details.items()},
+        }
 
     def __str__(self) -> str:
         shown = [row for row in self.rows if row.source != "default" or row.asked != row.applied]
@@ -71,7 +77,8 @@ class EffectivePlan:
         ]
         widths = [max(len(row[i]) for row in table) for i in range(4)]
         lines = ["effective plan (what is not listed stands at its default)"]
-        lines += [f"  {name}: {_short(value)}" for name, value in self.facts.items()]
+        told = {**self.facts, **{f"{name}, in detail": value for name, value in self.details.items()}}
+        lines += [f"  {name}: {_short(value)}" for name, value in told.items()]
         lines += [
             "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in table
         ]
@@ -89,6 +96,7 @@ def make_plan(
     *,
     reasons: Mapping[str, str],
     facts: Mapping[str, Any],
+    details: Mapping[str, Any] | None = None,
 ) -> EffectivePlan:
     """Hold what was asked against what is applied.
 
@@ -98,6 +106,7 @@ def make_plan(
             left to choose. Others are taken as asked.
         reasons: Settings ("section.field") whose applied value may be another, with why.
         facts: What else the plan shows.
+        details: More about the facts.
 
     Returns:
         The plan.
@@ -118,19 +127,19 @@ def make_plan(
         raise PlanMismatchError(
             f"what was asked is not what is applied: {listed}. Ask for what is possible instead"
         )
-    return EffectivePlan(rows=tuple(rows), facts=facts)
+    return EffectivePlan(rows=tuple(rows), facts=facts, details=details or {})
 
 
 def _rows(
     section: str, value: Resolved[Any], applied: Mapping[str, object], reasons: Mapping[str, str]
 ) -> Iterable[PlanRow]:
-    for field in fields(value.value):
-        if field.metadata.get("secret"):
+    for each in fields(value.value):
+        if each.metadata.get("secret"):
             continue
-        setting = f"{section}.{field.name}"
-        asked = getattr(value.value, field.name)
-        source = value.sources[field.name]
-        in_force, reason = applied.get(field.name, asked), reasons.get(setting, "")
+        setting = f"{section}.{each.name}"
+        asked = getattr(value.value, each.name)
+        source = value.sources[each.name]
+        in_force, reason = applied.get(each.name, asked), reasons.get(setting, "")
         if isinstance(in_force, Chosen):
             in_force, reason = in_force.value, in_force.reason
         yield PlanRow(
@@ -138,7 +147,7 @@ def _rows(
             asked=asked,
             applied=in_force,
             source=str(source),
-            read_back=field.name in applied,
+            read_back=each.name in applied,
             reason="" if in_force == asked else reason,
         )
 

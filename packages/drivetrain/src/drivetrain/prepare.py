@@ -41,21 +41,21 @@ def sort_objects(objects: Sequence[object]) -> Sorted:
 
 
 def prepare_objects(
-    objects: Sequence[object], backend: Backend, shard: Callable[[Any], ShardedLoader[Any]]
+    objects: Sequence[object], backend: Backend, shard: Callable[[Any, int], ShardedLoader[Any]]
 ) -> tuple[list[object], tuple[Prepared, ...], list[ShardedLoader[Any]]]:
     """Prepare objects and put the results where the originals stood.
 
     Args:
         objects: Models, optimizers, schedulers and loaders, in any order.
         backend: Prepares models together with what trains them.
-        shard: Prepares a loader.
+        shard: Prepares a loader, by its place among those given.
 
     Returns:
         The prepared objects in the order given, the models with what trains them, and the loaders.
     """
     found = sort_objects(objects)
     # Loaders first: they cannot fail half-way, and a bad one must not leave models changed.
-    loaders = [shard(loader) for loader in found.loaders]
+    loaders = [shard(loader, place) for place, loader in enumerate(found.loaders)]
     sizes = {loader.batch_size for loader in loaders}
     if len(sizes) == 1:
         backend.window.micro_batch_size = sizes.pop()
@@ -76,6 +76,12 @@ def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:
     if isinstance(obj, DataLoader):
         return found.loaders
     if isinstance(obj, Scheduler):
+        if hasattr(obj, "zero_grad"):
+            raise TypeError(
+                f"prepare(): argument {place} ({type(obj).__name__}) steps parameters and is no "
+                "torch.optim.Optimizer, so that neither its windows nor its state could be kept: derive it from "
+                "torch.optim.Optimizer, with param_groups, state, state_dict and load_state_dict"
+            )
         return found.schedulers
     if is_loader(obj):
         return found.loaders
@@ -152,9 +158,15 @@ class PreparedModels:
 
     def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
         """The user's module; without autocast, a shallow copy on the same parameters, of the user's own class."""
-        given = (model, uncompiled(model))  # it may have been compiled since
-        inner = next((one.unwrap() for one in self.all if one.model in given), model)
-        return inner if keep_autocast else copy(inner)
+        inner = model
+        while True:
+            given = (inner, uncompiled(inner))  # it may have been compiled since
+            found = next((one.unwrap() for one in self.all if one.model in given), inner)
+            inside = uncompiled(found)
+            wraps = isinstance(inside, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+            inner = inside.module if wraps else found
+            if inner is found:
+                return inner if keep_autocast else copy(inner)
 
     def holding(self, parameters: Sequence[Tensor]) -> Prepared:
         """Find the model that parameters belong to, by the first of them.

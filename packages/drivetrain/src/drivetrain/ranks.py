@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 
 from drivetrain import metrics
+from drivetrain.call_site import CallSites
 from drivetrain_data import ActiveLoaders, ShardedLoader
 from drivetrain_state import Context, collectives, control
 
@@ -28,6 +29,7 @@ class Ranks:
         self._reading = reading
         self._readers = readers
         self._triggered = False
+        self._call_sites = CallSites()
 
     @property
     def device(self) -> torch.device:
@@ -38,6 +40,11 @@ class Ranks:
     def num_processes(self) -> int:
         """The number of ranks."""
         return self.context.topology.world_size
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.num_processes > 1
 
     @property
     def process_index(self) -> int:
@@ -87,6 +94,7 @@ class Ranks:
 
         Raises:
             TrimError: Only some of a rank's samples count, and which of its rows are theirs is not certain.
+            UnpreparedLoaderError: The call stands in a loop over a DataLoader that every rank reads whole.
             AmbiguousLoaderError: Two loaders are read side by side, and `loader` is needed to tell what counts.
             CollectiveMismatchError: Sizes beyond the first differ between ranks.
         """
@@ -97,6 +105,7 @@ class Ranks:
             readers=self._readers,
             as_objects=use_gather_object,
             loader=loader,
+            sites=self._call_sites,
         )
 
     def set_trigger(self) -> None:
@@ -129,9 +138,16 @@ class Ranks:
         """Wait until every rank is here. Called on all ranks."""
         collectives.barrier(self.context)
 
-    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Print on rank 0 alone."""
-        control.print_on_main(self.context, *values, sep=sep, end=end)
+    def print(
+        self,
+        *values: object,
+        sep: str | None = " ",
+        end: str | None = "\n",
+        file: TextIO | None = None,
+        flush: bool = True,
+    ) -> None:
+        """Print on rank 0 alone, as `print` does; the line is out at once, unless `flush=False`."""
+        control.print_on_main(self.context, *values, sep=sep, end=end, file=file, flush=flush)
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function so that it runs on rank 0 alone and gives None elsewhere."""

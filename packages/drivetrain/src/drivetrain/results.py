@@ -1,11 +1,15 @@
 """Where a run's results go: trackers and profiles."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from torch.profiler import ProfilerAction
+from torch.profiler import profile as torch_profile
+
 from drivetrain.compose import Parts
+from drivetrain.effective import store_plan
 from drivetrain.plan import EffectivePlan
 from drivetrain_memory import profile
 from drivetrain_tracking import Tracker
@@ -21,26 +25,98 @@ class Results:
         """What was asked and what is applied; the Accelerator tells."""
         raise NotImplementedError
 
-    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
-        """Start the trackers of `log_with` with the run's configuration and effective plan; rank 0 logs."""
-        self._parts.trackers.start(project_name, {**(config or {}), "plan": self.plan.as_dict()})
+    @property
+    def trackers(self) -> tuple[Tracker, ...]:
+        """The trackers that this rank logs to: all on rank 0; elsewhere those that want every rank."""
+        return self._parts.trackers.used
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers of `log_with` with the run's configuration. Called on all ranks; rank 0 logs.
+
+        The effective plan goes beside it: into plan.json of `project_dir`, and to trackers that keep one.
+
+        Args:
+            project_name: Of the run.
+            config: What the run was started with; trackers write it as it is.
+            init_kwargs: Arguments of a tracker's own `start`, by the tracker's name; those of trackers that are not
+                in use are left out, with a warning.
+
+        Raises:
+            TypeError: A tracker's `start` does not take such an argument.
+        """
+        plan = self.plan
+        if self._parts.context.topology.is_main:
+            store_plan(plan, self._parts.settings)
+        self._parts.trackers.start(project_name, config, plan=plan.as_dict(), options=init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         """Log values from rank 0. May be called on all ranks.
 
         Args:
             values: Numbers, strings, or tensors of shape (), by name.
             step: The optimizer step they belong to.
+            log_kwargs: Arguments of a tracker's own `log`, by the tracker's name; see `init_trackers`.
+
+        Raises:
+            TypeError: A tracker's `log` does not take such an argument.
         """
-        self._parts.trackers.log(values, step=step)
+        self._parts.trackers.log(values, step=step, options=log_kwargs)
 
     def get_tracker(self, name: str) -> Tracker:
-        """A tracker by its name in `log_with`; of another name, an error that lists those in use."""
+        """A tracker by its name; of another name, an error that lists those in use."""
         return self._parts.trackers.get(name)
 
-    def profile(self, directory: Path | str | None = None) -> AbstractContextManager[Any]:
-        """Profile the block; each rank writes a trace into `directory` (`project_dir`/profile by default)."""
-        chosen = (
-            Path(directory) if directory is not None else self._parts.project_dir("profile()") / "profile"
+    def profile(
+        self,
+        directory: Path | str | None = None,
+        *,
+        schedule: Callable[[int], ProfilerAction] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        with_modules: bool = False,
+    ) -> AbstractContextManager[torch_profile]:
+        """Profile the block; inside, torch's profiler. Called on any ranks.
+
+        Args:
+            directory: Where each rank writes its trace; by default `project_dir`/profile, and without a
+                `project_dir` nowhere: ask the profiler.
+            schedule: Which steps to record, from `torch.profiler.schedule(...)`; call the profiler's `step()` after
+                each.
+            record_shapes: Whether to note the shapes of operators' inputs.
+            profile_memory: Whether to note what operators allocate and free.
+            with_stack: Whether to note the Python line that called each operator; slow.
+            with_flops: Whether to estimate the floating point operations of matrix products and convolutions.
+            with_modules: Whether to note which module called each operator.
+
+        Raises:
+            TypeError: `directory` is no path.
+        """
+        if not isinstance(directory, Path | str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"profile({type(directory).__name__}): the first argument is a folder; what to note is said by name, "
+                "profile(record_shapes=True, profile_memory=True, with_stack=True, with_flops=True, schedule=...)"
+            )
+        project = self._parts.settings.project_dir
+        default = None if project is None else project / "profile"
+        return profile(
+            default if directory is None else directory,
+            rank=self._parts.context.topology.rank,
+            schedule=schedule,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+            with_modules=with_modules,
         )
-        return profile(chosen, rank=self._parts.context.topology.rank)

@@ -1,12 +1,20 @@
 """The state of a run: what is saved, under which names, and how it is taken up again."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.divided import as_in, mark_replicas
-from drivetrain_backends import Backend, Prepared, PreparedOptimizer, PreparedScheduler
+from drivetrain.registered import Mergeable, Registered, Stateful, check_loadable, gathered_states
+from drivetrain_backends import (
+    Backend,
+    Prepared,
+    PreparedOptimizer,
+    PreparedScheduler,
+    ReplicatesWeights,
+    plain_name,
+)
 from drivetrain_checkpoint import Checkpointer
 from drivetrain_checkpoint.storage import Place
 from drivetrain_data import ShardedLoader
@@ -16,19 +24,6 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint import Loaded
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that can be saved: its state is nested plain values and tensors."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """What must be saved."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """Take up what was saved."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +37,7 @@ class RunState:
         schedulers: All schedulers, likewise.
         backend: What trains them.
         loaders: The prepared loaders, in order.
-        custom: Registered objects by name.
+        registered: Registered objects.
         seed: What generators are reseeded from where their own state does not fit the number of ranks.
     """
 
@@ -52,32 +47,18 @@ class RunState:
     schedulers: Sequence[PreparedScheduler]
     backend: Backend
     loaders: Sequence[ShardedLoader[Any]]
-    custom: Mapping[str, Stateful]
+    registered: Registered
     seed: int
+
+    @property
+    def custom(self) -> Mapping[str, Stateful]:
+        """Registered objects of which one state serves all ranks, by name."""
+        return self.registered.shared
 
     @property
     def step(self) -> int:
         """The optimizer step: that of the optimizer that stepped most."""
         return max((optimizer.num_steps for one in self.prepared for optimizer in one.optimizers), default=0)
-
-
-def register(custom: dict[str, Stateful], objects: Sequence[object], named: Mapping[str, object]) -> None:
-    """Add objects to what is saved.
-
-    Raises:
-        TypeError: An object has no `state_dict` and `load_state_dict`.
-        ValueError: A name is taken.
-    """
-    start = sum(name.startswith("object_") for name in custom)
-    for name, obj in {**{f"object_{start + i}": obj for i, obj in enumerate(objects)}, **named}.items():
-        if not isinstance(obj, Stateful):
-            raise TypeError(
-                f"register_for_checkpointing: {type(obj).__name__} has no state_dict() and load_state_dict(); "
-                "give it both, returning plain values and tensors"
-            )
-        if name in custom:
-            raise ValueError(f"register_for_checkpointing({name}=...): the name is taken; choose another")
-        custom[name] = obj
 
 
 def save(
@@ -87,33 +68,63 @@ def save(
     plan: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
     background: bool | None = None,
+    trained_only: bool = False,
 ) -> Place:
-    """Save a run, between accumulation windows. Called on all ranks."""
+    """Save a run, between accumulation windows; without frozen parameters if `trained_only`. Called on all ranks.
+
+    Raises:
+        DriftedReplicasError: Ranks hold other weights of a model that is replicated; nothing was written.
+    """
+    if isinstance(run.backend, ReplicatesWeights):
+        run.backend.check_replicas()
     models: dict[str, Any] = {}
     training: dict[str, Any] = {}
     for name, one in _named(run.prepared).items():
         state = mark_replicas(one.state_dict(), one)
-        models[name] = state.pop("model")
+        model = state.pop("model")
+        left_out = frozen_names(one) if trained_only else frozenset[str]()
+        models[name] = {key: value for key, value in model.items() if key not in left_out}
         training[name] = state
+    custom = {name: obj.state_dict() for name, obj in run.custom.items()}
+    run.registered.tell_differences(custom, run.context)
+    own = {name: obj.state_dict() for name, obj in run.registered.per_rank.items()}
     trains = any(one.optimizers for one in run.prepared)  # else nothing steps, and what was received is done
-    replicated = {
+    replicated: dict[str, Any] = {
         "training": training,
         "backend": run.backend.state_dict(),
         "loaders": [loader.state_dict(stepped=trains) for loader in run.loaders],
-        "custom": {name: obj.state_dict() for name, obj in run.custom.items()},
+        "custom": custom,
     }
+    if trained_only:
+        replicated["trained_only"] = True
+    if own:
+        replicated["per_rank"] = gathered_states(own, run.registered.per_rank, run.context)
     run.context.watch.mark("save")
     path = checkpointer.save(
         run.step,
         models=models,
         replicated=replicated,
-        per_rank={"rng": rng_state()},
+        per_rank={"rng": rng_state(), **({"custom": own} if own else {})},
         plan=plan,
         metrics=metrics,
         background=background,
+        changes_in_step=_changes_in_step(run),
     )
     run.context.watch.mark("saved")
     return path
+
+
+def _changes_in_step(run: RunState) -> Callable[[str], bool]:
+    """Tell by a tensor's name in the checkpoint whether only steps change it: a parameter, an optimizer's state.
+
+    Options of parameter groups are no such thing: a scheduler writes a learning rate that is a tensor.
+    """
+    parameters = {
+        f"models/{name}/{plain_name(parameter)}"
+        for name, one in _named(run.prepared).items()
+        for parameter, _ in one.unwrap().named_parameters(remove_duplicate=False)
+    }
+    return lambda name: name in parameters or (name.startswith("replicated/training/") and "/state/" in name)
 
 
 def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) -> tuple[int, Place, str]:
@@ -132,14 +143,52 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
     _check_same("models", named, loaded.models)
     _check_same("loaders", dict(enumerate(run.loaders)), dict(enumerate(saved["loaders"])))
     _check_same("registered objects", run.custom, saved["custom"])
+    per_rank, ranked = run.registered.per_rank, saved.get("per_rank", {})
+    _check_same("objects registered with per_rank=True", per_rank, ranked)
+    check_loadable(
+        per_rank,
+        ranked,
+        saved_world_size=loaded.saved_world_size,
+        world_size=run.context.topology.world_size,
+    )
+    models = {name: _filled(one, loaded.models[name], saved) for name, one in named.items()}
     for name, one in named.items():
-        one.load_state_dict({"model": loaded.models[name], **saved["training"][name]})
+        one.load_state_dict({"model": models[name], **saved["training"][name]})
     run.backend.load_state_dict(saved["backend"])
     for loader, state in zip(run.loaders, saved["loaders"], strict=True):
         loader.load_state_dict(state)
     for name, obj in run.custom.items():
         obj.load_state_dict(saved["custom"][name])
+    for name, obj in per_rank.items():
+        if loaded.per_rank is not None:
+            obj.load_state_dict(loaded.per_rank["custom"][name])
+        elif isinstance(obj, Mergeable):
+            obj.load_state_dicts(ranked[name])
     return loaded.step, loaded.path, _restore_generators(run, loaded)
+
+
+def frozen_names(prepared: Prepared) -> frozenset[str]:
+    """Return the names of the parameters that are not trained."""
+    named = prepared.unwrap().named_parameters(remove_duplicate=False)
+    return frozenset(plain_name(name) for name, parameter in named if not parameter.requires_grad)
+
+
+def _filled(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved model's state, with the values that frozen parameters have here where they were left out.
+
+    Raises:
+        ValueError: A parameter was left out that is trained here.
+    """
+    if not saved.get("trained_only", False):
+        return saved_model
+    own = one.state_dict()["model"]
+    missing = own.keys() - saved_model.keys()
+    if trained := sorted(missing - frozen_names(one)):
+        raise ValueError(
+            "the checkpoint was saved with trained_only=True, without what was frozen then and is trained here: "
+            f"{trained[:5]}; freeze the same parameters before prepare()"
+        )
+    return {**saved_model, **{name: own[name] for name in missing}}
 
 
 def _restore_generators(run: RunState, loaded: "Loaded") -> str:

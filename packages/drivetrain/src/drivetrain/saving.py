@@ -10,6 +10,7 @@ from drivetrain.effective import store_plan
 from drivetrain.hooks import CheckpointHook
 from drivetrain.plan import EffectivePlan
 from drivetrain.prepare import PreparedModels
+from drivetrain.registered import Registered, Stateful
 from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
 from drivetrain_checkpoint.storage import Place
 from drivetrain_data import ShardedLoader
@@ -23,6 +24,7 @@ class _Asked(NamedTuple):
     output_dir: Place | str | None
     metrics: tuple[tuple[str, float], ...]
     background: bool | None
+    trained_only: bool
 
 
 class Saving:
@@ -31,7 +33,7 @@ class Saving:
     _parts: Parts
     _prepared: PreparedModels
     _loaders: list[ShardedLoader[Any]]
-    _custom: dict[str, resume.Stateful]
+    _custom: Registered
     _put_off: list[_Asked]
     _schedule: SaveSchedule | None
     _hooks: list[CheckpointHook]
@@ -41,14 +43,24 @@ class Saving:
         """What was asked and what is applied; the Accelerator tells."""
         raise NotImplementedError
 
-    def register_for_checkpointing(self, *objects: resume.Stateful, **named: resume.Stateful) -> None:
+    def register_for_checkpointing(
+        self, *objects: Stateful, per_rank: bool = False, **named: Stateful
+    ) -> None:
         """Have objects with `state_dict` and `load_state_dict` saved and loaded with the rest.
 
         Args:
             *objects: Objects saved under their place in the order of registration.
+            per_rank: Whether each rank's own state is kept, and given back at the same number of ranks. At another
+                number `load_state` is an error, unless the object has a method `load_state_dicts(states)`: it is
+                given the states of all ranks that saved, in rank order. Else rank 0's state is kept for all ranks,
+                and a save warns where another rank's differs.
             **named: Objects saved under a name, which survives reordering.
+
+        Raises:
+            TypeError: An object cannot be saved.
+            ValueError: A name is taken.
         """
-        resume.register(self._custom, objects, named)
+        self._custom.add(objects, named, per_rank=per_rank)
 
     def register_checkpoint_hook(self, hook: CheckpointHook) -> None:
         """Have a hook called before and after each save and load. Called on all ranks."""
@@ -60,6 +72,7 @@ class Saving:
         *,
         metrics: Mapping[str, float] | None = None,
         background: bool | None = None,
+        trained_only: bool = False,
     ) -> Place | None:
         """Save models, optimizers, schedulers, loader positions, generators and registered objects.
 
@@ -72,6 +85,8 @@ class Saving:
             metrics: Numbers that tell how good it is, such as `{"loss": 0.3}`, for the setting `keep_best`.
             background: Whether training goes on while it is written; None takes the setting. The next save or load,
                 `wait_for_save` and `end_training` wait for it and raise what went wrong.
+            trained_only: Whether frozen parameters are left out, such as the base model under adapters. A run that
+                loads it has them already: `load_state` leaves them as they are.
 
         Returns:
             The folder of this checkpoint; None where it was put off.
@@ -85,18 +100,31 @@ class Saving:
         if metrics is not None and not isinstance(cast("object", metrics), Mapping):
             raise TypeError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
         if not self._parts.backend.window.closing:
-            self._put_off.append(_Asked(output_dir, tuple((metrics or {}).items()), background))
+            self._put_off.append(_Asked(output_dir, tuple((metrics or {}).items()), background, trained_only))
             return None
         run = self._run_state()
         for hook in self._hooks:
             hook.before_save(run.step)
         checkpointer.after_commit = [hook.after_commit for hook in self._hooks]
-        return resume.save(
-            run, checkpointer, plan=self.plan.as_dict(), metrics=metrics, background=background
+        path = resume.save(
+            run,
+            checkpointer,
+            plan=self.plan.as_dict(),
+            metrics=metrics,
+            background=background,
+            trained_only=trained_only,
         )
+        if checkpointer.is_copying:
+            for optimizer in run.optimizers:
+                optimizer.before_step = self._copies_are_over
+        return path
 
     def save_if_due(
-        self, *, metrics: Mapping[str, float] | None = None, background: bool | None = None
+        self,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        background: bool | None = None,
+        trained_only: bool = False,
     ) -> Place | None:
         """Save if the settings say that it is time: call it at the end of the loop's body. Called on all ranks.
 
@@ -107,6 +135,7 @@ class Saving:
         Args:
             metrics: See `save_state`.
             background: See `save_state`.
+            trained_only: See `save_state`.
 
         Returns:
             The folder of the checkpoint; None where none was due.
@@ -122,7 +151,9 @@ class Saving:
         step = self._run_state().step
         if (due := self._schedule.due(step)) is None:
             return None
-        path = self.save_state(metrics=metrics, background=False if due.signal else background)
+        path = self.save_state(
+            metrics=metrics, background=False if due.signal else background, trained_only=trained_only
+        )
         if due.signal is None:
             return path
         if self._parts.context.topology.is_main:
@@ -170,13 +201,30 @@ class Saving:
             hook.after_load(step)
         return step
 
+    def _copies_are_over(self) -> bool:
+        """Wait for the copies of a save in the background, where a step is about to change what they are of."""
+        if not self._parts.backend.window.closing:
+            return False
+        self._wait_for_copies()
+        return True
+
+    def _wait_for_copies(self) -> None:
+        """Wait until weights may change."""
+        for checkpointer in self._parts.checkpointers.values():
+            checkpointer.wait_for_copies()
+
     def _save_what_was_put_off(self) -> None:
         """Save if the window that was open has closed since. Called on all ranks."""
         if not self._parts.backend.window.closing:
             return
         asked, self._put_off = self._put_off, []
         for one in dict.fromkeys(asked):  # twice in a window is once
-            self.save_state(one.output_dir, metrics=dict(one.metrics) or None, background=one.background)
+            self.save_state(
+                one.output_dir,
+                metrics=dict(one.metrics) or None,
+                background=one.background,
+                trained_only=one.trained_only,
+            )
 
     def _forget_what_was_put_off(self) -> None:
         """Say so where a save that was asked for is not made any more."""
@@ -205,6 +253,6 @@ class Saving:
             schedulers=self._prepared.schedulers,
             backend=self._parts.backend,
             loaders=self._loaders,
-            custom=self._custom,
+            registered=self._custom,
             seed=self._parts.settings.seed or 0,
         )

@@ -42,9 +42,20 @@ class RunSettings:
     project_dir: Path | None = field(
         default=None, metadata={"help": "folder of checkpoints, logs and the effective plan"}
     )
-    log_with: tuple[str, ...] = field(default=(), metadata={"help": "trackers to log to, such as jsonl"})
+    log_with: tuple[str, ...] = field(
+        default=(), metadata={"help": "trackers to log to, such as jsonl; all: every one that is installed"}
+    )
     show_plan: bool = field(
-        default=True, metadata={"help": "print the effective plan on rank 0 when training starts"}
+        default=True,
+        metadata={
+            "help": "print what runs, in about ten lines, on rank 0 when training starts; once a process"
+        },
+    )
+    verbose: bool = field(
+        default=False,
+        metadata={
+            "help": "print the whole effective plan in its place: every setting that was given or chosen, and why"
+        },
     )
 
     def __post_init__(self) -> None:

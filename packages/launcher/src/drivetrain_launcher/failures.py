@@ -93,7 +93,7 @@ class RankFailure:
 def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
     """Write an exception where torch's agent looks for it, with what we add to its format."""
     extra = {
-        "py_callstack": "".join(traceback.format_exception(error)),
+        "py_callstack": format_for_user(error),
         "timestamp": str(int(time.time())),
         "drivetrain_time": time.time(),
         "drivetrain_was_shown": was_shown,
@@ -104,6 +104,35 @@ def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
     beside = file.with_suffix(".part")
     beside.write_text(json.dumps(message))
     beside.replace(file)
+
+
+def format_for_user(error: BaseException) -> str:
+    """Format an exception with its traceback; of a wrong value that this library found, down to the user's line.
+
+    The message of such an error says all: what was given, what is allowed, what to do. Where it was found is a line.
+    """
+    from drivetrain_state.stack import Frame, frame_owner
+
+    entries = list(traceback.walk_tb(error.__traceback__))
+    owners = [
+        frame_owner(
+            Frame(
+                module=str(frame.f_globals.get("__name__", "")),
+                file=frame.f_code.co_filename,
+                line=line,
+                function=frame.f_code.co_qualname,
+            )
+        )
+        for frame, line in entries
+    ]
+    kept = max((place for place, owner in enumerate(owners, 1) if owner in ("user", "installed")), default=0)
+    if not isinstance(error, ValueError) or kept == 0 or owners[-1] != "drivetrain":
+        return "".join(traceback.format_exception(error))
+    shown = traceback.format_exception(type(error), error, error.__traceback__, limit=kept, chain=False)
+    innermost, line = entries[-1]
+    found = f"  (found by {innermost.f_globals['__name__']}, line {line}; frames of libraries are left out)\n"
+    message = traceback.format_exception_only(error)
+    return "".join([*shown[: -len(message)], found, *message])
 
 
 def read_failure(
@@ -169,9 +198,17 @@ def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
 
 
 def describe_others(root: RankFailure, failures: Sequence[RankFailure]) -> str:
-    """The ranks that failed after the first, a line each; empty if there are none."""
+    """Describe the ranks that failed after the first, a line each, or one for all that failed alike.
+
+    Returns:
+        The lines; empty if there are none.
+    """
     others = sorted((f for f in failures if f.rank != root.rank), key=lambda failure: failure.rank)
-    lines = [f"  rank {failure.rank}: {_in_a_line(failure)}\n" for failure in others]
+    alike = [failure.rank for failure in others if root.error and failure.error == root.error]
+    lines = [f"  rank {f.rank}: {_in_a_line(f)}\n" for f in others if f.rank not in alike]
+    if alike:
+        who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
+        lines.insert(0, f"  {who}: the same error\n")
     return "".join(["drivetrain: the other ranks of this node:\n", *lines]) if lines else ""
 
 

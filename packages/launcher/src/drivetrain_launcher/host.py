@@ -1,6 +1,6 @@
 """What a plan must know of this host: how many accelerators there are, asked as cheaply as it can be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drivetrain_config import environ
@@ -18,12 +18,14 @@ class Host:
         accelerator_count: How many of them are visible to this process.
         visible_devices: What the environment restricts them to, such as CUDA_VISIBLE_DEVICES; None if it does not.
         omp_num_threads: What OMP_NUM_THREADS is in the environment; None if it is not set.
+        has_ranks: Whether another launcher has told this process its rank.
     """
 
     accelerator: str | None = None
     accelerator_count: int = 0
     visible_devices: str | None = None
     omp_num_threads: str | None = None
+    has_ranks: bool = False
 
 
 # The variable by which a driver is told which of its devices a process sees.
@@ -45,20 +47,20 @@ def look_at_host(device: str) -> Host:
     Args:
         device: The kind of device that was chosen: "auto" takes the best, "cpu" asks for none.
     """
-    omp_num_threads = environ.read("OMP_NUM_THREADS")
+    host = Host(omp_num_threads=environ.read("OMP_NUM_THREADS"), has_ranks=environ.read("RANK") is not None)
     if device == "cpu" or (device == "auto" and not accelerator_may_exist()):
-        return Host(omp_num_threads=omp_num_threads)
+        return host
     from drivetrain_state import best_device_kind, device_count
 
     kind = best_device_kind() if device == "auto" else device
     if kind == "cpu":
-        return Host(omp_num_threads=omp_num_threads)
+        return host
     variable = VISIBILITY_VARIABLES.get(kind)
-    return Host(
+    return replace(
+        host,
         accelerator=kind,
         accelerator_count=device_count(kind),
         visible_devices=None if variable is None else environ.read(variable),
-        omp_num_threads=omp_num_threads,
     )
 
 

@@ -10,6 +10,8 @@ from drivetrain_launcher.settings import RendezvousBackend
 
 # Run by its path, so that the folder that Python puts first on sys.path is one that the worker then replaces.
 WORKER = Path(__file__).with_name("worker.py")
+# What a plan shows for a port that is chosen as the processes start.
+ANY_PORT = "any free port"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class LaunchPlan:
         shutdown_timeout_seconds: What processes have to save before they are killed.
         log_dir: Where output is written, besides the screen.
         environment: What the launcher adds to the environment of each process, besides its ranks.
+        has_ranks: Whether another launcher has set the ranks of this process, which then stay: in place alone.
         notes: What was decided without being asked, to be said once.
     """
 
@@ -82,6 +85,7 @@ class LaunchPlan:
     shutdown_timeout_seconds: float = 30.0
     log_dir: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    has_ranks: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -119,7 +123,7 @@ class LaunchPlan:
         )
 
     def _ranks_environment(self, first: int, local_rank: int) -> dict[str, str]:
-        if self.mode == "in place":
+        if self.has_ranks:
             return {}
         return {
             "RANK": str(first + local_rank),
@@ -129,7 +133,7 @@ class LaunchPlan:
             "GROUP_RANK": str(self.node_rank or 0),
             "GROUP_WORLD_SIZE": str(self.num_nodes),
             "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port or "any free port"),
+            "MASTER_PORT": str(self.master_port or ANY_PORT),
         }
 
     def __str__(self) -> str:

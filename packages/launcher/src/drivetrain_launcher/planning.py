@@ -50,7 +50,9 @@ def plan_launch(
         environment=environment,
         notes=notes,
     )
-    return plan if plan.mode == "in place" else _meeting(plan, settings)
+    if plan.mode == "in place":
+        return replace(plan, has_ranks=host.has_ranks, master_port=settings.master_port or 0)
+    return _meeting(plan, settings)
 
 
 def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tuple[str, ...]]:

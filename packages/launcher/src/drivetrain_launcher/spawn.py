@@ -1,6 +1,8 @@
 """Start a function, not a script, on several processes: from a notebook, or to try a loop on a laptop."""
 
+import gc
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -8,13 +10,17 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.failures import describe_root, read_failure
 from drivetrain_launcher.host import look_at_host
+from drivetrain_launcher.launcher_watch import watch_launcher
 from drivetrain_launcher.saying import say, torch_silenced
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 
 def notebook_launcher(
@@ -100,23 +106,24 @@ def _start(
         )
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
-    from drivetrain_launcher.rendezvous import OneNode
-
-    # The store lives in this process, so that its port is known and taken before a rank starts.
-    meeting = OneNode("127.0.0.1", master_port, "none").next_rendezvous()
-    place = meeting.bootstrap_store_info
-    assert place is not None
     ranks = range(count)
+    launcher = os.getpid()
     all_forked = multiprocessing.get_context("fork").Event()
-    with TemporaryDirectory(prefix="drivetrain_") as scratch, _signals_restored(), torch_silenced():
-        context = start_processes(
-            name="rank",
-            entrypoint=_call,
-            args={rank: (all_forked, function, tuple(args)) for rank in ranks},
-            envs={rank: {**_environment(rank, count, place.master_port), **said} for rank in ranks},
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            start_method="fork",
-        )
+    with (
+        TemporaryDirectory(prefix="drivetrain_") as scratch,
+        _signals_restored(),
+        torch_silenced(),
+        _hosted_store(master_port) as port,
+    ):
+        with _garbage_kept():
+            context = start_processes(
+                name="rank",
+                entrypoint=_call,
+                args={rank: (launcher, all_forked, function, tuple(args)) for rank in ranks},
+                envs={rank: {**_environment(rank, count, port), **said} for rank in ranks},
+                logs_specs=DefaultLogsSpecs(log_dir=scratch),
+                start_method="fork",
+            )
         all_forked.set()
         try:
             result = context.wait(period=0.05)
@@ -125,21 +132,65 @@ def _start(
             context.close(stop.sigval, 30)
             raise KeyboardInterrupt from None
     assert result is not None  # it waits without a limit
-    if result.failures:
-        rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-        root = read_failure(
-            failure.error_file_data,
-            rank=rank,
-            local_rank=rank,
-            pid=failure.pid,
-            exit_code=failure.exitcode,
-            seen=float(failure.timestamp),
-        )
-        raise RankFailedError(describe_root(root, num_nodes=1))
+    _check(result)
     return [result.return_values[rank] for rank in ranks]
 
 
-def _call(all_forked: Event, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _check(result: "RunProcsResult") -> None:
+    """Raise what failed first, with its traceback.
+
+    Raises:
+        RankFailedError: A rank failed.
+    """
+    if not result.failures:
+        return
+    rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+    root = read_failure(
+        failure.error_file_data,
+        rank=rank,
+        local_rank=rank,
+        pid=failure.pid,
+        exit_code=failure.exitcode,
+        seen=float(failure.timestamp),
+    )
+    raise RankFailedError(describe_root(root, num_nodes=1))
+
+
+@contextmanager
+def _hosted_store(port: int) -> Generator[int]:
+    """Host the ranks' store in this process, so that its port is known and taken before a rank starts.
+
+    It ends with the launch, also with one that failed: an error that somebody keeps holds the frames it passed
+    through, and a store that a later launch's ranks inherit cannot be freed there, for its thread is not.
+    """
+    from drivetrain_launcher.rendezvous import OneNode
+
+    meeting = OneNode("127.0.0.1", port, "none").next_rendezvous()
+    place = meeting.bootstrap_store_info
+    assert place is not None
+    try:
+        yield place.master_port
+    finally:
+        del meeting
+
+
+@contextmanager
+def _garbage_kept() -> Generator[None]:
+    """Keep what exists now from being collected in processes that are forked meanwhile.
+
+    A rank inherits the garbage of its parent as well. Some of it, such as a store of torch's, waits when it is freed
+    for a thread that no fork has.
+    """
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:  # else they are somebody's, and stay so
+            gc.unfreeze()
+
+
+def _call(launcher: int, all_forked: Event, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What each process runs.
 
     It waits until all are forked: where one connects, the store's thread in the parent looks up its name under a lock
@@ -147,6 +198,9 @@ def _call(all_forked: Event, function: Callable[..., Any], args: tuple[Any, ...]
     """
     import torch
 
+    watch_launcher(launcher)
+    for number in _stop_signals():  # torch's handlers are those of a launcher, and were inherited
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     all_forked.wait()
     torch.set_num_threads(1)  # a fork has no OpenMP threads left of its parent's, and would wait for them
     return function(*args)
@@ -169,12 +223,17 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
+def _stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that torch handles while it watches processes; Windows has not all of them."""
+    return signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+
+
 @contextmanager
 def _signals_restored() -> Generator[None]:
     """Give back the signal handlers that torch replaces while it watches processes."""
-    names = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+    names = _stop_signals()
     if threading.current_thread() is not threading.main_thread():
-        names = []
+        names = ()
     before = {name: signal.getsignal(name) for name in names}
     try:
         yield

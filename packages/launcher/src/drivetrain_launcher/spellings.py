@@ -20,6 +20,7 @@ RENAMED: Mapping[str, str] = {
     "--shutdown-timeout": "--shutdown-timeout-seconds",
     "--config-file": "--config",
     "-m": "--module",
+    "-v": "--verbose",
     "--no-python": "--program",
     "--debug": "--state-debug",
     "--use-cpu": "--cpu",

@@ -6,19 +6,12 @@ starts as fast as a bare script; what only a failure needs is imported then.
 
 import faulthandler
 import os
-import signal
 import sys
-import time
 from io import TextIOWrapper
-from threading import Thread
 from types import TracebackType
 
 from drivetrain_launcher.as_main import run_as_main, show_error
-
-# How often a worker looks whether its launcher still lives, in seconds.
-_LOOK_INTERVAL_SECONDS = 1.0
-# What a rank whose launcher has died has to end by itself, in seconds.
-_STOP_SECONDS = 30.0
+from drivetrain_launcher.launcher_watch import watch_launcher
 
 
 def main() -> None:
@@ -31,7 +24,7 @@ def main() -> None:
     recorder = Recorder()
     sys.excepthook = recorder.hook
     faulthandler.enable()
-    Thread(target=_stop_with, args=(recorder.launcher,), name="launcher watch", daemon=True).start()
+    watch_launcher(recorder.launcher)
     try:
         run_as_main(name, arguments, is_module=is_module, on_error=recorder.leave)
     except KeyboardInterrupt:
@@ -77,18 +70,6 @@ class Recorder:
 
 def _say_nothing(*_: object) -> None:
     """A hook in place of Python's."""
-
-
-def _stop_with(launcher: int) -> None:
-    """End this process when its launcher has died: nobody else would, and it would hold its accelerator."""
-    while os.getppid() == launcher:
-        time.sleep(_LOOK_INTERVAL_SECONDS)
-    sys.stderr.write(f"drivetrain: the launcher (process {launcher}) of this rank died; the rank stops\n")
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_STOP_SECONDS)  # to save, where the script handles the signal and its ranks can still agree
-    if os.getpgrp() == os.getpid():  # what it has started goes too
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

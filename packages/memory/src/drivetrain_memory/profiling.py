@@ -1,4 +1,4 @@
-"""Where time and memory go: torch's profiler, with one trace file a rank."""
+"""Where time and memory go: torch's profiler, with one trace file a rank where a folder is given."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -11,36 +11,44 @@ from torch.profiler import profile as torch_profile
 
 @contextmanager
 def profile(
-    directory: Path | str,
+    directory: Path | str | None = None,
     *,
     rank: int = 0,
     schedule: Callable[[int], ProfilerAction] | None = None,
     record_shapes: bool = False,
     profile_memory: bool = False,
     with_stack: bool = False,
+    with_flops: bool = False,
+    with_modules: bool = False,
 ) -> Generator[torch_profile]:
-    """Profile a block on the CPU and the accelerator, and write what it did as a Chrome trace.
+    """Profile a block on the CPU and the accelerator; in a folder, write what it did as a Chrome trace.
 
-    Open the file at chrome://tracing or in Perfetto. Can be called on all ranks, or on some.
+    Open the file at chrome://tracing or in Perfetto. Without a folder nothing is written: ask the profiler. Can be
+    called on all ranks, or on some.
 
     Args:
-        directory: Where `trace-rank-RANK.json` goes; made if it is missing.
+        directory: Where `trace-rank-RANK.json` goes; made if it is missing. None writes no file.
         rank: Of this process; it names the file.
         schedule: Which steps to record, from `torch.profiler.schedule(...)`; call `step()` on what this yields
             after each. Each cycle writes a file of its own, `trace-rank-RANK.CYCLE.json`, from 0.
         record_shapes: Whether to note the shapes of operators' inputs.
         profile_memory: Whether to note what operators allocate and free.
         with_stack: Whether to note the Python line that called each operator; slow.
+        with_flops: Whether to estimate the floating point operations of matrix products and convolutions.
+        with_modules: Whether to note which module called each operator (TorchScript alone, as torch has it).
 
     Yields:
         torch's profiler, for `key_averages()` and `step()`.
     """
-    place = Path(directory)
-    place.mkdir(parents=True, exist_ok=True)
+    place = None if directory is None else Path(directory)
+    if place is not None:
+        place.mkdir(parents=True, exist_ok=True)
     cycles = 0
 
     def write(profiler: torch_profile) -> None:
         nonlocal cycles
+        if place is None:
+            return
         name = f"trace-rank-{rank}.json" if schedule is None else f"trace-rank-{rank}.{cycles}.json"
         profiler.export_chrome_trace(str(place / name))
         cycles += 1
@@ -52,6 +60,8 @@ def profile(
         record_shapes=record_shapes,
         profile_memory=profile_memory,
         with_stack=with_stack,
+        with_flops=with_flops,
+        with_modules=with_modules,
     ) as profiler:
         yield profiler
 

@@ -69,7 +69,8 @@ class LossScaler:
 
     def observe(self, *, overflowed: bool) -> None:
         """Note a step whose gradients another unscaled, as an engine does, and whether one of them overflowed."""
-        self._found_inf.fill_(max(float(overflowed), self._found_inf.item()))
+        if overflowed:
+            self._found_inf.fill_(1.0)
         self._unscaled = True
 
     def overflowed(self) -> bool:

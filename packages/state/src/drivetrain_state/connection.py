@@ -17,6 +17,7 @@ from drivetrain_config.environ import LaunchedRanks
 from drivetrain_state.context import Context
 from drivetrain_state.detect import best_device_kind, device_count
 from drivetrain_state.errors import ConnectError, DeviceError, GroupMismatchError
+from drivetrain_state.meeting import meet
 from drivetrain_state.mesh import ParallelDims, build_mesh
 from drivetrain_state.seed import deterministic_algorithms
 from drivetrain_state.settings import DeviceChoice, StateSettings
@@ -177,7 +178,7 @@ def _join(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
         )
     else:
-        _meet(backend, launched, timeout, device_id)
+        _form_group(backend, launched, timeout, device_id)
     atexit.register(_leave_at_exit)
     undo.callback(_leave)
     return True
@@ -209,32 +210,24 @@ def _check_group(kind: str) -> None:
         )
 
 
-def _meet(backend: str, launched: LaunchedRanks, timeout: timedelta, device_id: torch.device | None) -> None:
-    host = f"[{launched.master_addr}]" if ":" in launched.master_addr else launched.master_addr
-    address = f"{host}:{launched.master_port}"
+def _form_group(
+    backend: str, launched: LaunchedRanks, timeout: timedelta, device_id: torch.device | None
+) -> None:
+    """Meet the other ranks and make the group with them."""
+    store = meet(launched, timeout_seconds=timeout.total_seconds())
     try:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{address}",
+            store=store,
             rank=launched.rank,
             world_size=launched.world_size,
             timeout=timeout,
             device_id=device_id,
         )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
-            raise ConnectError(
-                f"rank 0 cannot listen on {address}: the port is in use. Another run may hold it: choose another "
-                "with --master-port"
-            ) from error
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise ConnectError(
-            f"rank {launched.rank} of {launched.world_size} could not reach rank 0 at {address}: check that it was "
-            "started, and that the address and port are reachable from this node"
-        ) from error
-    except dist.DistStoreError as error:
-        raise ConnectError(
-            f"rank {launched.rank} waited {timeout.total_seconds():.0f} s at {address} for all of "
-            f"{launched.world_size} ranks: check that each was started, or raise timeout_seconds"
+            f"rank {launched.rank} met all of {launched.world_size} ranks, but they did not connect to each other "
+            f"within {timeout.total_seconds():.0f} s: one of them has ended meanwhile, and its output says why"
         ) from error
 
 

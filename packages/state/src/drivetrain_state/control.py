@@ -1,5 +1,6 @@
 """Who runs what: functions for some ranks only, the main process first, and inputs divided among processes."""
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -64,11 +65,16 @@ def _only_if(chosen: bool) -> Callable[[Function[Arguments, Result]], Function[A
 
 
 def print_on_main(
-    context: Context, *values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None
+    context: Context,
+    *values: object,
+    sep: str | None = " ",
+    end: str | None = "\n",
+    file: TextIO | None = None,
+    flush: bool = True,
 ) -> None:
-    """`print` on rank 0; nothing elsewhere."""
+    """`print` on rank 0; nothing elsewhere. The line is out at once, unless `flush=False`."""
     if context.topology.is_main:
-        print(*values, sep=sep, end=end, file=file, flush=True)
+        print(*values, sep=sep, end=end, file=file, flush=flush)
 
 
 @contextmanager
@@ -111,7 +117,9 @@ def split_between_processes(
 
     Args:
         context: This process among the others.
-        inputs: A list, a tuple, a tensor (divided along its first dimension), or a mapping of such of one length.
+        inputs: A list, a tuple, another sequence that can be sliced, a `datasets.Dataset`, a tensor or
+            NumPy array (divided along its first dimension), or a mapping of such of one length. Padding makes a list
+            of another sequence.
         apply_padding: Whether short parts are filled up with the last item of `inputs`, so that all have the
             same length and can be gathered.
 
@@ -149,12 +157,25 @@ def _length(inputs: Nested) -> int:
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, torch.Tensor) and inputs.dim() > 0:
         return inputs.shape[0]
-    if isinstance(inputs, (list, tuple)):
-        return len(cast("list[Any]", inputs))
+    if _is_sequence(inputs) or _is_selectable(inputs):
+        return len(inputs)
     raise ValueError(
-        f"inputs of type {type(inputs).__name__}: a list, a tuple, a tensor of one dimension or more, or a mapping "
-        "of these is allowed"
+        f"inputs of type {type(inputs).__name__}: a list, a tuple or another sequence, a datasets.Dataset, a "
+        "tensor or array of one dimension or more, or a mapping of these is allowed"
     )
+
+
+def _is_sequence(inputs: Any) -> bool:
+    """Whether it is a sequence of items, or a NumPy array, told by name: it need not be installed."""
+    if type(inputs).__module__ == "numpy":
+        return getattr(inputs, "ndim", 0) > 0
+    return isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes, bytearray))
+
+
+def _is_selectable(inputs: Any) -> bool:
+    """Whether it is a `datasets.Dataset`, which gives some of its rows as another one; told by name."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(inputs).__mro__}
+    return "datasets" in packages and hasattr(inputs, "__len__") and hasattr(inputs, "select")
 
 
 def _take(inputs: Nested, positions: Sequence[int]) -> Nested:
@@ -164,5 +185,11 @@ def _take(inputs: Nested, positions: Sequence[int]) -> Nested:
         if isinstance(positions, range):
             return inputs[positions.start : positions.stop]
         return inputs[torch.tensor(positions, dtype=torch.int64, device=inputs.device)]
+    if _is_selectable(inputs):
+        return inputs.select(positions)
+    if type(inputs).__module__ == "numpy":
+        return inputs[list(positions)]
+    if isinstance(positions, range) and not isinstance(inputs, (tuple, deque)):
+        return inputs[positions.start : positions.stop]
     items = [inputs[position] for position in positions]
     return tuple(items) if isinstance(inputs, tuple) else items

@@ -10,9 +10,10 @@ from time import monotonic
 
 from torch.distributed import Store
 
-from drivetrain_state.hang_rounds import Verdict, store_address
+from drivetrain_state.hang_rounds import Verdict
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.stack import Frame, Place, find_place, thread_frames
+from drivetrain_state.store_probe import store_address
 from drivetrain_state.topology import Topology
 from drivetrain_state.watch import Watch
 

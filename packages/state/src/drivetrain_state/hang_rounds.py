@@ -6,13 +6,13 @@ a write to the others a moment later.
 """
 
 import json
-import socket
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from drivetrain_state.hang_report import Answer
+from drivetrain_state.store_probe import StoreProbe
 
 _PREFIX = "drivetrain_watchdog"
 _HERE = "here"
@@ -45,13 +45,13 @@ class HangRounds:
     def __init__(self, store: Store, *, rank: int) -> None:
         client = store.clone()  # a connection of its own: a main thread that waits on `store` holds its lock
         self._store = PrefixStore(_PREFIX, client)
-        self._probe = _connect_probe(store)
+        self._probe = StoreProbe(store)
         self._rank = rank
         self._store.set(f"presence/{rank}", _HERE)
 
     def newest(self) -> int:
         """The number of the last question asked, 0 for none: the one thing that is polled."""
-        self._check_alive()
+        self._probe.check()
         return self._store.add("rounds", 0)
 
     def ask(self, after: int) -> None:
@@ -75,7 +75,7 @@ class HangRounds:
 
     def depart(self, ending: str) -> None:
         """Say how this rank ended, so that its silence from now on is understood."""
-        self._check_alive()
+        self._probe.check()
         self._store.set(f"presence/{self._rank}", ending)
 
     def departures(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -106,37 +106,7 @@ class HangRounds:
 
     def close(self) -> None:
         """Hang up."""
-        if self._probe is not None:
-            self._probe.close()
+        self._probe.close()
 
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _check_alive(self) -> None:
-        """Notice that the store's process has ended before torch does, which logs pages about it to stderr."""
-        if self._probe is None:
-            return
-        try:
-            gone = self._probe.recv(1) == b""
-        except BlockingIOError:
-            return
-        if gone:
-            raise ConnectionError("the process that hosts the rendezvous store has ended")
-
-
-def store_address(store: Store) -> str:
-    """`host:port` of the server behind a store; its type's name for one that is not reached over TCP."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else type(store).__name__
-
-
-def _connect_probe(store: Store) -> socket.socket | None:
-    """An idle connection to a TCPStore's server: it reads as ended once the server has."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return None
-    probe = socket.create_connection((store.host, store.port), timeout=30)
-    probe.setblocking(False)
-    return probe

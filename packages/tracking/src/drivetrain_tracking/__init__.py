@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from drivetrain_tracking.jsonl import JSONLTracker as JSONLTracker
     from drivetrain_tracking.plain import plain_config as plain_config
     from drivetrain_tracking.plain import plain_values as plain_values
+    from drivetrain_tracking.protocol import PlanTracker as PlanTracker
     from drivetrain_tracking.protocol import Tracker as Tracker
     from drivetrain_tracking.protocol import Values as Values
+    from drivetrain_tracking.registry import chosen_names as chosen_names
     from drivetrain_tracking.registry import make_tracker as make_tracker
     from drivetrain_tracking.registry import tracker_names as tracker_names
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 # Public name -> the file it stands in.
 _ROOMS = {
     "JSONLTracker": "jsonl",
+    "PlanTracker": "protocol",
     "Tracker": "protocol",
     "TrackerFailedError": "errors",
     "TrackerGroup": "group",
@@ -32,6 +35,7 @@ _ROOMS = {
     "UnknownTrackerError": "errors",
     "ValueNotLoggableError": "errors",
     "Values": "protocol",
+    "chosen_names": "registry",
     "make_tracker": "registry",
     "plain_config": "plain",
     "plain_values": "plain",
@@ -39,6 +43,7 @@ _ROOMS = {
 }
 __all__ = [
     "JSONLTracker",
+    "PlanTracker",
     "Tracker",
     "TrackerFailedError",
     "TrackerGroup",
@@ -47,6 +52,7 @@ __all__ = [
     "UnknownTrackerError",
     "ValueNotLoggableError",
     "Values",
+    "chosen_names",
     "make_tracker",
     "plain_config",
     "plain_values",

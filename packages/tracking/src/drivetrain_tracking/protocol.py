@@ -1,7 +1,7 @@
 """What a tracker is."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 # What users log: numbers, strings, booleans, None, tensors and arrays of shape (), nested in mappings and sequences.
 Values: TypeAlias = Mapping[str, Any]
@@ -16,6 +16,9 @@ class Tracker(Protocol):
     2. `start`, once, before anything is logged.
     3. `log`, any number of times.
     4. `finish`, at the end; a second call, or one without a start, does nothing.
+
+    `start` and `log` may take keyword arguments of their own, with defaults: users give them as `options`. A tracker
+    that keeps the run's effective plan beside its configuration is a `PlanTracker`.
 
     Calls 2 to 4 are made on rank 0 alone, unless `on_all_ranks` is true. `drivetrain_tracking.testing` has the
     contract that every tracker passes.
@@ -51,4 +54,17 @@ class Tracker(Protocol):
 
     def finish(self) -> None:
         """End the run: everything is written, everything is closed."""
+        ...
+
+
+@runtime_checkable
+class PlanTracker(Tracker, Protocol):
+    """A tracker that keeps the run's effective plan too, as an artifact or a file beside the configuration."""
+
+    def record_plan(self, plan: Values) -> None:
+        """Keep the plan. Called once, after `start`.
+
+        Args:
+            plan: Plain values, several kilobytes of them.
+        """
         ...

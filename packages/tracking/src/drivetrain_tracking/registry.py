@@ -1,6 +1,8 @@
 """Which trackers there are: those that installed packages announce by entry point."""
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -27,7 +29,21 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
     """
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return cast("Tracker", point.load()(Path(directory)))
+    platform = f"the platform {name!r} is installed, but n" if _is_installed(name) else "n"
     raise UnknownTrackerError(
-        f"tracker {name!r} is not installed: say one of {', '.join(map(repr, tracker_names()))}; that of another "
-        f"package is found by its entry point {ENTRY_POINT_GROUP!r} once the package is installed"
+        f"tracker {name!r}: {platform}o installed package brings a tracker of this name; those there are: "
+        f"{', '.join(map(repr, tracker_names()))}. Pass a tracker of your own as an object, "
+        f"log_with=[MyTracker(...)] of the Accelerator (drivetrain_tracking.Tracker says what it is), or install a "
+        f"package that announces one as {ENTRY_POINT_GROUP!r}"
     )
+
+
+def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the trackers' names, each once, with every one there is in the place of `"all"`."""
+    found = [one for name in names for one in (tracker_names() if name == "all" else (name,))]
+    return tuple(dict.fromkeys(found)) if "all" in names else tuple(names)
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a Python module of a tracker's name can be imported; nothing is."""
+    return name.isidentifier() and find_spec(name) is not None

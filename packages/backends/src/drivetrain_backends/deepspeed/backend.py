@@ -21,6 +21,7 @@ from drivetrain_backends.deepspeed.checks import (
     check_wrapper,
 )
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
+from drivetrain_backends.deepspeed.elementwise import check_elementwise, parts_of
 from drivetrain_backends.deepspeed.library import entering, load_deepspeed, local_rank_known
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.optimizer import PartitionedOptimizer, remember_groups, share_groups
@@ -38,6 +39,11 @@ from drivetrain_backends.torch_backend import check_new, check_schedulers
 from drivetrain_backends.values import check_values
 from drivetrain_precision import LossScaler, Policy
 from drivetrain_state import Context
+
+_ENGINE_IS_MADE_FOR_IT = (
+    "a DeepSpeed engine lays out its gradients for the number it was started with; set it before prepare(), or call "
+    "free_memory() and prepare the model and optimizer again"
+)
 
 
 class DeepSpeedBackend:
@@ -170,7 +176,7 @@ class DeepSpeedBackend:
         """What is in force, read back from the first engine."""
         found: dict[str, object] = {
             "device": str(self.context.device),
-            "gradient_accumulation_steps": self.window.num_micro_batches,
+            "gradient_accumulation_steps": self.window.next_num_micro_batches,
             "mixed_precision": self.policy.mode,
             "loss_scaling": self.scaler is not None,
             "nonfinite_gradients": self._guard(),
@@ -195,7 +201,10 @@ class DeepSpeedBackend:
         """End the engines."""
         for prepared in [*self._prepared, *self._untrained]:
             prepared.release()
+            for optimizer in prepared.optimizers:
+                optimizer.release()
         self._prepared, self._untrained, self._ledger.groups = [], [], []
+        self.window.fixed_because = None
         self.window.reset()
         self._lifetime.close()
 
@@ -212,11 +221,15 @@ class DeepSpeedBackend:
                 check_optimizer(optimizer, stage)
             if optimizer is not None or stage == 3:  # others get no engine
                 check_parameters(model, optimizer, stage)
+            if optimizer is not None and stage:
+                check_elementwise(optimizer, stage, **parts_of(self.config, optimizer, self.context))
 
     def _take_back(self, prepared: TorchPrepared | DeepSpeedPrepared) -> None:
         """Undo a start, where a later one of the same call fails."""
         prepared.release()
         self._prepared = [one for one in self._prepared if one is not prepared]
+        if not self._prepared:
+            self.window.fixed_because = None
         self._untrained = [one for one in self._untrained if one is not prepared]
         self._ledger.groups[:] = [group for group in self._ledger.groups if group is not prepared.group]
 
@@ -230,7 +243,7 @@ class DeepSpeedBackend:
     def _run(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> EngineRun:
         return EngineRun(
             world_size=self.context.topology.world_size,
-            gradient_accumulation_steps=self.window.num_micro_batches,
+            gradient_accumulation_steps=self.window.next_num_micro_batches,
             micro_batch_size=self.window.micro_batch_size,
             mode=self.policy.mode,
             scaling=self.policy.scaling,
@@ -304,6 +317,7 @@ class DeepSpeedBackend:
         self._ledger.groups.append(prepared.group)
         prepared.group.optimizers = [optimizer]
         self._prepared.append(prepared)
+        self.window.fixed_because = _ENGINE_IS_MADE_FOR_IT
         return prepared
 
     def _checkpoint(self, model: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from drivetrain_backends.accumulation import AccumulationWindow
 from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_of
+from drivetrain_backends.deepspeed.library import accumulates
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_precision import LossScaler
 
@@ -26,6 +27,8 @@ class EngineCarrier:
         self._engines: dict[nn.Module, tuple[Any, ReducedGradients]] = {}
         self._ready: set[nn.Module] = set()  # whose gradients the last backward made ready for the step
         self._running: nn.Module | None = None
+        self._parameters: dict[nn.Module, list[Tensor]] = {}
+        self._left: dict[nn.Module, list[tuple[int, int]]] = {}  # what the last backward left in `.grad`
         self._watched: dict[nn.Module, list[RemovableHandle]] = {}  # hooks on the trained parameters
         self._frozen: dict[nn.Module, list[RemovableHandle]] = {}
 
@@ -38,6 +41,7 @@ class EngineCarrier:
         """
         model: nn.Module = engine.module
         self._engines[model] = engine, (gradients := gradients_of(engine))
+        self._parameters[model] = list(names)
         self._frozen[model] = [
             _hook(parameter, lambda name=name: _refuse_unfrozen(name))
             for parameter, name in names.items()
@@ -55,7 +59,8 @@ class EngineCarrier:
         for handle in self._frozen.pop(model, []) + self._watched.pop(model, []):
             handle.remove()
         self._engines.pop(model, None)
-        self._ready.discard(model)
+        self._parameters.pop(model, None)
+        self.forget(model)
 
     def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
         """Run the engine's backward; see `GradientCarrier.run`.
@@ -75,6 +80,7 @@ class EngineCarrier:
                 f"a second backward() of {type(models[0]).__name__} in the micro-batch that closes its window: with "
                 "offload_optimizer the first has moved the gradients already; add the losses up and call it once"
             )
+        self._check_unedited(models[0])
         closes = self._window.closing and gradients.in_backward
         if self._scaler is not None:
             gradients.scale_losses(self._scaler.value)
@@ -86,6 +92,7 @@ class EngineCarrier:
             self._running = None
         if closes:
             self._ready.add(models[0])
+        self._left[models[0]] = _fingerprint(self._parameters[models[0]])
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """The parameters; see `GradientCarrier.leaves`."""
@@ -94,6 +101,8 @@ class EngineCarrier:
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Reduce and correct the gradients; overflows are looked for at the step; see `GradientCarrier.settle`."""
         engine, gradients = self._engines[models[0]]
+        self._check_unedited(models[0])
+        self._left.pop(models[0], None)
         if models[0] in self._ready:
             self._ready.discard(models[0])
         else:
@@ -105,6 +114,21 @@ class EngineCarrier:
     def forget(self, model: nn.Module) -> None:
         """Note that the gradients of a model were dropped."""
         self._ready.discard(model)
+        self._left.pop(model, None)
+
+    def _check_unedited(self, model: nn.Module) -> None:
+        """Refuse gradients that are not those of the last backward: they are reduced later, or were already.
+
+        Raises:
+            AccumulationError: They are not.
+        """
+        if (left := self._left.get(model)) is not None and left != _fingerprint(self._parameters[model]):
+            raise AccumulationError(
+                f"the gradients of {type(model).__name__} were changed, set or dropped by hand since backward(): its "
+                "DeepSpeed engine has reduced them already, or has them to reduce yet, so that `.grad` is not what "
+                "it steps on. Clip with accelerator.clip_grad_norm_(), drop them with optimizer.zero_grad(), and "
+                "change the loss in place of its gradients"
+            )
 
     def notice(self, model: nn.Module) -> None:
         """Refuse a backward that reaches an engine which is not the one that runs.
@@ -115,6 +139,12 @@ class EngineCarrier:
         if self._running is model:
             return
         reached = self._told(model)
+        if not accumulates(model.parameters()):
+            raise AccumulationError(
+                f"torch.autograd.grad() went through {reached}, whose DeepSpeed engine takes every backward through "
+                "its outputs for one that trains it: a gradient penalty, or any other loss made of gradients, is not "
+                "trained under DeepSpeed; choose backend='ddp' or 'single'"
+            )
         if self._running is None:
             raise AccumulationError(
                 f"loss.backward() reached {reached}, whose gradients are its DeepSpeed engine's: call "
@@ -131,6 +161,11 @@ class EngineCarrier:
         name = type(model).__name__
         same = [one for one in self._engines if type(one).__name__ == name]
         return name if len(same) == 1 else f"{name} (number {same.index(model) + 1} of {len(same)} prepared)"
+
+
+def _fingerprint(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Changes whenever a gradient does that lies in `.grad`."""
+    return [(id(gradient), gradient._version) for p in parameters if (gradient := p.grad) is not None]
 
 
 def _reduce(engine: Any) -> None:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.deepspeed.library import accelerator
 from drivetrain_backends.errors import EngineConfigError
+from drivetrain_backends.optimizer_state import check_divisible
 from drivetrain_backends.pairing import parameter_names
 from drivetrain_precision import Policy, PrecisionError
 
@@ -74,6 +75,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
         ValueError: The model has such parameters; the message names them.
     """
     names = parameter_names({"": model})
+    _check_layout(model, names, stage)
     trained = {p: name for p, name in names.items() if optimizer is not None and p.requires_grad}
     for parameter, name in names.items():
         shape = tuple(
@@ -96,6 +98,28 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
     if optimizer is not None and stage:
         _check_held(trained, optimizer, stage)
         _check_groups(optimizer, stage)
+        check_divisible(optimizer, where="ZeRO", scalars=False)
+
+
+def _check_layout(model: nn.Module, names: Mapping[Tensor, str], stage: int) -> None:
+    """What DeepSpeed cannot send to other ranks, lay out flat or reduce."""
+    if apart := [name for p, name in names.items() if not p.is_contiguous()]:
+        raise ValueError(
+            f"{_some(apart)}: not contiguous in memory (transposed, or channels_last), which DeepSpeed cannot send "
+            "to other ranks, nor lay out flat. Before prepare(), parameter.data = parameter.data.contiguous(); "
+            "inputs may stay in channels_last, in which convolutions then compute"
+        )
+    if odd := [name for p, name in names.items() if p.is_complex() and (p.requires_grad or stage == 3)]:
+        raise ValueError(
+            f"{_some(odd)}: complex, which DeepSpeed does not train in (its masters are float32); keep it as "
+            "torch.view_as_real(...) in the module, or choose another backend"
+        )
+    sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    if given := [names[m.weight] for m in sparse if m.weight in names and m.weight.requires_grad]:
+        raise ValueError(
+            f"{_some(given)}: of an embedding with sparse=True, whose sparse gradients DeepSpeed does not reduce; "
+            "build it with sparse=False, or choose backend='ddp'"
+        )
 
 
 def _check_held(trained: dict[Tensor, str], optimizer: Optimizer, stage: int) -> None:

@@ -190,7 +190,7 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
         "bf16.enabled": Key(value=run.mode == "bf16", said=half),
         "fp16.enabled": Key(value=run.mode == "fp16", said=half),
         "torch_autocast.enabled": Key(value=False, said=f"{half}, which says what models compute in"),
-        "zero_allow_untested_optimizer": Key(value=True),
+        "zero_allow_untested_optimizer": Key(value=True),  # prepare() has tried it: `elementwise`
         "zero_force_ds_cpu_optimizer": Key(value=False),
         "zero_optimization.stage": stage,
     }

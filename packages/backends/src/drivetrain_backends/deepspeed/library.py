@@ -1,7 +1,7 @@
 """DeepSpeed itself: imported when it is needed, for the device of the run, with the variables it wants."""
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from threading import Event, Thread
@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from drivetrain_backends.errors import BackendNotInstalledError
 from drivetrain_config import environ
@@ -96,6 +97,17 @@ def _progress(context: Context) -> Generator[None]:
     finally:
         done.set()
         thread.join()
+
+
+def accumulates(parameters: Iterable[Tensor]) -> bool:
+    """Whether the backward that runs adds to a gradient of some parameters; `torch.autograd.grad` does not."""
+    from deepspeed.runtime.utils import count_used_parameters_in_backward
+
+    trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
+    try:
+        return bool(count_used_parameters_in_backward(trained))
+    except RuntimeError:  # one of them is what `torch.autograd.grad` was asked for
+        return False
 
 
 def local_rank_known(context: Context) -> AbstractContextManager[None]:

@@ -30,6 +30,13 @@ class EngineModel(StandIn):
         self.__dict__["engine"] = engine  # no child module: its parameters are the module's
         self.engine: Any
         self._on_gradient = on_gradient
+        prologue = engine._backward_prologue
+
+        def noticed() -> None:
+            on_gradient(engine.module)  # before the engine's own words, which name another cause
+            prologue()
+
+        engine._backward_prologue = noticed
         self.hand_on()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

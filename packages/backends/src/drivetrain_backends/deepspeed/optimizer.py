@@ -5,11 +5,19 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-from drivetrain_backends.optimizer import PreparedOptimizer
+from drivetrain_backends.optimizer import PreparedOptimizer, uncopyable
 
 
 class PartitionedOptimizer(PreparedOptimizer):
-    """An optimizer whose parameters DeepSpeed has cut into parts: a group cannot be added any more."""
+    """An optimizer whose parameters DeepSpeed has cut into parts: it takes no further group, and is not copied."""
+
+    def check_copyable(self) -> NoReturn:
+        """Refused: its parameters are parts of an engine's; see `PreparedOptimizer.check_copyable`.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(uncopyable(self.optimizer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: DeepSpeed (0.19) keeps its own lists of groups, made when the engine starts.

@@ -12,7 +12,9 @@ from drivetrain_backends.clipping import check_clip
 from drivetrain_backends.deepspeed.carrier import EngineCarrier
 from drivetrain_backends.deepspeed.gradients import ReducedGradients
 from drivetrain_backends.deepspeed.model import EngineModel
-from drivetrain_backends.deepspeed.state import load_state, read_state, spread
+from drivetrain_backends.deepspeed.reached import ReachedParameters
+from drivetrain_backends.deepspeed.state import forget_keyed_state, load_state, read_state, spread
+from drivetrain_backends.deepspeed.written import NoMasters, WrittenValues, written_values
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.gradients import GradientGroup, GradientLedger
@@ -79,7 +81,13 @@ class DeepSpeedPrepared:
         self._groups = groups
         self._scaler = scaler
         self._checkpointed = checkpointed
-        self._trained = frozenset(p for p in names if p.requires_grad)
+        trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
+        self._trained = frozenset(trained)
+        self._written: WrittenValues = NoMasters()
+        self._reached: ReachedParameters | None = None  # of a model that is trained
+        if gradients is not None:
+            self._written = written_values(self.engine, trained)
+            self._reached = ReachedParameters(self.engine, trained)
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -103,14 +111,20 @@ class DeepSpeedPrepared:
             self._check_unknown_gradients()
             return _STEPPED  # without gradients nothing moves, as with torch's optimizers
         group.finish()
+        assert self._gradients is not None  # there is an optimizer
+        assert self._reached is not None
+        self._reached.check()
+        self._written.take_up()
         group.use()
         self._watch.mark("optimizer step")
-        assert self._gradients is not None  # there is an optimizer
         self._known.look_now_and_then()
         if self._window.nonfinite_gradients != "ignore" and not self._are_finite(self._gradients):
             self._gradients.discard()
+            self._reached.forget()
             return StepResult(stepped=False, skipped=True, grad_norm=group.grad_norm)
         self.engine.step()
+        self._reached.forget()
+        self._written.note()
         stepped: bool = self.engine.was_step_applied()
         self._gradients.used()
         if self._scaler is not None:
@@ -126,6 +140,8 @@ class DeepSpeedPrepared:
         if group.stage != "used" and self._gradients is not None:
             self._gradients.discard()
             self._carrier.forget(self._module)
+            if self._reached is not None:
+                self._reached.forget()
         group.cleared_by(optimizer)
 
     def clip(
@@ -165,10 +181,13 @@ class DeepSpeedPrepared:
         from deepspeed import zero
 
         parameters = list(self._module.parameters())
+        self._written.take_up()
         with zero.GatheredParameters(parameters, modifier_rank=0 if write else None):
             yield
             if write:
                 spread(parameters)
+        if write:
+            self._written.note()
 
     def applied(self) -> dict[str, object]:
         """What was done to the model, read back from it."""
@@ -178,6 +197,7 @@ class DeepSpeedPrepared:
     def release(self) -> nn.Module:
         """End the engine; the user's module with its own class."""
         self._carrier.remove(self._module)
+        forget_keyed_state(self.engine)
         self.engine.destroy()
         for module in self._checkpointed:
             restore_activations(module)
@@ -190,6 +210,7 @@ class DeepSpeedPrepared:
             ReplacedParameterError: The model has parameters that were not prepared.
         """
         self._known.look()
+        self._written.take_up()
         return {
             **read_state(self.engine, self._names, self._groups),
             **progress_of(self.optimizers, self.schedulers),
@@ -205,6 +226,7 @@ class DeepSpeedPrepared:
         self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         load_state(self.engine, self._names, self._groups, state)
+        self._written.note()
         load_progress(state, self.optimizers, self.schedulers)
 
     def _check_unknown_gradients(self) -> None:

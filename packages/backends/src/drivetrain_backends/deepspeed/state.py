@@ -19,7 +19,14 @@ from drivetrain_backends.deepspeed.parts import (
     whole_of_parts,
     write_own_part,
 )
-from drivetrain_backends.optimizer import check_groups, load_named_state, named_state
+from drivetrain_backends.optimizer_state import (
+    check_groups,
+    check_named_state,
+    check_unkeyed,
+    load_named_state,
+    named_state,
+    refuse_undivided,
+)
 from drivetrain_backends.states import whole
 
 
@@ -42,6 +49,7 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
         return {"model": plain_state(engine.module), "optimizers": [optimizer]}
     own = {name: cast("nn.Parameter", parameter) for parameter, name in names.items()}
     base = engine.optimizer.optimizer
+    check_unkeyed(base, where="ZeRO")
     _link_parts(engine)
     state: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):
@@ -53,6 +61,14 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
         {**options, "params": list(group)} for options, group in zip(base.param_groups, groups, strict=True)
     ]
     return {"model": _read_model(engine), "optimizers": [{"state": state, "param_groups": options}]}
+
+
+def forget_keyed_state(engine: Any) -> None:
+    """Drop optimizer state that belongs to no parameter: DeepSpeed (0.19) fails on it when an engine ends."""
+    optimizer = getattr(engine.optimizer, "optimizer", None)  # stage 3 has none where a model is not trained
+    if optimizer is not None and engine.zero_optimization():
+        for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
+            del optimizer.state[key]
 
 
 def load_state(
@@ -77,11 +93,12 @@ def load_state(
         groups = [
             [names[p] for p in group["params"]] for group in engine.optimizer.param_groups
         ]  # some were added
-    check_groups(groups, saved["param_groups"], getattr(engine.optimizer, "optimizer", engine.optimizer))
-    if not engine.zero_optimization():
+        check_named_state(engine.optimizer, names, saved)
         load_plain_state(engine.module, state["model"])
         load_named_state(engine.optimizer, dict(names), saved)
         return
+    refuse_undivided(saved, where="ZeRO")
+    check_groups(groups, saved["param_groups"], engine.optimizer.optimizer)
     _load_model(engine, state["model"])
     own = {name: cast("nn.Parameter", parameter) for parameter, name in names.items()}
     base = engine.optimizer.optimizer

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -20,16 +21,23 @@ from drivetrain_backends.carrier import GradientCarrier
 from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.forward import prepare_forward
 from drivetrain_backends.fsdp.applied import read_back
+from drivetrain_backends.fsdp.block_order import BlockOrder
+from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.dtypes import plan_dtypes
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.materialise import parameters_on_meta
 from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
+from drivetrain_backends.fsdp.misuse import explain_ungathered, refuse_misuse
+from drivetrain_backends.fsdp.optimizer_probe import check_steps_shards
 from drivetrain_backends.fsdp.pairing import repoint
+from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.placing import Sharding, check_dtypes, check_sources, shard_model
 from drivetrain_backends.fsdp.prepared import FSDPPrepared
+from drivetrain_backends.fsdp.refused_parameters import check_trainable
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.optimizer_state import check_divisible
 from drivetrain_backends.prepared import TorchPrepared
 from drivetrain_backends.scheduler import Scheduler
 from drivetrain_backends.settings import FSDPSettings
@@ -89,6 +97,10 @@ class FSDPBackend(TorchBackend):
             offload=own.offload,
             pin_memory=own.offload and (has_accelerator if own.pin_memory is None else own.pin_memory),
         )
+        self._order = BlockOrder(
+            context, self._sharding.mesh.mesh.reshape(-1, self._shape.shard_size).tolist()
+        )
+        self._buffers = SharedBuffers(context, enabled=own.broadcast_buffers)
         self._plans: dict[nn.Module, BlockPlan] = {}
         self._guard = AssignmentGuard()
         self._successors = WeakIdKeyDictionary()  # the shards of what optimizers made before prepare() hold
@@ -109,11 +121,14 @@ class FSDPBackend(TorchBackend):
 
         Raises:
             ValueError: A model is sharded already, shares a parameter with another, or has no module of a class that
-                is to be wrapped. Nothing was changed.
+                is to be wrapped; or trains what FSDP cannot divide; or an optimizer cannot step shards. Nothing was
+                changed.
         """
         for sharded in self._sharded.values():
             sharded.reshard()  # so that parameters() gives what optimizers hold
         self._check(models)
+        for optimizer in optimizers:
+            check_divisible(optimizer, where="FSDP", scalars=True)
         for model in models:
             settings = self._own_settings()
             plan = plan_blocks(
@@ -123,10 +138,13 @@ class FSDPBackend(TorchBackend):
                 min_num_params=settings.min_num_params,
                 others=[*models, *self._sharded],
             )
+            check_trainable(uncompiled(model))
             check_dtypes(uncompiled(model), plan, self._sharding.dtypes)
             self._plans[model] = plan
         for optimizer in optimizers:
             repoint(optimizer, self._successors)
+            if self._own_settings().check_optimizers:
+                check_steps_shards(optimizer, self._sharding.mesh)
         return super().prepare(models, optimizers, schedulers)
 
     def check_placeable(self, model: nn.Module) -> None:
@@ -139,6 +157,7 @@ class FSDPBackend(TorchBackend):
         super().take_back(placed, error)
         for prepared in placed:
             del self._sharded[prepared.unwrap()]
+            self._gradients.hooks.pop(prepared.unwrap(), None)
         self._plans.clear()
         sharded = f"{', '.join(names)} and " if names else ""
         error.add_note(
@@ -164,6 +183,9 @@ class FSDPBackend(TorchBackend):
     def applied(self) -> Mapping[str, object]:
         """What is in force, read back from the sharded modules."""
         read = read_back(list(self._sharded.values()), self._own_settings(), self._shape.reason)
+        if read:
+            read["broadcast_buffers"] = self._buffers.is_enabled
+            read["check_optimizers"] = self._own_settings().check_optimizers
         return {**super().applied(), **read}
 
     def close(self) -> None:
@@ -172,6 +194,9 @@ class FSDPBackend(TorchBackend):
         self._guard.close()
         self._plans.clear()
         self._sharded.clear()
+        self._gradients.hooks.clear()
+        self._buffers.clear()
+        self._order.close()
 
     def _own_settings(self) -> FSDPSettings:
         return cast("FSDPSettings", self.settings)
@@ -185,6 +210,10 @@ class FSDPBackend(TorchBackend):
         sharded = shard_model(inner, plan, self._sharding, self.context)
         for name, parameter in before.items():
             self._successors[parameter] = sharded.parameters[name]
+        self._gradients.hooks[model] = ParameterHooks(sharded, before)
+        refuse_misuse(sharded)
+        self._order.watch(sharded)
+        self._buffers.watch(inner)
         _set_prefetch(sharded, settings.prefetch)
         inner.register_forward_pre_hook(_make_room_outside_inference_mode(sharded), prepend=True)
         inner.register_forward_hook(_reshard_without_gradients(sharded))
@@ -193,7 +222,13 @@ class FSDPBackend(TorchBackend):
                 block.forward = torch.compile(block.forward, backend=settings.compile_backend)
         without_autocast = replace(self.policy, autocast_dtype=None)
         uncopyable = f"{class_name(inner)} {_UNCOPYABLE}"
-        prepare_forward(model, without_autocast, self.context.device, uncopyable=uncopyable)
+        prepare_forward(
+            model,
+            without_autocast,
+            self.context.device,
+            uncopyable=uncopyable,
+            explain=partial(explain_ungathered, sharded),
+        )
         self._sharded[model] = sharded
         self._guard.watch(inner)
         self._frozen.add(sharded)
@@ -206,6 +241,8 @@ class FSDPBackend(TorchBackend):
             successors=self._successors,
             guard=self._guard,
             gradients=self._gradients,
+            order=self._order,
+            buffers=self._buffers,
         )
 
     def _check(self, models: Sequence[nn.Module]) -> None:

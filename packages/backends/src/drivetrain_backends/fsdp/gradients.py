@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_backends.averaging import average
 from drivetrain_backends.blocks import class_name
 from drivetrain_backends.carrier import ParameterGradients
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
+from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.shards import local
 from drivetrain_precision import LossScaler
@@ -28,6 +30,7 @@ class ShardedGradients(ParameterGradients):
     Attributes:
         holding: The models whose backwards reduce nothing at present.
         held: The models whose last backward reduced nothing: their gradients are whole, and not in `.grad`.
+        hooks: The hooks on parameters, by model.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class ShardedGradients(ParameterGradients):
         self._frozen = frozen
         self.holding: set[nn.Module] = set()
         self.held: set[nn.Module] = set()
+        self.hooks: dict[nn.Module, ParameterHooks] = {}
 
     def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
         """Run torch's backward; see `GradientCarrier.run`.
@@ -57,6 +61,8 @@ class ShardedGradients(ParameterGradients):
                     "its end: gradients would never be reduced again. Go on from a checkpoint, with a model that is "
                     "built and prepared anew"
                 )
+        for hooks in self.hooks.values():
+            hooks.carry()
         self._frozen.give_dtypes()
         super().run(loss, models)
         for model in models:
@@ -115,24 +121,3 @@ class ShardedGradients(ParameterGradients):
         if overflowed:
             scaler.observe(overflowed=True)
         return overflowed
-
-
-def average(parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-    """Average the gradients of whole parameters over all ranks, in one exchange for each dtype. Called on all ranks.
-
-    A parameter that has a gradient on some ranks counts as zero on the others.
-    """
-    by_dtype: defaultdict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        by_dtype[parameter.dtype].append(parameter)
-    for same in by_dtype.values():
-        has = [float(p.grad is not None) for p in same]
-        values = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-        wide = torch.promote_types(same[0].dtype, torch.float32)
-        parts = [torch.tensor(has, device=device), *(value.flatten() for value in values)]
-        flat = torch.cat([part.to(wide) for part in parts])
-        dist.all_reduce(flat)
-        means = flat[len(same) :].split([v.numel() for v in values])
-        for parameter, count, mean in zip(same, flat[: len(same)], means, strict=True):
-            if count > 0:
-                parameter.grad = (mean.view_as(parameter) / dist.get_world_size()).to(parameter.dtype)

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from drivetrain_backends.activation import restore_activations
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
 from drivetrain_backends.forward import restore_forward
+from drivetrain_backends.fsdp.block_order import BlockOrder
+from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
@@ -19,6 +21,7 @@ from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.fsdp.state import divided_like, load_model
 from drivetrain_backends.gradients import GradientLedger
 from drivetrain_backends.optimizer import StepResult
+from drivetrain_backends.optimizer_state import check_divisible
 from drivetrain_backends.prepared import TorchPrepared
 from drivetrain_backends.shards import broadcast_from_first, local, own_part, whole_of
 from drivetrain_state import Context
@@ -36,6 +39,8 @@ class FSDPPrepared(TorchPrepared):
         successors: The shards of parameters that were listed before `prepare`.
         guard: What refuses other parameters.
         gradients: What holds the backend's gradients.
+        order: The order of the ranks' collectives.
+        buffers: The models' buffers.
 
     Attributes:
         sharded: The model and what is known of its shards.
@@ -52,6 +57,8 @@ class FSDPPrepared(TorchPrepared):
         successors: Mapping[Tensor, nn.Parameter],
         guard: AssignmentGuard,
         gradients: ShardedGradients,
+        order: BlockOrder,
+        buffers: SharedBuffers,
     ) -> None:
         super().__init__(model, context=context, ledger=ledger)
         self.sharded = sharded
@@ -60,6 +67,8 @@ class FSDPPrepared(TorchPrepared):
         self._successors = successors
         self._guard = guard
         self._gradients = gradients
+        self._order = order
+        self._buffers = buffers
         self._num_checked: dict[Optimizer, int] = {}
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -91,8 +100,11 @@ class FSDPPrepared(TorchPrepared):
         Raises:
             UnshardedParameterError: A parameter was created or re-assigned after `prepare`.
             UnreducedGradientError: A plain parameter has a gradient of `loss.backward()`, which ranks do not average.
+            CollectiveMismatchError: The ranks ran other blocks, or in another order.
         """
         if self._window.closing:
+            if self.group.stage != "final":  # else clip() has compared
+                self._compare()
             for sharded in self._group_sharded():
                 # Parameters that a forward without backward left gathered would be stale after the step.
                 sharded.reshard()
@@ -100,6 +112,27 @@ class FSDPPrepared(TorchPrepared):
             self._check_known(optimizer)
             self._check_averaged()
         return super().step(optimizer)
+
+    def clip(
+        self,
+        parameters: Iterable[Tensor] | None = None,
+        *,
+        norm: float | None = None,
+        norm_type: float = 2.0,
+        value: float | None = None,
+    ) -> Tensor | None:
+        """Clip over all ranks' shards; see `TorchPrepared.clip`. Called on all ranks.
+
+        Raises:
+            CollectiveMismatchError: The ranks ran other blocks, or in another order.
+        """
+        if self._window.closing:
+            self._compare()
+        return super().clip(parameters, norm=norm, norm_type=norm_type, value=value)
+
+    def _compare(self) -> None:
+        """Agree with the other ranks on what ran, and on buffers."""
+        self._buffers.share(self._order.compare(self._buffers.news()))
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
@@ -162,10 +195,13 @@ class FSDPPrepared(TorchPrepared):
 
         Raises:
             UnshardedParameterError: A parameter was created or re-assigned after `prepare`.
+            OptimizerStateError: An optimizer keeps tensors elsewhere than with its parameters.
         """
         for sharded in self._group_sharded():
             sharded.reshard()
             sharded.check(thoroughly=True)
+        for optimizer in self.optimizers:
+            check_divisible(optimizer.optimizer, where="FSDP", scalars=True)
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,8 +267,9 @@ class FSDPPrepared(TorchPrepared):
     def _check_averaged(self) -> None:
         if self.group.stage != "empty":
             return
-        for sharded in self._group_sharded():
-            for name, parameter in sharded.plain.items():
+        for model in self.group.models:
+            self._gradients.hooks[model].check_carried()
+            for name, parameter in self._all_sharded[model].plain.items():
                 if parameter.grad is not None:
                     raise UnreducedGradientError(
                         f"{name} is no tensor that FSDP divides, and has a gradient of loss.backward(), which ranks "

@@ -74,7 +74,7 @@ class ShardedModel:
         """The shard behind each parameter that FSDP puts into the modules while it is gathered."""
         return {
             parameter._unsharded_param: parameter.sharded_param
-            for parameter in self._fsdp_parameters()
+            for parameter in self.divided()
             if hasattr(parameter, "_unsharded_param")
         }
 
@@ -83,12 +83,12 @@ class ShardedModel:
         return any(
             getattr(parameter, "unsharded_accumulated_grad", None) is not None
             or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
-            for parameter in self._fsdp_parameters()
+            for parameter in self.divided()
         )
 
     def drop_held(self) -> None:
         """Forget the whole gradients that backwards without a reduction left behind."""
-        for parameter in self._fsdp_parameters():
+        for parameter in self.divided():
             if "unsharded_accumulated_grad" in vars(parameter):  # up to some torch before 2.15
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
@@ -99,7 +99,8 @@ class ShardedModel:
         state: Any = self.blocks[-1]._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
         return state._state_ctx.post_backward_final_callback_queued
 
-    def _fsdp_parameters(self) -> Iterator[Any]:
+    def divided(self) -> Iterator[Any]:
+        """What torch keeps for each parameter that it divides."""
         for block in self.blocks:
             for group in parameter_groups(block):
                 yield from group.fsdp_params

@@ -6,13 +6,19 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from drivetrain_config import Command, Layers, resolve, sections
+from drivetrain_config import Command, Layers, flags, resolve, sections
+from drivetrain_config.installed import entry_points
+from drivetrain_launcher.before_start import check_backend, misplaced_flags
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.host import look_at_host
 from drivetrain_launcher.plan import Target
 from drivetrain_launcher.planning import plan_launch
 from drivetrain_launcher.running import run_plan
+from drivetrain_launcher.saying import say
 from drivetrain_launcher.settings import LaunchSettings
+
+# Where packages announce their backends.
+_BACKENDS = "drivetrain.backends"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,7 @@ def run(arguments: LaunchArguments) -> int:
     settings = resolve_said(arguments.layers)
     launch: LaunchSettings = settings["launch"]
     target = _target(arguments, launch)
+    _check(arguments.layers, settings, target)
     plan = plan_launch(
         launch, target, look_at_host(_device(settings)), handed_down=arguments.layers.to_json()
     )
@@ -56,6 +63,26 @@ def resolve_said(layers: Layers) -> dict[str, Any]:
         name: resolve(section, section=name, layers=layers).value
         for name, section in sections(only=said).items()
     }
+
+
+def _check(layers: Layers, settings: dict[str, Any], target: Target) -> None:
+    """Refuse what every worker would, and tell flags that the script gets in place of the launcher."""
+    asked = layers.of_section("run").get("backend", ())
+    if not asked and not any(argument.startswith("--") for argument in target.arguments):
+        return
+    script = None
+    if target.kind == "script" and Path(target.name).is_file():
+        script = Path(target.name).read_text(encoding="utf-8", errors="replace")
+    if asked and "run" in settings:
+        installed = [point.name for point in entry_points(_BACKENDS)]
+        check_backend(settings["run"].backend, installed, script, asked[0].source)
+    known = {flag.name for flag in flags(LaunchSettings, "launch")} | {"--config", "--dry-run", "--backend"}
+    if misplaced := misplaced_flags(target.arguments, known, script or ""):
+        stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")
+        say(
+            f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
+            f"not; what the launcher is to read stands before the script: drivetrain launch [flags] {target.name}"
+        )
 
 
 def _device(settings: dict[str, Any]) -> str:

@@ -1,0 +1,202 @@
+"""Which parameters a window's backwards reach on each rank: where ranks differ, DeepSpeed would mix their gradients.
+
+Stages 2 and 3 reduce gradients while a backward runs, in the order in which it reaches parameters, and into buffers
+that hold the last window's values still; stage 1 reduces what there is when the window closes, in the parameters'
+order.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain_backends.errors import AccumulationError
+
+_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+
+_STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+
+class ReachedParameters:
+    """Holds ranks to the same gradients before each reduction, and windows to all parameters before a step.
+
+    Args:
+        engine: The DeepSpeed engine, whose reductions are watched from now on.
+        names: The name of each trained parameter, in an order that all ranks have.
+    """
+
+    def __init__(self, engine: Any, names: Mapping[Tensor, str]) -> None:
+        self._optimizer = engine.optimizer
+        self._device: torch.device = engine.device
+        self._names = names
+        self._stage = int(engine.zero_optimization_stage())
+        self._positions = {id(parameter): index for index, parameter in enumerate(names)}
+        self._reached: dict[
+            int, set[int]
+        ] = {}  # the positions, by DeepSpeed's number of the backward in its window
+        self._is_last = False  # whether a backward's last reduction runs
+        self._is_watching = False
+        self._is_offloaded: bool = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
+        if hasattr(self._optimizer, "fp32_groups_has_gradients"):
+            self._before("get_grads_for_reduction", self._count_zeros_in_bf16)
+        elif self._stage == 1 and not self._optimizer.overlap_comm:
+            self._before("reduce_gradients", self._fill_in_zeros)
+        elif self._stage:
+            self._watch()
+
+    def check(self) -> None:
+        """Refuse a step of a window that did not reach every parameter, or in which one was frozen.
+
+        Raises:
+            AccumulationError: It is one; the message names parameters. The same on all ranks.
+        """
+        if not self._stage:
+            return
+        if frozen := [name for parameter, name in self._names.items() if not parameter.requires_grad]:
+            raise AccumulationError(
+                f"{_some(frozen)}: frozen since prepare(), and DeepSpeed's stage {self._stage} would go on moving it "
+                "by momentum and weight decay, for it steps all parameters as one vector. Freeze it before "
+                "prepare(): free_memory(), requires_grad_(False), prepare() with an optimizer over the others; or "
+                "choose stage 0"
+            )
+        if not self._is_watching:
+            return
+        reached = list(self._reached.values())
+        by_window = [set[int]().union(*reached)]
+        # What is offloaded is moved by the closing backward alone, and added to what the last window left.
+        for found in reached if self._is_offloaded else by_window:
+            self._refuse_left_out([name for i, name in enumerate(self._names.values()) if i not in found])
+
+    def forget(self) -> None:
+        """Begin a window."""
+        self._reached.clear()
+
+    def _before(self, method: str, check: Callable[[], None]) -> None:
+        """Have `check` run before each call of one of the engine's optimizer's methods."""
+        original = getattr(self._optimizer, method)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            check()
+            return original(*args, **kwargs)
+
+        setattr(self._optimizer, method, checked)
+
+    def _watch(self) -> None:
+        """Check each reduction while backwards run."""
+        self._is_watching = True
+        optimizer = self._optimizer
+        self._before(_STAGE_3 if self._stage == 3 else "reduce_ipg_grads", self._hold_against_others)
+        epilogue = optimizer.independent_gradient_partition_epilogue
+
+        def last() -> None:
+            self._is_last = True
+            try:
+                epilogue()
+            finally:
+                self._is_last = False
+            if self._stage == 3:
+                self._clear_left_out()
+
+        optimizer.independent_gradient_partition_epilogue = last
+
+    def _clear_left_out(self) -> None:
+        """Zero what stage 3 keeps of the last window, where a window's first backward has not written over it."""
+        found = self._reached.get(0, set())
+        if self._optimizer.micro_step_id or len(found) == len(self._names):
+            return
+        kept: dict[int, Tensor] = getattr(self._optimizer, _STAGE_3_GRADIENTS)
+        for index, parameter in enumerate(self._names):
+            if index not in found:
+                kept[parameter.ds_id].zero_()  # pyright: ignore[reportAttributeAccessIssue] DeepSpeed's
+
+    def _hold_against_others(self) -> None:
+        """Refuse to reduce other parameters than the other ranks, or in another order. Called on all ranks."""
+        waiting = [
+            parameter if self._stage == 3 else self._optimizer.bit16_groups[parameter[0]][parameter[1]]
+            for bucket in self._optimizer.ipg_buckets.values()
+            for parameter in bucket.params
+        ]
+        order = [self._positions[id(parameter)] for parameter in waiting]
+        self._reached.setdefault(self._optimizer.micro_step_id, set()).update(order)
+        if dist.get_world_size() == 1:
+            return
+        told = hash((self._is_last, *(sorted(order) if self._stage == 3 else order)))
+        extremes = torch.tensor([told, -told], device=self._device)
+        dist.all_reduce(extremes, dist.ReduceOp.MIN)
+        if int(extremes[0]) == -int(extremes[1]):
+            return
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, [self._names[parameter] for parameter in waiting])
+        raise AccumulationError(_told_of_branches(gathered, self._stage))
+
+    def _fill_in_zeros(self) -> None:
+        """Give parameters zeros that this rank's backwards did not reach, and others' did. Called on all ranks."""
+        optimizer = self._optimizer
+        lacking = [p for p in self._names if optimizer.get_gradient_for_reduction(p) is None]
+        self._refuse_left_out(self._left_out([p for p in self._names if p.requires_grad], lacking))
+        for parameter in lacking:
+            if optimizer.use_grad_accum_attribute:
+                zeros = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+                parameter.grad_accum = zeros  # pyright: ignore[reportAttributeAccessIssue] DeepSpeed's
+            else:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _count_zeros_in_bf16(self) -> None:
+        """Have the norm count gradients that other ranks' backwards made. Called on all ranks."""
+        flags: list[list[bool]] = self._optimizer.fp32_groups_has_gradients
+        pairs = [
+            (parameter, has)
+            for group, own in zip(self._optimizer.bf16_groups, flags, strict=True)
+            for parameter, has in zip(group, own, strict=True)
+        ]
+        lacking = [parameter for parameter, has in pairs if not has]
+        self._refuse_left_out(self._left_out([p for p in self._names if p.requires_grad], lacking))
+        for own in flags:
+            own[:] = [True] * len(own)
+
+    def _left_out(self, parameters: list[Tensor], lacking: list[Tensor]) -> list[str]:
+        """The names of the parameters that no rank has a gradient of. Called on all ranks."""
+        missing = set(map(id, lacking))
+        reached = torch.tensor(
+            [id(p) not in missing for p in parameters], dtype=torch.uint8, device=self._device
+        )
+        if dist.get_world_size() > 1:
+            dist.all_reduce(reached, dist.ReduceOp.MAX)
+        return [self._names[p] for p, has in zip(parameters, reached.tolist(), strict=True) if not has]
+
+    def _refuse_left_out(self, names: list[str]) -> None:
+        """Refuse to step what has no gradient.
+
+        Raises:
+            AccumulationError: There is something.
+        """
+        if names:
+            raise AccumulationError(
+                f"{_some(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "
+                f"{self._stage} would move it all the same, by momentum, weight decay or an earlier gradient. Freeze "
+                "before prepare() what is not to be trained, requires_grad_(False); where it is in some steps only, "
+                "choose backend='ddp' with ddp.find_unused_parameters"
+            )
+
+
+def _told_of_branches(gathered: list[list[str]], stage: int) -> str:
+    """The message on ranks that would reduce other parameters."""
+    everywhere = set[str](gathered[0]).intersection(*gathered)
+    some = [
+        f"rank {rank} has {_some(odd)}"
+        for rank, own in enumerate(gathered)
+        if (odd := [n for n in own if n not in everywhere])
+    ]
+    what = "; ".join(some) if some else "the same parameters in another order"
+    return (
+        f"backward() reached other parameters on some ranks, or in another order: {what}. DeepSpeed's stage {stage} "
+        "reduces gradients as they come, and would add up those of different parameters. Where ranks take different "
+        "branches, choose deepspeed.stage=1, in which a parameter without a gradient counts as zero, or "
+        "backend='ddp' with ddp.find_unused_parameters"
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")

@@ -1,0 +1,166 @@
+"""Values that the user writes into parameters between steps, which the masters that an engine steps must have too."""
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain_backends.errors import AccumulationError
+
+_ELEMENTS_AT_ONCE = 2**24
+
+
+class WrittenValues(Protocol):
+    """Knows what was written into the parameters of one engine since its last step."""
+
+    def take_up(self) -> None:
+        """Bring it into the masters, before a step. Called on all ranks.
+
+        Raises:
+            AccumulationError: It cannot be.
+        """
+        ...
+
+    def note(self) -> None:
+        """Note that parameters and masters agree now, after a write of the engine's or the backend's own."""
+        ...
+
+
+class NoMasters:
+    """Stage 0: the optimizer steps the parameters themselves."""
+
+    def take_up(self) -> None:
+        """Nothing to do; see `WrittenValues.take_up`."""
+
+    def note(self) -> None:
+        """Nothing to do; see `WrittenValues.note`."""
+
+
+class WrittenToFlat:
+    """Stages 1 and 2: parameters are views of a flat tensor, whose own part each rank has a master of.
+
+    The part is compared with its master, for a write through `.data` leaves no other trace. In half precision an
+    element that was not written keeps what its master has beyond it.
+
+    Args:
+        engine: The DeepSpeed engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        optimizer = engine.optimizer
+        self._optimizer = optimizer
+        is_bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
+        self._flat = (
+            optimizer.bf16_partitioned_groups if is_bf16 else optimizer.parallel_partitioned_bit16_groups
+        )
+        self._masters: list[Tensor] = (
+            optimizer.fp32_groups_flat_partition if is_bf16 else optimizer.single_partition_of_fp32_groups
+        )
+        groups: list[list[nn.Parameter]] = optimizer.bf16_groups if is_bf16 else optimizer.bit16_groups
+        self._parameters = [parameter for group in groups for parameter in group]
+        self._places: list[int] = []
+        self.note()
+
+    def take_up(self) -> None:
+        """Copy what differs; see `WrittenValues.take_up`."""
+        if self._places != (places := list(map(Tensor.data_ptr, self._parameters))):
+            self._bring_back(places)
+        for index, (parts, master) in enumerate(zip(self._flat, self._masters, strict=True)):
+            own = parts[dist.get_rank(group=self._optimizer.real_dp_process_group[index])]
+            for written, kept in zip(
+                own.detach().split(_ELEMENTS_AT_ONCE), master.detach().split(_ELEMENTS_AT_ONCE), strict=True
+            ):
+                _take_up(written, kept)
+
+    def note(self) -> None:
+        """Note where the parameters lie; see `WrittenValues.note`."""
+        places = list(map(Tensor.data_ptr, self._parameters))
+        if places != self._places:
+            self._places, self._homes = places, [parameter.data for parameter in self._parameters]
+
+    def _bring_back(self, places: list[int]) -> None:
+        """Put values that were assigned, `parameter.data = ...`, where the parameter lay."""
+        for parameter, home, before, now in zip(
+            self._parameters, self._homes, self._places, places, strict=True
+        ):
+            if before != now:
+                home.copy_(parameter.data)
+                parameter.data = home
+
+
+class WrittenOutsideGathered:
+    """Stage 3: what is written outside `gathered(write=True)` reaches no master.
+
+    Args:
+        engine: The DeepSpeed engine; what its own `load_checkpoint` writes reaches both.
+        names: The name of each trained parameter.
+    """
+
+    def __init__(self, engine: Any, names: Mapping[Tensor, str]) -> None:
+        self._names = names
+        self.note()
+        load = engine.load_checkpoint
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            loaded = load(*args, **kwargs)
+            self.note()
+            return loaded
+
+        engine.load_checkpoint = load_checkpoint
+
+    def take_up(self) -> None:
+        """Refuse a write; see `WrittenValues.take_up`.
+
+        Raises:
+            AccumulationError: There was one.
+        """
+        if (versions := _versions(self._names)) == self._versions:
+            return
+        changed = [
+            name
+            for name, before, now in zip(self._names.values(), self._versions, versions, strict=True)
+            if before != now
+        ]
+        raise AccumulationError(
+            f"{', '.join(changed[:5])}: written in place since the last step, which DeepSpeed's stage 3 undoes at "
+            "the next: ranks hold parts of a parameter and of its fp32 master. Write inside "
+            "accelerator.gathered(model, write=True); a saved state goes in with load_state()"
+        )
+
+    def note(self) -> None:
+        """Note the versions; see `WrittenValues.note`."""
+        self._versions = _versions(self._names)
+
+
+def written_values(engine: Any, names: Mapping[Tensor, str]) -> WrittenValues:
+    """What knows of writes into the parameters of an engine, by its stage.
+
+    Args:
+        engine: The DeepSpeed engine.
+        names: The name of each trained parameter.
+    """
+    if not engine.zero_optimization():
+        return NoMasters()
+    return (
+        WrittenOutsideGathered(engine, names)
+        if engine.zero_optimization_partition_weights()
+        else WrittenToFlat(engine)
+    )
+
+
+def _versions(parameters: Mapping[Tensor, str]) -> list[int]:
+    return list(map(attrgetter("_version"), parameters))
+
+
+def _take_up(written: Tensor, kept: Tensor) -> None:
+    """Copy into a master, of shape (n,), what its rounded values do not equal.
+
+    Where they are equal nothing is written: a save in the background may be copying the master.
+    """
+    written = written.to(kept.device)
+    rounded = kept.to(written.dtype)
+    if not torch.equal(rounded, written):
+        kept.copy_(torch.where(rounded == written, kept, written.to(kept.dtype)))

@@ -1,0 +1,95 @@
+"""Buffers that follow rank 0's, as under DDP: the statistics of batch normalisation differ by rank else."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_state import Context, broadcast
+
+_MOST_MODELS = 60  # told apart in one integer; those beyond share its last bit
+
+
+class SharedBuffers:
+    """The buffers of a backend's models, brought together at a step where one has changed.
+
+    Args:
+        context: The ranks that share the buffers, and their device.
+        enabled: Whether they are to follow rank 0's.
+
+    Attributes:
+        is_enabled: Whether they do.
+    """
+
+    def __init__(self, context: Context, *, enabled: bool) -> None:
+        self._context = context
+        self.is_enabled = enabled
+        self._models: list[_Buffers] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Keep a model's buffers together from now on; they are the same on all ranks."""
+        if self.is_enabled and self._context.topology.world_size > 1:
+            self._models.append(_Buffers(model))
+
+    def news(self) -> int:
+        """Which models' buffers have changed on this rank, as bits."""
+        bits = 0
+        for index, buffers in enumerate(self._models):
+            if buffers.have_changed():
+                bits |= 1 << min(index, _MOST_MODELS)
+        return bits
+
+    def share(self, news: Sequence[int]) -> None:
+        """Bring rank 0's buffers to all ranks. Called on all ranks.
+
+        Args:
+            news: What `news` gave on each rank.
+        """
+        for index, buffers in enumerate(self._models):
+            bit = 1 << min(index, _MOST_MODELS)
+            if any(bits & bit for bits in news):
+                buffers.follow_first(self._context)
+
+    def clear(self) -> None:
+        """Forget all models."""
+        self._models.clear()
+
+
+class _Buffers:
+    """The buffers of a model; a buffer may be written in place or replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots: list[tuple[dict[str, Any], str]] = [
+            (module._buffers, name)  # pyright: ignore[reportPrivateUsage] read at every step
+            for module in model.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        ]
+        self._take_up()
+
+    def have_changed(self) -> bool:
+        return bool(self._slots) and self._versions() != self._seen
+
+    @torch.no_grad()
+    def follow_first(self, context: Context) -> None:
+        buffers = self._now()
+        received = broadcast(context, buffers)
+        if not context.topology.is_main:
+            for buffer, value in zip(buffers, received, strict=True):
+                buffer.copy_(value)
+        self._take_up()
+
+    def _take_up(self) -> None:
+        self._held = self._now()  # so that no new tensor takes the id of one of them
+        self._seen = self._versions()
+
+    def _now(self) -> list[Tensor]:
+        found: dict[Tensor, None] = {}
+        for slots, name in self._slots:
+            if (buffer := slots.get(name)) is not None:
+                found[buffer] = None
+        return list(found)
+
+    def _versions(self) -> list[tuple[int, int]]:
+        # A tensor made under inference_mode keeps no version: only its replacement is seen.
+        return [(id(b), 0 if b.is_inference() else b._version) for b in self._now()]

@@ -1,0 +1,226 @@
+"""Whether an optimizer steps shards as it would step whole parameters, found by trying.
+
+torch computes an elementwise step on each rank's part. Norms, factored moments and orthogonal updates need the
+whole: some optimizers get it through DTensor's operations, some raise, and some compute with a part without a word.
+So a copy of the optimizer steps tiny parameters twice, divided and whole, and both must agree: by the movements, at a
+learning rate that moves visibly, for a warm-up may begin at 0.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from drivetrain_backends.fsdp.placing import is_plain
+from drivetrain_backends.optimizer_trials import run_eagerly, set_visible_rates
+from drivetrain_backends.shards import local, own_part
+
+# Elementwise, as a test holds them to; of exactly these classes, for one derived from them may do more.
+_KNOWN = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adamax,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.ASGD,
+    }
+)
+_SHAPES = ((), (3,), (3, 2), (3, 2, 2))  # beyond the first dim, which is divided
+_LARGE = 64  # of this many rows and columns: 8-bit states begin at 4096 elements
+_NUM_STEPS = 2
+# How far two ways to round may be apart, as a part of the movement and of the largest value; and how often what
+# rounding may do to a value goes into a movement that tells something.
+_LIMITS = {
+    torch.float32: (1e-3, 1e-6, 30),
+    torch.float16: (2e-2, 2e-3, 4),
+    torch.bfloat16: (2e-2, 1.6e-2, 4),
+}
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # users', and not of the arithmetic
+
+
+class _Tiny:
+    """A tiny parameter that stands for real ones: its values, and gradients for each step."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+        self.value = torch.randn(shape, generator=generator).to(dtype)
+        # Of sizes that differ by place, so that a part's norm is not the whole's.
+        slope = torch.linspace(0.1, 2.0, max(1, self.value.numel())).reshape(shape)
+        self.gradients = [
+            (torch.randn(shape, generator=generator) * slope).to(dtype) for _ in range(_NUM_STEPS)
+        ]
+
+
+def check_steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
+    """Refuse an optimizer whose step on shards is not its step on whole parameters. Called on all ranks.
+
+    Args:
+        optimizer: The user's optimizer, before its model is sharded or after; it is left as it is.
+        mesh: The ranks that share a copy of the parameters come last.
+
+    Raises:
+        ValueError: It raises on shards, or steps otherwise there; or it cannot be tried. The message says which.
+    """
+    if type(optimizer) in _KNOWN:
+        return
+    tiny = _stand_ins(optimizer, mesh.size(mesh.ndim - 1))
+    state, raised, whole = torch.get_rng_state(), None, list[Tensor]()
+    what = "cannot be tried on tiny parameters"
+    try:
+        with run_eagerly():
+            whole = _stepped(optimizer, tiny, mesh, is_divided=False)
+            what = "raises on them"
+            torch.set_rng_state(state)
+            divided = _stepped(optimizer, tiny, mesh, is_divided=True)
+        start = [one.value.to(mesh.device_type) for group in tiny for one in group]
+        what = _difference(start, whole, divided)
+        alike = not what
+    except Exception as error:  # noqa: BLE001 whatever DTensor or the optimizer answers with; raised on all ranks below
+        alike, raised = False, error
+    torch.set_rng_state(state)
+    if _all_agree(alike, mesh):
+        return
+    what = what or "fails on another rank"
+    if raised is not None:
+        what = f"{what} ({_first_line(raised)})"
+    raise ValueError(_refusal(optimizer, what)) from raised
+
+
+def _all_agree(alike: bool, mesh: DeviceMesh) -> bool:
+    """Whether something holds on all ranks. Called on all ranks."""
+    flag = torch.tensor([float(alike)], device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    return bool(flag.item())
+
+
+def _stand_ins(optimizer: Optimizer, num_shards: int) -> list[list[_Tiny]]:
+    """Return small parameters for each group: one for each number of dims and divisibility that its parameters have.
+
+    Beside them, one as large as tensors are that some optimizers keep 8-bit states of; its parts are smaller.
+    """
+    generator = torch.Generator().manual_seed(0)
+    groups: list[list[_Tiny]] = []
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.requires_grad]
+        kinds = dict.fromkeys(_kind(p, num_shards) for p in trained)
+        large = (-(-_LARGE // num_shards) * num_shards, _LARGE)  # every rank has as many rows
+        kinds |= dict.fromkeys(
+            (large, p.dtype) for p in trained if p.numel() >= _LARGE**2 and not is_plain(p)
+        )
+        groups.append([_Tiny(shape, dtype, generator) for shape, dtype in kinds])
+    return groups
+
+
+def _kind(parameter: Tensor, num_shards: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype of what stands for a parameter; every rank has a row of it at least."""
+    if is_plain(parameter):
+        return (), parameter.dtype
+    is_uneven = num_shards > 1 and parameter.shape[0] % num_shards > 0
+    return (2 * num_shards - is_uneven, *_SHAPES[min(parameter.dim(), 4) - 1]), parameter.dtype
+
+
+def _stepped(
+    optimizer: Optimizer, tiny: Sequence[Sequence[_Tiny]], mesh: DeviceMesh, *, is_divided: bool
+) -> list[Tensor]:
+    """What a copy of the optimizer makes of the tiny parameters, divided over a mesh or whole."""
+
+    def laid_out(value: Tensor) -> Tensor:
+        value = value.to(mesh.device_type).clone()
+        if not is_divided or value.dim() == 0:
+            return value
+        placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+    groups = [[nn.Parameter(laid_out(one.value)) for one in group] for group in tiny]
+    copied = _copied(optimizer, groups)
+    for step in range(_NUM_STEPS):
+        for group, ones in zip(groups, tiny, strict=True):
+            for parameter, one in zip(group, ones, strict=True):
+                parameter.grad = laid_out(one.gradients[step])
+        type(copied).step(copied)
+    return [parameter.detach() for group in groups for parameter in group]
+
+
+def _copied(optimizer: Optimizer, groups: Sequence[list[nn.Parameter]]) -> Optimizer:
+    """An optimizer of the same class and settings over other parameters, without state.
+
+    torch's own way to copy one would drop what a class keeps beside its groups and state.
+    """
+    copied = type(optimizer).__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): copied}
+    for group, tiny in zip(optimizer.param_groups, groups, strict=True):
+        memo[id(group["params"])] = tiny
+        for parameter in group["params"]:
+            same = [t for t in tiny if t.dim() == min(parameter.dim(), 4)]
+            memo[id(parameter)] = (same or tiny or [parameter])[0]
+    memo[id(optimizer.state)] = defaultdict(dict, _state(optimizer, memo))
+    for name, value in vars(optimizer).items():
+        if name in _HOOKS:
+            vars(copied)[name] = type(value)()
+        elif name not in ("step", "zero_grad"):  # as a scheduler puts it there, around the original's
+            vars(copied)[name] = deepcopy(value, memo)
+    for group, tiny in zip(copied.param_groups, groups, strict=True):
+        kinds = {isinstance(p, DTensor) for p in tiny}
+        if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = False  # as for the real ones
+    set_visible_rates(copied.param_groups)
+    return copied
+
+
+def _state(optimizer: Optimizer, memo: dict[int, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """State that an optimizer makes before its first step, of the tiny parameters' shapes."""
+    for parameter, state in optimizer.state.items():
+        tiny = memo.get(id(parameter))
+        if tiny is None:
+            continue
+        yield (
+            tiny,
+            {
+                key: torch.zeros_like(tiny)
+                if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
+                else deepcopy(value)
+                for key, value in cast("dict[str, Any]", state).items()
+            },
+        )
+
+
+def _difference(start: Sequence[Tensor], whole: Sequence[Tensor], divided: Sequence[Tensor]) -> str:
+    """Say how the steps on shards differ from those on whole parameters, or that neither tells; empty where alike."""
+    for earlier, now, part in zip(start, whole, divided, strict=True):
+        of_update, of_value, visible = _LIMITS.get(now.dtype, _LIMITS[torch.float32])
+        moved = float((now - earlier).abs().nan_to_num(posinf=0.0).max())
+        rounding = of_value * float(now.abs().nan_to_num(posinf=0.0).max())
+        own, found = own_part(now, part), local(part)
+        bound = of_update * moved + rounding
+        if not torch.allclose(found, own, rtol=0.0, atol=bound, equal_nan=True):
+            off = float((found - own).abs().max())
+            return f"moves them elsewhere than whole ones, by {off:.1e} in {_NUM_STEPS} steps of {moved:.1e} together"
+        if not moved > visible * rounding:
+            return f"moves a tiny one by {moved:.1e} in {_NUM_STEPS} steps, too little to tell whether it may"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+
+
+def _refusal(optimizer: Optimizer, what: str) -> str:
+    return (
+        f"{type(optimizer).__name__} cannot step shards: each rank would hold a part of each parameter, and it "
+        f"{what}. A step that looks at a parameter as a whole (a norm, a factored moment, an orthogonal update) "
+        "trains under backend='ddp' or 'single'; under fsdp, one that goes element by element does, such as AdamW. "
+        "fsdp.check_optimizers=False takes it as it is"
+    )

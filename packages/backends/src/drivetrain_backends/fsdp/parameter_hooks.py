@@ -1,0 +1,125 @@
+"""Hooks that users set on parameters, carried to where autograd brings gradients.
+
+Autograd does not reach a shard: it brings each rank's own gradient, whole, to the parameter that FSDP gathers, as it
+does under DDP to the parameter itself. So the hooks run there, before ranks average, with tensors of full shape.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from drivetrain_backends.errors import UnshardedParameterError
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
+
+_Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own: a handle takes its hook out of it
+
+
+class ParameterHooks:
+    """The hooks on a sharded model's parameters.
+
+    Args:
+        sharded: The sharded model whose parameters have the hooks.
+        before: Its parameters as they were before they were sharded, by name.
+    """
+
+    def __init__(self, sharded: ShardedModel, before: Mapping[str, Tensor]) -> None:
+        self._carried: dict[Tensor, _Carried] = {}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in sharded.parameters.items()}
+        self._carriers = {p.sharded_param: p for p in sharded.divided()}
+        for name, old in before.items():
+            shard = sharded.parameters[name]
+            if shard in self._carriers and old is not shard:
+                self._take_up(old, shard)
+                _refuse_more(old, name)
+
+    def carry(self) -> None:
+        """Take up hooks that were set since, and put all where the coming backward meets them."""
+        for shard in self._set_on_shards():
+            self._take_up(shard, shard)
+        for carried in self._carried.values():
+            carried.attach()
+
+    def check_carried(self) -> None:
+        """Refuse to step on gradients of a backward that met no hook, as `loss.backward()` may.
+
+        Raises:
+            UnshardedParameterError: A hook was not carried yet.
+        """
+        waiting = [shard for shard, carried in self._carried.items() if carried.is_waiting]
+        if waiting := [*waiting, *self._set_on_shards()]:
+            raise UnshardedParameterError(
+                f"{self._names[waiting[0]]} has a hook that loss.backward() does not run, as FSDP gathers the "
+                "parameter: call accelerator.backward(loss) in its place"
+            )
+
+    def _set_on_shards(self) -> list[Tensor]:
+        # Reading attributes of a DTensor goes through Python else, which takes 8 times as long.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            return [
+                p
+                for p in self._carriers
+                if p._backward_hooks or p._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+            ]
+
+    def _take_up(self, source: Any, shard: Tensor) -> None:
+        of_gradient, of_parameter = source._backward_hooks, source._post_accumulate_grad_hooks
+        if not of_gradient and not of_parameter:
+            return
+        carried = self._carried.setdefault(shard, _Carried(self._carriers[shard]))
+        if of_gradient:
+            carried.of_gradient.append(of_gradient)
+            source._backward_hooks = None
+        if of_parameter:  # torch would run those of a shard after the reduction, with a part of the gradient
+            carried.of_parameter.append(of_parameter)
+            source._post_accumulate_grad_hooks = None
+
+
+class _Carried:
+    """The hooks of one parameter."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+        self.of_gradient: list[_Hooks] = []
+        self.of_parameter: list[_Hooks] = []
+        self._is_attached = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether they are still to be put on a parameter that was gathered."""
+        gathered = getattr(self._parameter, "_unsharded_param", None)
+        return not self._is_attached and gathered is not None and gathered.requires_grad
+
+    def attach(self) -> None:
+        """Put them on the gathered parameter, which is one object from its first gathering on."""
+        if self.is_waiting:
+            self._parameter._unsharded_param.register_hook(self._run_on_gradient)
+            self._parameter._unsharded_param.register_post_accumulate_grad_hook(self._run_on_parameter)
+            self._is_attached = True
+
+    def _run_on_gradient(self, gradient: Tensor) -> Tensor:
+        for hook in _all_of(self.of_gradient):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    def _run_on_parameter(self, parameter: Tensor) -> None:
+        for hook in _all_of(self.of_parameter):
+            hook(parameter)
+
+
+def _all_of(registered: list[_Hooks]) -> Iterator[Callable[[Tensor], Any]]:
+    return (hook for hooks in registered for hook in list(hooks.values()))
+
+
+def _refuse_more(old: Any, name: str) -> None:
+    """Have a parameter that was replaced by its shard say so when a hook is set on it."""
+
+    def refuse(_: object) -> NoReturn:
+        raise UnshardedParameterError(
+            f"a hook on {name} as it was before prepare(), which sharded it: take the parameter anew from "
+            "model.named_parameters()"
+        )
+
+    old.register_hook = old.register_post_accumulate_grad_hook = refuse

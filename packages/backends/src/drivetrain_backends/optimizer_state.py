@@ -1,0 +1,290 @@
+"""An optimizer's own `state_dict` with parameters under their names, so that any backend can take it up.
+
+```text
+{"state": {name: {key: value}},                        what it keeps of each parameter
+ "param_groups": [{"params": [name, ...], **options}],
+ "others": {key: value},                               entries of `state` that belong to no parameter
+ "beside": {key: value},                               what else its state_dict() holds
+ "own": value}                                         in place of all of it, where it has another shape
+```
+
+The last three are there only for optimizers that have them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain_backends.errors import OptimizerStateError
+
+# Options that schedulers add, and that optimizers fill in where a state of another version has none.
+_OPTIONAL = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+    | {
+        "amsgrad",
+        "capturable",
+        "decoupled_weight_decay",
+        "differentiable",
+        "foreach",
+        "fused",
+        "maximize",
+        "nesterov",
+    }
+)
+_OTHERS, _BESIDE, _OWN = "others", "beside", "own"
+
+
+def named_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """Return an optimizer's own `state_dict` by parameter names, so that it survives another order or subset.
+
+    Args:
+        optimizer: The user's optimizer.
+        names: The canonical name of each parameter.
+
+    Returns:
+        The form that this file's docstring shows.
+    """
+    return name_state(optimizer.state_dict(), named_groups(optimizer, names))
+
+
+def name_state(own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return what an optimizer's `state_dict` gave by parameter names.
+
+    Args:
+        own: The state as the optimizer gave it.
+        names: The names of the parameters of each of its groups.
+    """
+    if not _has_torch_shape(own, names):
+        return {"state": {}, "param_groups": [{"params": list(group)} for group in names], _OWN: own}
+    saved_groups: Sequence[Mapping[str, Any]] = own["param_groups"]
+    groups = [{**saved, "params": list(group)} for saved, group in zip(saved_groups, names, strict=True)]
+    by_key = _names_by_key(saved_groups, names)
+    state: Mapping[Any, Any] = own["state"]
+    named: dict[str, Any] = {
+        "state": {by_key[key]: dict(kept) for key, kept in state.items() if key in by_key},
+        "param_groups": groups,
+    }
+    extra = {
+        _OTHERS: {key: value for key, value in state.items() if key not in by_key},
+        _BESIDE: {key: value for key, value in own.items() if key not in ("state", "param_groups")},
+    }
+    return named | {key: value for key, value in extra.items() if value}
+
+
+def named_groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+    """Return the names of the parameters of each of an optimizer's groups."""
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def load_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
+    """Load what `named_state` gave, through the optimizer's own `load_state_dict`.
+
+    Raises:
+        ValueError: See `check_named_state`; nothing was loaded.
+    """
+    check_named_state(optimizer, names, state)
+    if _OWN in state:
+        optimizer.load_state_dict(state[_OWN])
+        return
+    own = named_groups(optimizer, names)
+    positions = {name: index for index, name in enumerate(name for group in own for name in group)}
+    groups = [
+        {**saved, "params": [positions[name] for name in group]}
+        for saved, group in zip(state["param_groups"], own, strict=True)
+    ]
+    by_key = {positions[name]: value for name, value in state["state"].items()}
+    optimizer.load_state_dict(
+        {"state": {**by_key, **state.get(_OTHERS, {})}, "param_groups": groups, **state.get(_BESIDE, {})}
+    )
+
+
+def check_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Any]) -> None:
+    """Hold a named state against the optimizer that is to take it up.
+
+    Raises:
+        ValueError: Its groups hold other parameters, or it was saved with an optimizer of another kind.
+    """
+    mine = named_state(optimizer, names)
+    kind = type(optimizer).__name__
+    if (_OWN in mine) != (_OWN in saved):
+        raise ValueError(
+            f"the state of {kind} is {_form(mine)}, and the checkpoint's {_form(saved)}: it was saved with another "
+            "kind of optimizer; build the one that was saved"
+        )
+    own = named_groups(optimizer, names)
+    check_groups(own, saved["param_groups"], optimizer, only_parameters=_OWN in saved)
+    in_order = [list(group["params"]) for group in saved["param_groups"]] == own
+    if not in_order and any(_may_be_by_place(saved.get(key)) for key in (_OWN, _BESIDE, _OTHERS)):
+        raise ValueError(
+            f"the checkpoint holds state of {kind} beside its parameters', in the order that they had, and they "
+            "stand in another order now; build the optimizer over the same parameters in the same order"
+        )
+    mine_beside, saved_beside = mine.get(_BESIDE, {}), saved.get(_BESIDE, {})
+    lacking = sorted(map(str, mine_beside.keys() - saved_beside.keys()))
+    lost = sorted(map(str, saved_beside.keys() - mine_beside.keys()))
+    if lacking or (lost and _loads_as_torch(optimizer)):
+        what = (
+            f"has {lacking}, which the checkpoint has not" if lacking else f"has not {lost} of the checkpoint"
+        )
+        raise ValueError(
+            f"the state_dict() of {kind} {what}: it was saved with another kind of optimizer; build the one that was "
+            "saved"
+        )
+
+
+def check_groups(
+    own: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    optimizer: Optimizer,
+    *,
+    only_parameters: bool = False,
+) -> None:
+    """Hold the parameter groups of an optimizer against saved ones.
+
+    Args:
+        own: The names of the parameters of each group.
+        saved: The groups of a named state.
+        optimizer: The optimizer that the groups belong to.
+        only_parameters: Whether the saved groups hold no options.
+
+    Raises:
+        ValueError: They hold other parameters, or lack options that this kind of optimizer has; the message names the
+            first few.
+    """
+    if len(saved) != len(own):
+        raise ValueError(
+            f"the optimizer has {len(own)} parameter groups, the checkpoint {len(saved)}; build it with the same "
+            "groups"
+        )
+    for group, saved_group in zip(own, saved, strict=True):
+        if odd := sorted(set(group) ^ set(saved_group["params"])):
+            raise ValueError(
+                f"a parameter group of the optimizer differs from the checkpoint's by {odd[:5]}"
+                f"{' and others' if len(odd) > 5 else ''}; build it over the same parameters"
+            )
+    for group, saved_group in zip(optimizer.param_groups, saved if not only_parameters else (), strict=False):
+        if lacking := sorted(set(group) - set(saved_group) - _OPTIONAL):
+            raise ValueError(
+                f"the optimizer's groups have {lacking}, which the checkpoint's have not: it was saved with another "
+                f"kind of optimizer than {type(optimizer).__name__}; build the one that was saved"
+            )
+
+
+def check_divisible(optimizer: Optimizer, *, where: str, scalars: bool) -> None:
+    """Refuse an optimizer that keeps state where ranks cannot divide it.
+
+    A backend that divides state divides what is kept of each parameter. Of what is kept elsewhere it could save one
+    rank's part at most.
+
+    Args:
+        optimizer: The user's optimizer.
+        where: What divides the state, for the message.
+        scalars: Whether numbers and other plain values, which are the same on all ranks, can be kept all the same.
+
+    Raises:
+        OptimizerStateError: It does.
+    """
+    places = [
+        [f"{g}.{i}" for i, _ in enumerate(group["params"])] for g, group in enumerate(optimizer.param_groups)
+    ]
+    state = name_state(optimizer.state_dict(), places)
+    beside: dict[object, Any] = {**state.get(_OTHERS, {}), **state.get(_BESIDE, {})}
+    found = ["all of it"] if _OWN in state else []
+    found += [str(key) for key, value in beside.items() if not scalars or _holds_elements(value)]
+    if found:
+        raise _undividable(optimizer, found, where)
+
+
+def check_unkeyed(optimizer: Optimizer, *, where: str) -> None:
+    """Refuse an optimizer whose `state` has come to hold entries of no parameter; see `check_divisible`.
+
+    Raises:
+        OptimizerStateError: It does.
+    """
+    keys: list[object] = list(optimizer.state)  # torch types them as tensors; a user's class may use any
+    if found := [str(key) for key in keys if not isinstance(key, Tensor)]:
+        raise _undividable(optimizer, found, where)
+
+
+def _undividable(optimizer: Optimizer, found: Sequence[str], where: str) -> OptimizerStateError:
+    return OptimizerStateError(
+        f"{type(optimizer).__name__}: its state_dict() holds {list(found[:5])} beside what it keeps of each "
+        f"parameter, and {where} cannot divide that among ranks: a checkpoint could not be resumed. Use the single "
+        "or ddp backend, or keep it in optimizer.state[parameter] or as an option in param_groups"
+    )
+
+
+def refuse_undivided(saved: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a saved state that holds more than what is kept of each parameter.
+
+    Raises:
+        ValueError: It does.
+    """
+    if extra := [key for key in (_OTHERS, _BESIDE, _OWN) if key in saved]:
+        held = [str(key) for kept in extra if kept != _OWN for key in saved[kept]]
+        raise ValueError(
+            f"the checkpoint holds state of its optimizer beside that of each parameter ({held or 'all of it'}), "
+            f"which {where} cannot take up; load it under the single or ddp backend"
+        )
+
+
+def _has_torch_shape(own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> bool:
+    """Whether a state is `state` by parameter and `param_groups`, as torch's own is."""
+    groups, state = own.get("param_groups"), own.get("state")
+    if not isinstance(groups, list) or not isinstance(state, Mapping) or len(groups) != len(names):
+        return False
+    found = cast("list[Any]", groups)
+    if not all(isinstance(group, Mapping) and "params" in group for group in found):
+        return False
+    if any(len(group["params"]) != len(own_names) for group, own_names in zip(found, names, strict=True)):
+        return False
+    by_key = _names_by_key(found, names)
+    kept = cast("Mapping[Any, Any]", state)
+    return all(isinstance(value, Mapping) for key, value in kept.items() if key in by_key)
+
+
+def _names_by_key(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[Any, str]:
+    """The name of each parameter by the key that a state has for it."""
+    return {
+        key: name
+        for saved, group in zip(groups, names, strict=True)
+        for key, name in zip(saved["params"], group, strict=True)
+    }
+
+
+def _loads_as_torch(optimizer: Optimizer) -> bool:
+    """Whether nothing but torch's own loading sees a state, which drops what it does not know."""
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ())  # torch tells of them nowhere else
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict and not hooks
+
+
+def _form(state: Mapping[str, Any]) -> str:
+    return "of a form of its own" if _OWN in state else "kept by parameter"
+
+
+def _values_in(value: Any) -> Iterable[Any]:
+    """The leaves of nested containers."""
+    if isinstance(value, Mapping):
+        for one in cast("Mapping[Any, Any]", value).values():
+            yield from _values_in(one)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for one in cast("Iterable[Any]", value):
+            yield from _values_in(one)
+    else:
+        yield value
+
+
+def _may_be_by_place(extra: Any) -> bool:
+    """Whether a part of a state may stand in the order of the parameters: all but single values by key may."""
+    if not isinstance(extra, Mapping):
+        return extra is not None
+    kept = cast("Mapping[Any, Any]", extra)
+    return any(isinstance(one, (Mapping, list, tuple)) or _holds_elements(one) for one in kept.values())
+
+
+def _holds_elements(value: Any) -> bool:
+    """Whether there is a tensor or array in it of more than one element."""
+    return any(math.prod(one.shape) > 1 for one in _values_in(value) if hasattr(one, "shape"))

@@ -1,0 +1,114 @@
+"""Models of PEFT: their adapters alone, in the files and under the names that PEFT itself reads."""
+
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from drivetrain_backends import Prepared, uncompiled, whole
+from drivetrain_checkpoint import ExportPlan, TensorInfo, write_tensor_file
+from drivetrain_checkpoint.agreement import on_each_rank
+from drivetrain_state import Context
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of every name in PEFT's files
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a model holds adapters of PEFT: a `PeftModel`, or one of transformers with `add_adapter`."""
+    config = getattr(module, "peft_config", None)
+    return isinstance(config, Mapping) and bool(config)
+
+
+def save_adapters(
+    prepared: Prepared, context: Context, folder: Path, *, metadata: Mapping[str, str]
+) -> ExportPlan:
+    """Write every adapter of a model as `PeftModel.save_pretrained` does. Called on all ranks.
+
+    The adapter "default" goes into the folder itself, each other one into a folder of its name in it. The main
+    process holds the adapters, whole, and nothing else.
+
+    Args:
+        prepared: The model.
+        context: Ranks and device.
+        folder: Where to.
+        metadata: Written into the header of every file.
+
+    Returns:
+        Which file holds which tensor.
+    """
+    module = uncompiled(prepared.unwrap())
+    state = prepared.state_dict()["model"]
+    found = {name: _adapter_state(module, name, state) for name in _configs(module)}
+    is_main = context.topology.is_main
+    whole_ones = {
+        adapter: {name: value.detach().cpu().contiguous() for name, value in _gathered(values) if is_main}
+        for adapter, values in found.items()
+    }
+    places = {adapter: "" if adapter == "default" else f"{adapter}/" for adapter in found}
+
+    def write() -> None:
+        for adapter, tensors in whole_ones.items() if is_main else ():
+            place = folder / places[adapter]
+            place.mkdir(parents=True, exist_ok=True)
+            write_tensor_file(place / ADAPTER_FILE, tensors, metadata=metadata)
+            _config_to_write(module, adapter).save_pretrained(str(place))
+
+    on_each_rank(context, write, doing=f"the export into {folder}")
+    return ExportPlan(
+        files={f"{places[adapter]}{ADAPTER_FILE}": tuple(values) for adapter, values in found.items()},
+        tensors={
+            f"{places[adapter]}{name}": TensorInfo(shape=tuple(value.shape), dtype=value.dtype)
+            for adapter, values in found.items()
+            for name, value in values.items()
+        },
+    )
+
+
+def _gathered(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Whole tensors by name. Called on all ranks, in the same order."""
+    return [(name, whole(value)) for name, value in values.items()]
+
+
+def _configs(module: nn.Module) -> Mapping[str, Any]:
+    configs: Any = module.peft_config
+    return configs
+
+
+def _adapter_state(module: nn.Module, adapter: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a state is an adapter's, under the names that its file has for it."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    found: dict[str, Any] = get_peft_model_state_dict(
+        module,
+        state_dict=dict(state),
+        adapter_name=adapter,
+        save_embedding_layers=_trains_embeddings(module),  # "auto" would ask the hub
+    )
+    if isinstance(module, PeftModel):
+        return found
+    return {f"{_PREFIX}{name}": value for name, value in found.items()}
+
+
+def _trains_embeddings(module: nn.Module) -> bool:
+    """Whether the input embeddings, or adapters on them, are trained."""
+    embeddings_of = getattr(module, "get_input_embeddings", None)
+    if embeddings_of is None:
+        return False
+    try:
+        embeddings = embeddings_of()
+    except NotImplementedError:
+        return False
+    return isinstance(embeddings, nn.Module) and any(p.requires_grad for p in embeddings.parameters())
+
+
+def _config_to_write(module: nn.Module, adapter: str) -> Any:
+    """An adapter's configuration, for inference and with the name of its base model."""
+    config = copy(_configs(module)[adapter])
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module  # pyright: ignore[reportCallIssue]
+        config.base_model_name_or_path = getattr(base, "name_or_path", None)
+    return config

@@ -1,0 +1,161 @@
+"""The user's loop that a call stands in, read off its source: which loader it goes over, and on which line.
+
+Python does not tell what a running `for` iterates over. Its source does: the loops around the line of each caller,
+and the names in their heads. Nothing is concluded where the source cannot be had, or a head is no name of a loader.
+"""
+
+import ast
+import linecache
+from collections.abc import Iterator
+from inspect import currentframe, getattr_static
+from types import FrameType
+from typing import Any, NamedTuple, TypeAlias, cast
+
+from torch.utils.data import DataLoader
+
+from drivetrain_data import RestOfEpoch, ShardedLoader, divides_itself
+
+_NUM_CALLERS = 10  # a loop further out is not looked for
+_PASS_THROUGH = ("enumerate", "iter", "islice", "zip", "tqdm", "track")
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_Block: TypeAlias = ast.For | ast.AsyncFor | ast.comprehension | ast.With
+
+
+class UnpreparedLoop(NamedTuple):
+    """A loop over a DataLoader that every rank reads whole.
+
+    Attributes:
+        head: What it goes over, as in the source.
+        place: The file and line.
+    """
+
+    head: str
+    place: str
+
+
+class CallSites:
+    """Finds the loops around the callers of a function, remembering where they stand."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[str, int], list[_Block]] = {}
+        self._trees: dict[str, ast.Module | None] = {}
+
+    def unprepared_loop(self) -> UnpreparedLoop | None:
+        """The innermost loop over a loader that the program stands in, if that loader was not prepared.
+
+        Returns:
+            None where it was prepared, divides the data itself, is read under `join_uneven_inputs`, or is not known.
+        """
+        frame = currentframe()
+        while frame is not None and _is_ours(frame):
+            frame = frame.f_back
+        found: UnpreparedLoop | None = None
+        for _ in range(_NUM_CALLERS):
+            if frame is None:
+                break
+            blocks = self._around(frame.f_code.co_filename, frame.f_lineno)
+            if any(isinstance(block, ast.With) and _is_join(block) for block in blocks):
+                return None
+            for block in blocks if found is None else []:
+                loaders = [] if isinstance(block, ast.With) else list(_loaders_of(block.iter, frame))
+                if loaders and not all(map(_is_read_whole, loaders)):
+                    return None
+                if loaders and not isinstance(block, ast.With):
+                    place = f"{frame.f_code.co_filename}:{block.iter.lineno}"
+                    found = UnpreparedLoop(ast.unparse(block.iter), place)
+                    break
+            frame = frame.f_back
+        return found
+
+    def _around(self, filename: str, line: int) -> list[_Block]:
+        """The loops and `with` blocks around a line of a function, the innermost first."""
+        key = (filename, line)
+        if key not in self._blocks:
+            if filename not in self._trees:
+                self._trees[filename] = _parse(filename)
+            tree = self._trees[filename]
+            self._blocks[key] = [] if tree is None else _blocks_around(tree, line)[::-1]
+        return self._blocks[key]
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.split(".")[0].startswith("drivetrain")
+
+
+def _parse(filename: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _blocks_around(tree: ast.Module, line: int) -> list[_Block]:
+    """The blocks of the innermost function around a line whose body holds it, the outermost first."""
+    scope: ast.AST = tree
+    for node in ast.walk(tree):  # by depth: the last one is the innermost
+        if isinstance(node, _FUNCTIONS) and _holds(node, line):
+            scope = node
+    found: list[_Block] = []
+    level: list[ast.AST] = [scope]
+    while level:
+        for node in level:
+            if isinstance(node, (ast.For, ast.AsyncFor, ast.With)):
+                found += [node] if any(_holds(each, line) for each in node.body) else []
+            elif isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+                found += node.generators if _holds(node, line) else []
+        inside = (child for node in level for child in ast.iter_child_nodes(node))
+        level = [child for child in inside if not isinstance(child, _FUNCTIONS)]
+    return found
+
+
+def _holds(node: Any, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _loaders_of(head: ast.expr, frame: FrameType) -> Iterator[Any]:
+    """The loaders, or classes of those that are made on the spot, that a loop's head goes over."""
+    if isinstance(head, ast.Call):
+        called = head.func.attr if isinstance(head.func, ast.Attribute) else getattr(head.func, "id", "")
+        if called in _PASS_THROUGH:
+            for argument in head.args:
+                yield from _loaders_of(argument, frame)
+            return
+        made = _value(head.func, frame)
+        kept = not any(each.arg in (None, "sampler", "batch_sampler") for each in head.keywords)
+        if isinstance(made, type) and issubclass(made, DataLoader) and kept:
+            yield made
+        return
+    value = _value(head, frame)
+    if isinstance(value, (DataLoader, ShardedLoader, RestOfEpoch)):
+        yield value
+
+
+def _value(node: ast.expr, frame: FrameType) -> Any:
+    """What a name, an attribute or an item stands for, without running anything; None where that is not known."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        return getattr_static(_value(node.value, frame), node.attr, None)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        holder, key = _value(node.value, frame), node.slice.value
+        if type(holder) is dict:
+            return cast("dict[Any, Any]", holder).get(key)
+        if type(holder) in (list, tuple) and isinstance(key, int) and key < len(holder):
+            return holder[key]
+    return None
+
+
+def _is_read_whole(loader: Any) -> bool:
+    if isinstance(loader, (ShardedLoader, RestOfEpoch)):
+        return False
+    return isinstance(loader, type) or not divides_itself(loader)
+
+
+def _is_join(block: ast.With) -> bool:
+    calls = (item.context_expr for item in block.items)
+    return any(
+        isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "join_uneven_inputs"
+        for call in calls
+    )

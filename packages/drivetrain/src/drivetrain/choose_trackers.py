@@ -1,0 +1,43 @@
+"""Which trackers a run logs to: those that settings name, and objects given in code."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from drivetrain.settings import RunSettings
+from drivetrain_tracking import Tracker, TrackerGroup, TrackingSettings, chosen_names, make_tracker
+from drivetrain_tracking.arguments import check_tracker
+
+LogWith: TypeAlias = Sequence[str | Tracker] | str | Tracker
+
+
+def split_log_with(log_with: LogWith | None) -> tuple[tuple[str, ...] | None, tuple[Tracker, ...]]:
+    """Split what code said into names, which are settings, and objects, which no file could hold.
+
+    Returns:
+        The names, None if nothing was said; and the objects.
+
+    Raises:
+        TypeError: Something in it is neither a name nor a tracker; the message says what it lacks.
+    """
+    if log_with is None:
+        return None, ()
+    given = list(log_with) if isinstance(log_with, Sequence) and not isinstance(log_with, str) else [log_with]
+    objects = tuple(one for one in given if not isinstance(one, str))
+    for one in objects:
+        check_tracker(one)
+    return tuple(one for one in given if isinstance(one, str)), objects
+
+
+def make_trackers(
+    settings: RunSettings, objects: Sequence[Tracker], *, is_main: bool, section: TrackingSettings
+) -> TrackerGroup:
+    """Make the trackers that the settings name, beside those given as objects.
+
+    Raises:
+        UnknownTrackerError: No installed package brings one of the names.
+        ValueError: Two trackers have one name.
+    """
+    directory = settings.project_dir
+    assert directory is not None or not settings.log_with  # RunSettings refuses names without it
+    named = [make_tracker(name, directory or "") for name in chosen_names(settings.log_with)]
+    return TrackerGroup([*named, *objects], is_main=is_main, settings=section)

@@ -1,0 +1,83 @@
+"""A run's effective plan in about ten lines, as a user reads it when training starts."""
+
+from collections.abc import Iterable, Mapping
+from textwrap import wrap
+from typing import Any
+
+from drivetrain.plan import EffectivePlan, PlanRow
+
+_WIDTH = 110
+_MOST = 4  # of the choices; plan.json has them all
+_INDENT = 2
+_COLUMN = 13
+_UNBROKEN = "\u00a0"  # stands for a space at which no line ends
+# Facts that stand in the first lines, or that nobody need read at the start.
+_PLACED = ("processes", "device", "backend", "precision")
+# Settings whose asked value is that of another one, or a place rather than a choice.
+_REPEATED = {"state.device": "run.cpu", "data.seed": "run.seed"}
+_UNTOLD = ("run.show_plan", "run.verbose")
+
+
+def summarize(plan: EffectivePlan, *, whole: str) -> str:
+    """Return what runs, what was asked and what was chosen, as lines without a line end.
+
+    Args:
+        plan: The plan.
+        whole: Where the whole plan can be seen.
+    """
+    facts = plan.facts
+    lines = ["what runs:"]
+    lines += _entry("processes", f"{facts['processes']}; device {facts['device']}")
+    lines += _entry("training", f"{facts['backend']}, in {facts['precision']}")
+    for name, fact in facts.items():
+        if name not in _PLACED:
+            lines += _entry("data" if name == "data 0" and "data 1" not in facts else name, str(fact))
+    asked = {row.setting: row for row in plan.rows if row.source != "default"}
+    items = [item.replace(" ", _UNBROKEN) for item in _asked(asked)]
+    lines += _entry("asked", ", ".join(items) or "nothing: all stands at its default")
+    lines += _chosen([row for row in plan.rows if row.reason and row.applied != row.asked])
+    return "\n".join([*lines, *_entry("whole plan", whole)])
+
+
+def _asked(asked: Mapping[str, PlanRow]) -> Iterable[str]:
+    """Say each setting that somebody gave, with its source."""
+    for name, row in asked.items():
+        if name not in _UNTOLD and _REPEATED.get(name) not in asked:
+            yield f"{name} = {_shown(row.asked)} ({row.source})"
+
+
+def _chosen(rows: list[PlanRow]) -> list[str]:
+    """Say what was left open, what became of it and why; those that a user left to "auto" first."""
+    rows = sorted(rows, key=lambda row: row.asked is None)
+    lines = [
+        line
+        for row in rows[:_MOST]
+        for line in _entry("", f"{row.setting} = {_shown(row.applied)}: {row.reason}")
+    ]
+    if len(rows) > _MOST:
+        lines += _entry("", f"and {len(rows) - _MOST} more")
+    if lines:
+        lines[0] = _entry("chosen", lines[0].strip())[0]
+    return lines
+
+
+def _entry(name: str, text: str) -> list[str]:
+    """Return the lines of one entry, its name in a column of its own."""
+    head = f"{'':{_INDENT}}{name:<{_COLUMN}}"
+    lines = wrap(
+        text,
+        _WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_UNBROKEN, " ") for line in lines]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and value:
+        return "see the whole plan"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

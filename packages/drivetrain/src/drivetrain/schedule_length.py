@@ -1,0 +1,159 @@
+"""How many optimizer steps a schedule is made for, and whether that is what training has."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
+from typing import Any, cast
+
+from drivetrain.compose import Parts
+from drivetrain.prepare import PreparedModels
+from drivetrain_backends import PreparedScheduler
+from drivetrain_data import ShardedLoader
+
+logger = logging.getLogger(__name__)
+
+
+class Schedules:
+    """The part of an Accelerator that counts steps for schedules."""
+
+    _parts: Parts
+    _prepared: PreparedModels
+    _ends_early = False
+
+    def _tell_unreached(self) -> None:
+        """Warn once of schedules that training ended before, unless it ended with an error."""
+        if not self._ends_early and self._parts.context.topology.is_main:
+            tell_unreached(self._prepared.schedulers)
+        self._ends_early = True
+
+    def num_steps(
+        self, loader: ShardedLoader[Any], *, epochs: float | None = None, samples: int | None = None
+    ) -> int:
+        """Return the optimizer steps of a training, for a schedule: the same on all ranks.
+
+        Args:
+            loader: A prepared loader; an epoch's last batch closes its window.
+            epochs: How many epochs of it are trained; a part of one counts by its batches.
+            samples: Or how many samples are, of all ranks together.
+
+        Raises:
+            TypeError: The loader is not prepared, or not exactly one of `epochs` and `samples` is given.
+            ValueError: Its length is not known, or the number is not above 0.
+        """
+        if not isinstance(loader, ShardedLoader):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+            raise TypeError(
+                f"num_steps({type(loader).__name__}): give what prepare() returned for the loader; before it, the "
+                "batches of all ranks are counted, and an epoch has fewer steps on more ranks"
+            )
+        if (epochs is None) == (samples is None):
+            raise TypeError(f"num_steps(epochs={epochs!r}, samples={samples!r}): give one of the two")
+        amount = cast("float", samples if epochs is None else epochs)
+        if not amount > 0:
+            raise ValueError(f"num_steps(epochs={epochs!r}, samples={samples!r}): must be above 0")
+        accumulation = self._parts.backend.window.next_num_micro_batches
+        try:
+            num_batches, num_samples = len(loader), len(loader.dataset)
+        except TypeError as error:
+            raise ValueError(
+                "num_steps(): the length of this loader is not known; write the schedule in optimizer steps"
+            ) from error
+        trained = amount if epochs is not None else amount / num_samples
+        return steps_of(trained, num_batches, accumulation)
+
+
+def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
+    """Return the optimizer steps of some epochs, each of which closes its last window early.
+
+    Args:
+        epochs: How many, the last one perhaps in part.
+        num_batches: Of an epoch, on each rank.
+        accumulation: Micro-batches in a window.
+    """
+    whole = int(epochs)
+    rest = round((epochs - whole) * num_batches, 6)  # 0.1 + 0.2 epochs of ten batches are three
+    return whole * ceil(num_batches / accumulation) + ceil(ceil(rest) / accumulation)
+
+
+def total_of(scheduler: Any) -> int | None:
+    """Return how many steps a scheduler is made for, as far as it tells; None if it does not."""
+    parts: Sequence[Any] = getattr(scheduler, "_schedulers", ())  # torch tells of them nowhere else
+    milestones: Sequence[int] = getattr(scheduler, "_milestones", ())
+    if parts and milestones:
+        last = total_of(parts[-1])
+        return None if last is None else milestones[-1] + last
+    if parts:
+        return max((total for one in parts if (total := total_of(one)) is not None), default=None)
+    for attribute in ("total_steps", "T_max", "total_iters"):
+        if isinstance(total := getattr(scheduler, attribute, None), int):
+            return total
+    for function in getattr(scheduler, "lr_lambdas", ()):  # as transformers makes them
+        keywords: Mapping[str, Any] = getattr(function, "keywords", {})
+        if isinstance(total := keywords.get("num_training_steps"), int):
+            return total
+    return None
+
+
+def tell_unsharded_lengths(
+    schedulers: Iterable[PreparedScheduler], loaders: Iterable[tuple[Any, ShardedLoader[Any]]], parts: Parts
+) -> None:
+    """Warn of schedules as long as loaders were before they were prepared. Called on all ranks.
+
+    Args:
+        schedulers: Prepared with the loaders, or before.
+        loaders: Each as the user built it, and prepared.
+        parts: What the run is made of.
+    """
+    if parts.context.topology.world_size == 1 or not parts.context.topology.is_main:
+        return
+    accumulation = parts.backend.window.next_num_micro_batches
+    pairs = [(_length(own), _length(sharded)) for own, sharded in loaders]
+    for scheduler in schedulers:
+        total = total_of(scheduler.scheduler)
+        for own, sharded in pairs:
+            if total is None or own is None or sharded is None or own == sharded:
+                continue
+            if not _is_multiple(total, own, accumulation):
+                continue
+            steps_in_epoch = ceil(sharded / accumulation)
+            logger.warning(
+                "%s is made for %s steps, as the loader's %s batches before prepare() make them: on each rank it has "
+                "%s, and an epoch %s optimizer steps, so that the schedule is one of %.3g epochs. Unless that is "
+                "meant, prepare the loader first, and make the schedule for "
+                "accelerator.num_steps(loader, epochs=...)",
+                type(scheduler.scheduler).__name__,
+                total,
+                own,
+                sharded,
+                steps_in_epoch,
+                total / steps_in_epoch,
+            )
+            break
+
+
+def tell_unreached(schedulers: Iterable[PreparedScheduler]) -> None:
+    """Warn of schedules that training ended before. Called on rank 0."""
+    for prepared in schedulers:
+        scheduler: Any = prepared.scheduler
+        total, at = total_of(scheduler), getattr(scheduler, "last_epoch", None)
+        if total is not None and isinstance(at, int) and 0 < at < total:
+            logger.warning(
+                "training ended at step %s of a schedule of %s (%s): its last rates were never reached. A schedule "
+                "counts optimizer steps, of which more ranks make fewer in an epoch; "
+                "accelerator.num_steps(loader, epochs=...) counts them",
+                at,
+                total,
+                type(scheduler).__name__,
+            )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _is_multiple(total: int, num_batches: int, accumulation: int) -> bool:
+    """Whether a total is that of some epochs."""
+    units = {num_batches, ceil(num_batches / accumulation), num_batches // accumulation}
+    return any(unit > 1 and total % unit == 0 for unit in units)

@@ -1,0 +1,55 @@
+"""Checks of what users give: an object that is to be a tracker, options for a tracker's own calls."""
+
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import Any, Literal
+
+from drivetrain_tracking.protocol import Tracker
+
+_CALLS = ("start", "log", "finish")
+_SHAPE = (
+    "a tracker has a name, on_all_ranks (true or false), start(run_name, config), log(values, *, step=None) and "
+    "finish(), as drivetrain_tracking.Tracker says"
+)
+
+
+def check_tracker(tracker: object) -> None:
+    """Refuse an object that is no tracker.
+
+    Raises:
+        TypeError: It is a class, or lacks a part of the protocol; the message names what.
+    """
+    if isinstance(tracker, type):
+        raise TypeError(f"{tracker.__name__} is a class: pass an instance of it, {tracker.__name__}(...)")
+    missing = [call for call in _CALLS if not callable(getattr(tracker, call, None))]
+    missing += ["name"] if not isinstance(getattr(tracker, "name", None), str) else []
+    missing += ["on_all_ranks"] if not isinstance(getattr(tracker, "on_all_ranks", None), bool) else []
+    if missing:
+        raise TypeError(
+            f"{type(tracker).__name__} is no tracker, for it lacks {', '.join(missing)}: {_SHAPE}"
+        )
+
+
+def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapping[str, Any]) -> None:
+    """Refuse options that a tracker's call does not take.
+
+    Raises:
+        TypeError: The message lists those that it takes.
+    """
+    if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+        raise TypeError(
+            f"options of the tracker {tracker.name!r}: {given!r} is no mapping of arguments by name"
+        )
+    parameters = signature(getattr(tracker, method)).parameters.values()
+    own = {"run_name", "config"} if method == "start" else {"values", "step"}
+    taken = [
+        parameter.name
+        for parameter in parameters
+        if parameter.name not in own and parameter.kind is not Parameter.POSITIONAL_ONLY
+    ]
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+    if unknown := [name for name in given if name in own or not (takes_any or name in taken)]:
+        raise TypeError(
+            f"options of the tracker {tracker.name!r}: {type(tracker).__name__}.{method}() takes no "
+            f"{', '.join(unknown)}; of its own it takes {', '.join(taken) or 'none'}"
+        )

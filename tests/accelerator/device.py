@@ -1,0 +1,125 @@
+"""An accelerator that any machine has: torch's open device (PrivateUse1), made by a small C++ extension.
+
+Its memory is the host's and its operations too, but to torch it is a device: tensors are copied to it and from it,
+from pinned memory or not, on streams, with events, generators, autocast and collectives of its own. `device.cpp` says
+what it does to find those who do not wait. torch calls it "npu", a kind that drivetrain knows, whose collectives are
+named "hccl"; nothing here is of that vendor.
+"""
+
+import importlib.util
+import shutil
+import sys
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from tempfile import mkdtemp
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NAME = "npu"
+_NUM_DEVICES = 2
+CAN_BE_MADE = importlib.util.find_spec("ninja") is not None and shutil.which("c++") is not None
+_SOURCES = sorted(Path(__file__).parent.glob("*.?pp"))
+
+
+def compiled() -> Path:
+    """The extension's library, compiled at the first call and kept for what it was compiled from.
+
+    The first call takes a minute; any number of processes may make it.
+    """
+    told = sha256(f"{torch.__version__} {sys.version} {torch.__config__.show()}".encode())
+    for source in _SOURCES:
+        told.update(source.read_bytes())
+    name = f"drivetrain_device_{told.hexdigest()[:12]}"
+    library = Path.home() / ".cache" / "drivetrain" / f"{name}.so"
+    if not library.exists():
+        from torch.utils.cpp_extension import load
+
+        library.parent.mkdir(parents=True, exist_ok=True)
+        build = Path(mkdtemp(prefix=name, dir=library.parent))
+        sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
+        load(name, sources, extra_cflags=["-O0"], build_directory=str(build), is_python_module=False)
+        (build / library.name).replace(library)  # at once: another process may look for it
+        shutil.rmtree(build)
+    return library
+
+
+@cache
+def make() -> Any:
+    """Have this process know the device, for good; what its memory and copies count."""
+    library = compiled()
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    assert spec is not None
+    assert spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _device_module(extension))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    dist.Backend.register_backend("hccl", _collectives(extension), devices=[NAME])
+    return extension
+
+
+def _device_module(extension: Any) -> ModuleType:
+    """What is found as `torch.npu`: what torch asks of a device's module."""
+
+    def generator(device: Any = None) -> torch.Generator:
+        index = torch.device(NAME if device is None else device).index
+        return extension.generator(-1 if index is None else index)
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(_NUM_DEVICES):
+            generator(torch.device(NAME, index)).manual_seed(seed)
+
+    module = ModuleType(f"torch.{NAME}")
+    vars(module).update(
+        Event=torch.Event,
+        Stream=torch.Stream,
+        _is_in_bad_fork=lambda: False,
+        current_device=torch.accelerator.current_device_index,
+        current_stream=torch.accelerator.current_stream,
+        device=torch.accelerator.device_index,
+        device_count=lambda: _NUM_DEVICES,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        get_rng_state=lambda device=None: generator(device).get_state(),
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        manual_seed=lambda seed: generator().manual_seed(seed),
+        manual_seed_all=manual_seed_all,
+        set_device=torch.accelerator.set_device_index,
+        set_rng_state=lambda state, device=None: generator(device).set_state(state),
+        stream=lambda stream: nullcontext() if stream is None else stream,
+        synchronize=torch.accelerator.synchronize,
+    )
+    return module
+
+
+def _collectives(extension: Any) -> Any:
+    def create(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
+        return extension.collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    return create
+
+
+@contextmanager
+def synchronisations() -> Generator[list[str]]:
+    """Inside, list where the host waits for the device: on what, and the lines that led there, innermost last."""
+    found: list[str] = []
+
+    def note(what: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+        lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-1]]
+        found.append(" < ".join([what, *reversed(lines[-4:])]))
+
+    extension = make()
+    extension.watch(note)
+    try:
+        yield found
+    finally:
+        extension.watch(None)

@@ -1,0 +1,64 @@
+"""The device's memory: its peak is measured, and batches that do not fit are found."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from accelerator import device
+from drivetrain_memory import PeakMemory, find_executable_batch_size, free_memory
+
+MB = 2**20
+
+
+def measures() -> None:
+    place = torch.device(device.NAME, 0)
+    with PeakMemory() as memory:
+        before = memory.device_before_bytes
+        assert before is not None
+        block = torch.ones(3 * MB, dtype=torch.uint8, device=place)
+        del block
+        with PeakMemory() as inner:
+            torch.ones(MB, dtype=torch.uint8, device=place)
+        assert inner.device_bytes is not None
+        assert MB <= inner.device_bytes - before < 2 * MB
+    assert memory.device_bytes is not None
+    assert 3 * MB <= memory.device_bytes - before < 4 * MB
+    assert memory.device_reserved_bytes is not None
+    assert memory.device_reserved_bytes >= memory.device_bytes
+
+
+def searches() -> None:
+    extension = device.make()
+    place = torch.device(device.NAME, 0)
+    gc.collect()
+    before = extension.counts()["in_use"]
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        assert extension.counts()["in_use"] == before  # nothing is left of the try before
+        model = nn.Linear(1024, 1024).to(place)
+        model(torch.ones(batch_size * 64, 1024, device=place)).sum().backward()
+        return batch_size
+
+    extension.set_capacity(before + 18 * MB)
+    try:
+        assert train() == 16
+    finally:
+        extension.set_capacity(2**62)
+    assert tried == [64, 32, 16]
+    free_memory()
+    assert extension.counts()["in_use"] == before
+
+
+def test_peaks_are_those_of_the_device(on_accelerators: Callable[..., list[object]]) -> None:
+    on_accelerators(measures)
+
+
+def test_a_batch_size_that_fits_is_found_and_nothing_is_left_of_the_others(
+    on_accelerators: Callable[..., list[object]],
+) -> None:
+    on_accelerators(searches)

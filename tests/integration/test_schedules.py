@@ -1,0 +1,240 @@
+"""Schedules whose scheduler was not prepared, or that count something else than optimizer steps."""
+
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
+from torch.utils.data import DataLoader
+
+from drivetrain import Accelerator
+from drivetrain_backends import SchedulerError
+
+QUIET = {"run": {"show_plan": False}}
+
+
+def refuse_lone_schedulers(backend: str) -> None:
+    """Made before or after prepare(), over either optimizer; the step with or without a guard."""
+    for over_prepared, guarded in ((False, False), (True, False), (False, True)):
+        with Accelerator(
+            cpu=True, backend=backend, gradient_accumulation_steps=2, sections=QUIET
+        ) as accelerator:
+            model = nn.Linear(4, 1)
+            own = SGD(model.parameters(), lr=0.1)
+            scheduler = None if over_prepared else StepLR(own, 1, 0.5)
+            model, optimizer = accelerator.prepare(model, own)
+            scheduler = scheduler or StepLR(optimizer, 1, 0.5)
+
+            def micro_batch(
+                accelerator=accelerator,
+                model=model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                guarded=guarded,
+            ) -> None:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(2, 4)).mean())
+                    if not guarded or accelerator.sync_gradients:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    with warnings.catch_warnings(action="ignore"):  # torch sees that none was stepped before
+                        scheduler.step()
+
+            micro_batch()
+            with pytest.raises(
+                SchedulerError, match=r"changed inside an accumulation window, from 0\.1 to 0\.05"
+            ):
+                micro_batch()
+            assert optimizer.num_steps == 0
+
+
+def test_a_scheduler_left_out_is_refused_before_a_wrong_step() -> None:
+    refuse_lone_schedulers("single")
+
+
+def test_a_scheduler_left_out_is_refused_on_ranks(run_ranks) -> None:
+    for backend in ("ddp", "fsdp"):
+        run_ranks(refuse_lone_schedulers, backend)
+
+
+def test_a_scheduler_of_the_users_own_may_be_stepped_with_the_optimizer_or_once_an_epoch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET)
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=1.0))
+    by_step, by_epoch = StepLR(optimizer, 1, 0.5), StepLR(optimizer, 1, 0.1)
+    for _ in range(2):
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).mean())
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    by_step.step()
+                optimizer.zero_grad()
+        by_epoch.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5**4 * 0.1**2)
+
+
+def test_an_epochs_prepared_scheduler_may_step_while_a_window_is_open() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET)
+    model = nn.Linear(4, 1)
+    own = SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, own, StepLR(own, 1, 0.5))
+    for _ in range(2):
+        for _ in range(3):  # of a loader that was not prepared
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()
+    assert optimizer.num_steps == 3
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_schedule_is_wound_forward_before_training_as_in_torch(accumulation: int) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, sections=QUIET)
+    model = nn.Linear(4, 1)
+    own = SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, own, StepLR(own, 1, 0.5))
+    with pytest.warns(UserWarning, match=r"Detected call of `lr_scheduler.step\(\)` before"):
+        scheduler.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    for _ in range(accumulation):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+            optimizer.step()
+            scheduler.step()
+            scheduler.step()  # moves nothing until the optimizer has
+            optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def warmed_up(optimizer: SGD, total: int) -> SequentialLR:
+    parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, total - 2)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+def as_transformers(optimizer: SGD, total: int) -> LambdaLR:
+    def rate(step: int, *, num_training_steps: int) -> float:
+        return max(0.0, 1 - step / num_training_steps)
+
+    return LambdaLR(optimizer, partial(rate, num_training_steps=total))
+
+
+TOTALS: list[Callable[[SGD, int], LRScheduler]] = [
+    lambda optimizer, total: LinearLR(optimizer, 1.0, 0.0, total_iters=total),
+    lambda optimizer, total: OneCycleLR(optimizer, 1.0, total_steps=total),
+    warmed_up,
+    as_transformers,
+]
+
+
+def lengths_told() -> list[list[str]]:
+    """What is told of schedules of the loader's own length, of twice it, and of the prepared one."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain.schedule_length").addHandler(handler)
+    found: list[list[str]] = []
+    for kind in TOTALS:
+        for epochs, is_prepared_first, together in ((1, False, True), (2, False, False), (1, True, True)):
+            told.clear()
+            with Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET) as accelerator:
+                model = nn.Linear(4, 1)
+                optimizer = SGD(model.parameters(), lr=1.0)
+                loader = DataLoader(torch.randn(64, 4), batch_size=4)
+                if is_prepared_first:
+                    loader = accelerator.prepare(loader)
+                    scheduler = kind(optimizer, accelerator.num_steps(loader, epochs=epochs))
+                    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+                elif together:
+                    scheduler = kind(optimizer, epochs * len(loader) // 2)
+                    model, optimizer, loader, scheduler = accelerator.prepare(
+                        model, optimizer, loader, scheduler
+                    )
+                else:
+                    scheduler = kind(optimizer, epochs * len(loader))
+                    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+                    loader = accelerator.prepare(loader)
+                for _ in range(epochs):
+                    for x in loader:
+                        with accelerator.accumulate(model):
+                            accelerator.backward(model(x).square().mean())
+                            optimizer.step()
+                            scheduler.step()
+                            optimizer.zero_grad()
+            found.append(list(told))
+    logging.getLogger("drivetrain.schedule_length").removeHandler(handler)
+    return found
+
+
+def test_a_schedule_of_the_unprepared_loaders_length_is_told_on_rank_0(run_ranks) -> None:
+    first, second = run_ranks(lengths_told)
+    assert not any(second)
+    for number in range(len(TOTALS)):
+        together, in_turn, right = first[number * 3 : number * 3 + 3]
+        assert "is made for 8 steps, as the loader's 16 batches before prepare() make them" in together[0]
+        assert "on each rank it has 8, and an epoch 4 optimizer steps" in together[0]
+        assert (
+            "the schedule is one of 2 epochs. Unless that is meant, prepare the loader first" in together[0]
+        )
+        assert "is made for 32 steps" in in_turn[0]
+        assert right == []
+        assert "of a schedule of 8" in together[1]
+        assert "of a schedule of 32" in in_turn[1]
+
+
+def test_steps_are_counted_with_an_accumulation_that_was_just_set() -> None:
+    with Accelerator(cpu=True, sections=QUIET) as accelerator:
+        loader = accelerator.prepare(DataLoader(torch.arange(32.0), batch_size=2))
+        assert accelerator.num_steps(loader, epochs=3) == 48
+        accelerator.gradient_accumulation_steps = 4
+        assert accelerator.num_steps(loader, epochs=3) == 12
+
+
+def test_a_schedule_that_an_error_cuts_short_is_not_told(caplog) -> None:
+    for error in (None, KeyError):
+        with pytest.raises(KeyError) if error else nullcontext():
+            with Accelerator(cpu=True, sections=QUIET) as accelerator:
+                model = nn.Linear(4, 1)
+                own = SGD(model.parameters(), lr=1.0)
+                model, optimizer, scheduler = accelerator.prepare(model, own, LinearLR(own, total_iters=9))
+                accelerator.backward(model(torch.ones(2, 4)).mean())
+                optimizer.step()
+                scheduler.step()
+                if error:
+                    raise error
+        assert ("ended at step 1 of a schedule of 9 (LinearLR)" in caplog.text) is (error is None)
+        caplog.clear()
+
+
+def test_steps_are_counted_in_epochs_and_samples() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, sections=QUIET)
+    plain = DataLoader(torch.randn(100, 4), batch_size=10)
+    loader = accelerator.prepare(plain)
+    assert accelerator.num_steps(loader, epochs=1) == 3
+    assert accelerator.num_steps(loader, epochs=3) == 9
+    assert accelerator.num_steps(loader, epochs=1.5) == 3 + 2
+    assert accelerator.num_steps(loader, samples=100) == 3
+    assert accelerator.num_steps(loader, samples=150) == 3 + 2
+    with pytest.raises(TypeError, match=r"num_steps\(DataLoader\): give what prepare\(\) returned"):
+        accelerator.num_steps(plain, epochs=1)
+    with pytest.raises(TypeError, match="give one of the two"):
+        accelerator.num_steps(loader)
+    with pytest.raises(ValueError, match="must be above 0"):
+        accelerator.num_steps(loader, epochs=0)
