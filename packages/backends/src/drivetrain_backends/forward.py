@@ -80,10 +80,11 @@ def _call_of(
 ) -> Callable[..., Any]:
     """Return the `__call__` of the subclass that `prepare_forward` makes."""
     called = original.__call__
+    is_plain = policy.autocast_dtype is None
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            if policy.autocast_dtype is None:
+            if is_plain:
                 return called(self, *args, **kwargs)
             with autocast(policy, device):
                 return called(self, *args, **kwargs)

@@ -70,14 +70,16 @@ class GradientGroup:
                 normalised together with gradients that a step used.
         """
         window = self._ledger.window
-        if self.stage == "final" and self.opened_in == window.number and window.begun:
+        stage = self.stage
+        if stage == "final" and self.opened_in == window.number and window.begun:
             raise AccumulationError(
                 "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
             )
-        if self.stage == "open" and self._were_edited():
+        if stage == "open" and self._were_edited():
             self._take_edits(count)
-        if self.stage in ("empty", "used"):
-            self._adds_to_used = self.stage == "used" and self._hold_gradients()
+            stage = self.stage
+        if stage in ("empty", "used"):
+            self._adds_to_used = stage == "used" and self._hold_gradients()
             if self._adds_to_used and (count is not None or self._ledger.scaler is not None):
                 raise AccumulationError(self._used_already("counted or scaled"))
             self._is_counted, self._count, self.bad_loss = count is not None, 0.0, None
@@ -106,12 +108,12 @@ class GradientGroup:
         if self.stage != "open":
             self._average_foreign()
             return
-        if self.is_broken:
+        ledger, window = self._ledger, self._ledger.window
+        if self._num_failed != window.num_failed:
             raise AccumulationError(
                 "the step of a window in which a micro-batch ended in an exception: what it left in the gradients is "
                 "not known. Call optimizer.zero_grad() where the exception is caught, for every optimizer"
             )
-        ledger, window = self._ledger, self._ledger.window
         if ledger.is_plain and not self._is_counted and window.length == window.num_micro_batches == 1:
             self.overflowed, self.stage = False, "final"
             return
@@ -135,18 +137,13 @@ class GradientGroup:
             carrier.have_moved(self.models)  # before these marks
 
     @property
-    def is_broken(self) -> bool:
-        """Whether a micro-batch failed since these gradients began, or in their window."""
-        return self._num_failed != self._ledger.window.num_failed
-
-    @property
     def keeps_gathered(self) -> bool:
         """Whether `zero_grad` leaves them alone: an open window has gathered them so far.
 
         Many loops zero before backward: what earlier micro-batches of the window gathered must stay then.
         """
         window = self._ledger.window
-        if self.is_broken or self.stage != "open" or self.opened_in != window.number:
+        if self._num_failed != window.num_failed or self.stage != "open" or self.opened_in != window.number:
             return False
         return not (window.closing and (window.length == 1 or self._ledger.last_backward == window.begun))
 

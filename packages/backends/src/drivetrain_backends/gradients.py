@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.accumulation import AccumulationWindow, ReferenceCount
 from drivetrain_backends.carrier import GradientCarrier, ParameterGradients
-from drivetrain_backends.edits import marks_of
+from drivetrain_backends.edits import Marks, marks_of
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.gradient_group import GradientGroup as GradientGroup
 from drivetrain_backends.losses import FirstLosses, check_loss
@@ -31,7 +31,8 @@ class GradientLedger:
 
     Attributes:
         in_grad: The carrier, where gradients lie in `.grad` between backwards, so that others may change them.
-        is_plain: Whether the mean gradients of a full window are what backwards leave, with nothing to be done.
+        is_plain: Whether the mean gradients of a full window are what backwards leave, with nothing to be done and
+            no loss to be noted.
         groups: Every group.
         reference: What counted losses are divided by before backward.
         first_losses: Whether the first losses reach what is prepared.
@@ -56,7 +57,8 @@ class GradientLedger:
         self.scaler = scaler
         self.carrier: GradientCarrier = carrier or ParameterGradients(scaler)
         self.in_grad = self.carrier if isinstance(self.carrier, ParameterGradients) else None
-        self.is_plain = scaler is None and type(self.carrier) is ParameterGradients
+        is_watched = window.nonfinite_gradients == "raise"
+        self.is_plain = scaler is None and type(self.carrier) is ParameterGradients and not is_watched
         self.groups: list[GradientGroup] = []
         self.reference = ReferenceCount(context, window)
         self.first_losses = FirstLosses()
@@ -91,8 +93,19 @@ class GradientLedger:
             PairingError: The loss trains a model that was not prepared, or whose optimizer was not.
             TypeError, ValueError: It is no loss, or its count no count.
         """
+        window = self.window
         if count is not None or type(loss) is not Tensor or loss.dim() or not loss.requires_grad:
             check_loss(loss, count)
+        is_plain = self.is_plain and window.num_micro_batches == 1 and self.counted_in < 0 and count is None
+        if is_plain and len(owners) == 1 and not self.first_losses.num_left:
+            owners[0].note(None)  # most steps: on small models, to look at what else may be would take as long again
+            loss.backward()
+        else:
+            self._add(loss, count, owners)
+        self.num_backwards += 1
+        self.last_backward = window.begun
+
+    def _add(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
         if self.first_losses.num_left:
             self.first_losses.follow(
                 loss, {group: self.carrier.leaves(group.models) for group in self.groups}
@@ -112,17 +125,13 @@ class GradientLedger:
             loss = loss / self._reference_of(count)
         elif window.num_micro_batches > 1:
             loss = loss / window.num_micro_batches
-        before = [marks_of(group.parameters()) for group in final]
+        before = [marks_of(group.parameters()) for group in final] if final else ()
         if self.is_plain:
             loss.backward()  # as the carrier does
         else:
             self.carrier.run(loss, [model for group in owners for model in group.models])
-        self.num_backwards += 1
-        self.last_backward = window.begun
-        if any(not old.are(marks_of(group.parameters())) for old, group in zip(before, final, strict=True)):
-            raise AccumulationError(
-                "backward() reached gradients of this window that were clipped already; clip after its last loss"
-            )
+        if final:
+            _check_unreached(final, before)
         if not self.is_plain or window.num_micro_batches > 1 or self.counted_in >= 0:
             for group in self.groups:
                 if group.stage == "open":
@@ -185,3 +194,15 @@ class GradientLedger:
             )
         self.counted_in = self.window.number
         return self.reference.value(count)
+
+
+def _check_unreached(final: Sequence[GradientGroup], before: Sequence[Marks]) -> None:
+    """Refuse a backward that reached groups whose gradients are final.
+
+    Raises:
+        AccumulationError: Their marks are not those from before it.
+    """
+    if any(not old.are(marks_of(group.parameters())) for old, group in zip(before, final, strict=True)):
+        raise AccumulationError(
+            "backward() reached gradients of this window that were clipped already; clip after its last loss"
+        )
