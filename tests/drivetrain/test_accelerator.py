@@ -222,7 +222,7 @@ def test_the_plan_is_printed_once_a_process_in_few_plain_words_and_stored_whole(
     assert shown[:4] == [
         "what runs:",
         "  processes    1 on 1 node; device cpu",
-        "  training     SingleBackend, in fp32",
+        "  training     SingleBackend, in the model's own precision",
         "  data         batches of 8 x 4 micro-batches = 32 samples in a step; shuffled, seed 0",
     ]
     assert "run.backend = single: one process" in short

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import (
     LinearLR,
     LRScheduler,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -60,6 +61,33 @@ def refuse_lone_schedulers(backend: str) -> None:
             ):
                 micro_batch()
             assert optimizer.num_steps == 0
+
+
+@pytest.mark.parametrize("make", [partial(StepLR, step_size=4), ReduceLROnPlateau])
+@pytest.mark.parametrize("over_prepared", [False, True])
+def test_a_scheduler_left_out_is_refused_though_its_rate_stays(make: Callable, over_prepared: bool) -> None:
+    # Rates that change where windows begin, or never, tell nothing.
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, sections=QUIET)
+    model = nn.Linear(4, 1)
+    own = SGD(model.parameters(), lr=0.1)
+    scheduler = None if over_prepared else make(own)
+    model, optimizer = accelerator.prepare(model, own)
+    scheduler = scheduler or make(optimizer)
+    vars(scheduler)  # as state_dict() does
+    metric = () if isinstance(scheduler, StepLR) else (1.0,)
+
+    def micro_batch() -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+            optimizer.step()
+            with warnings.catch_warnings(action="ignore"):
+                scheduler.step(*metric)
+            optimizer.zero_grad()
+
+    micro_batch()
+    with pytest.raises(SchedulerError, match="schedule of SGD advanced inside an accumulation window"):
+        micro_batch()
+    assert optimizer.num_steps == 0
 
 
 def test_a_scheduler_left_out_is_refused_before_a_wrong_step() -> None:

@@ -114,6 +114,11 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
 
+    def __del__(self) -> None:
+        prepared: PreparedModels | None = getattr(self, "_prepared", None)  # None: the constructor failed
+        if prepared is not None:
+            prepared.untie()
+
     # What this process is
 
     @property
