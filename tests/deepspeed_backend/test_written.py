@@ -277,3 +277,32 @@ def test_parameters_that_cannot_be_laid_out_flat_are_refused_by_name_at_every_st
     assert said["transposed"].startswith("0.weight: not contiguous in memory")
     assert said["sparse"].startswith("0.weight: of an embedding with sparse=True")
     assert said["complex"].startswith("0.weight, 0.bias: complex")
+
+
+def written_on_one_rank(stage: int) -> str:
+    """What a save says of a write that rank 0 alone made."""
+    with backend(stage=stage) as one:
+        model = Branches()
+        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        before = whole_state(prepared.state_dict())
+        for _ in range(2):
+            if one.context.topology.is_main:
+                clamp(prepared.unwrap(), 0)
+            one.window.begin()
+            prepared.backward(prepared.model(torch.ones(2, 4)).square().mean())
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+        said = error_of(AccumulationError, prepared.state_dict)
+        prepared.load_state_dict(before)
+        prepared.state_dict()
+        return said
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2])
+def test_a_write_on_one_rank_is_told_by_the_save(run_ranks, stage: int) -> None:
+    for said in run_ranks(written_on_one_rank, stage):
+        assert (
+            "maps.0.weight, maps.0.bias, maps.1.weight, maps.1.bias, end.weight: written in place on some"
+            in said
+        )
+        assert "2 times on rank 0, 0 times on rank 1" in said

@@ -59,7 +59,9 @@ class GradientLedger:
         self.in_grad = self.carrier if isinstance(self.carrier, ParameterGradients) else None
         is_watched = window.nonfinite_gradients == "raise"
         self.is_plain = scaler is None and type(self.carrier) is ParameterGradients and not is_watched
-        self._groups: list[ref[GradientGroup]] = []  # which hold the ledger: models are freed with their last name
+        self._groups: list[
+            ref[GradientGroup]
+        ] = []  # which hold the ledger: models are freed with their last name
         self.reference = ReferenceCount(context, window)
         self.first_losses = FirstLosses()
         self.counted_in = -1
@@ -107,7 +109,9 @@ class GradientLedger:
             check_loss(loss, count)
         is_plain = self.is_plain and window.num_micro_batches == 1 and self.counted_in < 0 and count is None
         if is_plain and len(owners) == 1 and not self.first_losses.num_left:
-            owners[0].note(None)  # most steps: on small models, to look at what else may be would take as long again
+            owners[0].note(
+                None
+            )  # most steps: on small models, to look at what else may be would take as long again
             loss.backward()
         else:
             self._add(loss, count, owners)

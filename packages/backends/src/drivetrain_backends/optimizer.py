@@ -122,7 +122,7 @@ class PreparedOptimizer(Optimizer):
     def release(self) -> None:
         """Let go of the model: from now on `step` is refused. For a backend that is closed."""
         self.prepared = _Released()
-        self.on_step = None
+        self.before_step = self.on_step = None
 
     @property
     def is_untouched(self) -> bool:

@@ -40,7 +40,9 @@ class ScheduleGuard:
         """Take up the rates and schedules that a window begins with, where there is a schedule."""
         self.has_begun = True
         self._rates = None
-        is_scheduled = any("initial_lr" in group for group in groups)  # most schedulers note what they start from
+        is_scheduled = any(
+            "initial_lr" in group for group in groups
+        )  # most schedulers note what they start from
         if is_scheduled is not self._looked_at:
             self._looked_at = is_scheduled
             self._schedulers = [] if self.is_prepared else self._found()
@@ -79,7 +81,9 @@ class ScheduleGuard:
         own = [optimizer() for optimizer in self._optimizers]
         everything = gc.get_objects()
         schedulers = [one for one in everything if issubclass(type(one), LRScheduler)]
-        return [ref(one) for one in schedulers if any(getattr(one, "optimizer", None) is each for each in own)]
+        return [
+            ref(one) for one in schedulers if any(getattr(one, "optimizer", None) is each for each in own)
+        ]
 
     def _progress_now(self) -> list[object]:
         schedulers = [known() for known in self._schedulers]

@@ -341,15 +341,14 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         Raises:
             OtherRankFailedError, OSError: A save in the background failed.
         """
-        self._save_what_was_put_off()
-        self._forget_what_was_put_off()
-        self._tell_unreached()
         with ExitStack() as stack:  # what fails does not keep the rest from ending; the last is done first
             stack.callback(self._parts.context.close)
             stack.callback(self._parts.backend.close)
             stack.callback(self._parts.trackers.finish)
-            for checkpointer in self._parts.checkpointers.values():
-                stack.callback(checkpointer.close)
+            stack.callback(self._close_checkpointers)
+            stack.callback(self._tell_unreached)
+            stack.callback(self._forget_what_was_put_off)
+            stack.callback(self._save_what_was_put_off)
 
     def __enter__(self) -> Self:
         return self
