@@ -105,3 +105,26 @@ def test_a_step_after_the_models_were_released_is_refused() -> None:
         optimizer.step()
     optimizer.zero_grad()
     assert model.weight.grad is None
+
+
+def test_a_save_whose_copies_are_pending_keeps_no_accelerator(tmp_path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        accelerator = Accelerator(
+            cpu=True,
+            project_dir=tmp_path,
+            sections={**QUIET, "checkpoint": {"staging": "overlap", "background": True}},
+        )
+        objects = trained(accelerator)
+        accelerator.save_state()
+        accelerator.wait_for_save()
+        references = {
+            name: weakref.ref(one) for name, one in [*objects.items(), ("accelerator", accelerator)]
+        }
+        objects.clear()
+        del accelerator
+        assert alive(references) == []
+    finally:
+        gc.enable()
+        gc.collect()
