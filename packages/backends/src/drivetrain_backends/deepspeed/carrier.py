@@ -125,7 +125,7 @@ class EngineCarrier:
         self._take_stand_in(model)
 
     def _put_stand_in(self, model: nn.Module) -> None:
-        """Lay zeros where stages 2 and 3 leave no gradient: what clips or drops gradients by `.grad` shows on them."""
+        """Lay zeros where stages 2 and 3 leave no gradient: what clips or drops `.grad` shows on them."""
         trained = [parameter for parameter in self._parameters[model] if parameter.requires_grad]
         if trained and all(parameter.grad is None for parameter in trained):
             smallest = min(trained, key=Tensor.numel)

@@ -125,8 +125,8 @@ class WrittenToFlat:
         counts = ", ".join(f"{one[names[0]]} times on rank {rank}" for rank, one in enumerate(found[:8]))
         raise AccumulationError(
             f"{', '.join(names[:5])}: written in place on some ranks and not on others ({names[0]}: {counts}). Under "
-            "ZeRO each rank steps a part of every parameter, so that what one rank writes goes into its own part "
-            "alone. Nothing was saved: load_state() of an earlier checkpoint, and write the same values on all ranks, "
+            "ZeRO each rank steps a part of every parameter, so that what one rank writes goes into its part "
+            "alone. Nothing was saved: load_state() of an earlier checkpoint, and write the same values on all ranks "
             "or inside accelerator.gathered(model, write=True)"
         )
 
