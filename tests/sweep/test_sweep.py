@@ -2,8 +2,8 @@
 
 pytest -m slow tests/sweep --sweep all      # every case, some ten minutes; without, a sample by the commit
 
-refusals.txt lists what is refused, so that what trains today cannot be refused tomorrow without a word. The whole sweep
-writes what it found to build/sweep/refusals.txt.
+refusals.txt lists what is refused, so that what trains today cannot be refused tomorrow without a word. A run of the
+sweep writes what it found to build/sweep/refusals.txt.
 """
 
 import random
