@@ -132,3 +132,23 @@ def test_an_exchanged_layer_is_told_before_the_gradient_that_it_no_longer_gets(r
         assert said.startswith(
             "ReplacedParameterError: the parameters of Net are not those of prepare(): head.weight"
         )
+
+
+def loaded() -> list[bool]:
+    net, one = Net(), ddp()
+    (prepared,) = one.prepare([net], [SGD(net.parameters(), lr=0.1)], [])
+    found: list[bool] = []
+    for prefix in ("", "module."):
+        state = {f"{prefix}{name}": torch.full_like(value, 3.0) for name, value in net.state_dict().items()}
+        prepared.model.load_state_dict(state)
+        found.append(all(bool((value == 3.0).all()) for value in net.state_dict().values()))
+        with torch.no_grad():
+            net.head.weight.zero_()
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*\"body.bias\""):
+        prepared.model.load_state_dict({"body.weight": net.body.weight})
+    one.close()
+    return found
+
+
+def test_a_replica_loads_a_state_of_the_module_and_one_of_its_own(run_ranks) -> None:
+    assert run_ranks(loaded) == [[True, True]] * 2

@@ -171,6 +171,10 @@ def halved(model: nn.Module) -> None:
         parameter.grad = torch.ones_like(parameter)
 
 
+def clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
 def refusals(stage: int) -> dict[str, str]:
     said: dict[str, str] = {}
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -181,6 +185,12 @@ def refusals(stage: int) -> dict[str, str]:
         said["edited"] = error_of(AccumulationError, lambda: train(one, prepared, x, edit=halved))
         model.zero_grad()
         prepared.optimizers[0].zero_grad()
+        for name, edit in (("clipped", clipped), ("cleared", nn.Module.zero_grad)):
+            said[name] = error_of(AccumulationError, lambda edit=edit: train(one, prepared, x, edit=edit))
+            prepared.optimizers[0].zero_grad()
+        before = whole_state(prepared.state_dict()["model"])
+        train(one, prepared, x)
+        assert not torch.equal(whole_state(prepared.state_dict()["model"])["end.bias"], before["end.bias"])
 
         def penalised() -> None:
             inputs = x.clone().requires_grad_()
@@ -211,13 +221,15 @@ def test_what_an_engine_would_do_otherwise_than_a_plain_loop_is_refused_before_t
     run_ranks, stage: int
 ) -> None:
     expected = {
-        "edited": "the gradients of Branches were changed, set or dropped by hand",
+        **dict.fromkeys(
+            ("edited", "clipped", "cleared"), "the gradients of Branches were changed, set or dropped"
+        ),
         "penalty": "torch.autograd.grad() went through Branches, whose DeepSpeed engine",
         "left out": "maps.1.weight, maps.1.bias: reached by no loss of this window, on any rank",
         "frozen": "maps.1.weight, maps.1.bias: frozen since prepare()",
     }
     for said in run_ranks(refusals, stage, num_processes=2):
-        assert set(said) == (set(expected) if stage else {"edited", "penalty"})
+        assert set(said) == (set(expected) if stage else {"edited", "clipped", "cleared", "penalty"})
         for name, message in said.items():
             assert message.startswith(expected[name]), name
 
@@ -277,3 +289,32 @@ def test_parameters_that_cannot_be_laid_out_flat_are_refused_by_name_at_every_st
     assert said["transposed"].startswith("0.weight: not contiguous in memory")
     assert said["sparse"].startswith("0.weight: of an embedding with sparse=True")
     assert said["complex"].startswith("0.weight, 0.bias: complex")
+
+
+def written_on_one_rank(stage: int) -> str:
+    """What a save says of a write that rank 0 alone made."""
+    with backend(stage=stage) as one:
+        model = Branches()
+        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        before = whole_state(prepared.state_dict())
+        for _ in range(2):
+            if one.context.topology.is_main:
+                clamp(prepared.unwrap(), 0)
+            one.window.begin()
+            prepared.backward(prepared.model(torch.ones(2, 4)).square().mean())
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+        said = error_of(AccumulationError, prepared.state_dict)
+        prepared.load_state_dict(before)
+        prepared.state_dict()
+        return said
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2])
+def test_a_write_on_one_rank_is_told_by_the_save(run_ranks, stage: int) -> None:
+    for said in run_ranks(written_on_one_rank, stage):
+        assert (
+            "maps.0.weight, maps.0.bias, maps.1.weight, maps.1.bias, end.weight: written in place on some"
+            in said
+        )
+        assert "2 times on rank 0, 0 times on rank 1" in said

@@ -222,7 +222,7 @@ def test_the_plan_is_printed_once_a_process_in_few_plain_words_and_stored_whole(
     assert shown[:4] == [
         "what runs:",
         "  processes    1 on 1 node; device cpu",
-        "  training     SingleBackend, in fp32",
+        "  training     SingleBackend, in the model's own precision",
         "  data         batches of 8 x 4 micro-batches = 32 samples in a step; shuffled, seed 0",
     ]
     assert "run.backend = single: one process" in short
@@ -403,6 +403,29 @@ def test_a_save_that_was_put_off_is_made_when_training_ends(tmp_path) -> None:
                 accelerator.save_state()
                 optimizer.step()
     assert (tmp_path / "checkpoints" / "step-1" / "manifest.json").exists()
+
+
+def test_an_end_at_which_the_save_that_was_put_off_fails_is_an_end(tmp_path) -> None:
+    class Unwritable:
+        def state_dict(self) -> dict[str, int]:
+            raise OSError("nothing to be read")
+
+        def load_state_dict(self, state_dict: dict[str, int]) -> None:
+            raise NotImplementedError
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=tmp_path)
+    model, optimizer, _ = parts(accelerator)
+    accelerator.register_for_checkpointing(Unwritable())
+    for number in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            if number == 0:
+                accelerator.save_state()
+            optimizer.step()
+    with pytest.raises(OSError, match="nothing to be read"):
+        accelerator.end_training()
+    with pytest.raises(AccumulationError, match=r"after free_memory\(\) or end_training\(\)"):
+        optimizer.step()
 
 
 def test_saving_without_a_folder_is_refused() -> None:

@@ -61,8 +61,9 @@ def lifetimes(backend: str) -> list[list[str]]:
                 accelerator.end_training()
             del accelerator
             found.append(alive({name: references[name] for name in ("accelerator",)}))
-            objects.clear()
-            found.append(alive({name: references[name] for name in ("loader", "own loader")}))
+            if backend != "deepspeed":  # whose engine and hooks are circles
+                objects.clear()
+                found.append(alive(references))
     finally:
         gc.enable()
         gc.collect()
@@ -77,6 +78,23 @@ def test_nothing_waits_for_the_garbage_collector_under_ddp(run_ranks) -> None:
     assert run_ranks(lifetimes, "ddp") == [[["accelerator"], [], [], [], []]] * 2
 
 
+def test_a_sharded_model_alone_waits_for_the_garbage_collector(run_ranks) -> None:
+    model = ["model", "module"]  # torch's fully_shard ties it to itself
+    assert run_ranks(lifetimes, "fsdp") == [[[*model, "accelerator"], [], model, [], model]] * 2
+
+
+def test_what_is_held_goes_on_without_its_accelerator() -> None:
+    objects = trained(Accelerator(cpu=True, sections=QUIET))
+    model, optimizer, scheduler = (objects[name] for name in ("model", "optimizer", "scheduler"))
+    optimizer.param_groups[0]["lr"] = 1.0
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert torch.equal(model.weight, before - model.weight.grad)
+    assert optimizer.param_groups[0]["lr"] < 1.0
+
+
 def test_a_step_after_the_models_were_released_is_refused() -> None:
     accelerator = Accelerator(cpu=True, sections=QUIET)
     model = nn.Linear(4, 1)
@@ -87,3 +105,26 @@ def test_a_step_after_the_models_were_released_is_refused() -> None:
         optimizer.step()
     optimizer.zero_grad()
     assert model.weight.grad is None
+
+
+def test_a_save_whose_copies_are_pending_keeps_no_accelerator(tmp_path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        accelerator = Accelerator(
+            cpu=True,
+            project_dir=tmp_path,
+            sections={**QUIET, "checkpoint": {"staging": "overlap", "background": True}},
+        )
+        objects = trained(accelerator)
+        accelerator.save_state()
+        accelerator.wait_for_save()
+        references = {
+            name: weakref.ref(one) for name, one in [*objects.items(), ("accelerator", accelerator)]
+        }
+        objects.clear()
+        del accelerator
+        assert alive(references) == []
+    finally:
+        gc.enable()
+        gc.collect()

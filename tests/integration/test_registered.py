@@ -107,3 +107,22 @@ def test_a_state_that_differs_between_ranks_is_told_once(run_ranks, tmp_path: Pa
 def test_per_rank_is_no_name() -> None:
     with pytest.raises(TypeError, match=r"per_rank=.*: must be True or False"):
         Accelerator(cpu=True).register_for_checkpointing(per_rank=Kept())
+
+
+def save_registered_on_one_rank(folder: str) -> list[str]:
+    said: list[str] = []
+    for per_rank in (False, True):
+        with Accelerator(cpu=True, project_dir=folder, sections=QUIET) as accelerator:
+            accelerator.prepare(nn.Linear(1, 1))
+            if accelerator.is_main_process:
+                accelerator.register_for_checkpointing(Kept(1), per_rank=per_rank)
+            with pytest.raises(RuntimeError, match="call it on all ranks") as caught:
+                accelerator.save_state()
+            said.append(str(caught.value))
+    return said
+
+
+def test_what_is_registered_on_one_rank_alone_is_refused_on_all(run_ranks, tmp_path: Path) -> None:
+    for shared, per_rank in run_ranks(save_registered_on_one_rank, str(tmp_path)):
+        assert "(rank 0: object_0; rank 1: none)" in shared
+        assert "(rank 0: object_0 (per_rank); rank 1: none)" in per_rank

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import (
     LinearLR,
     LRScheduler,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -60,6 +61,33 @@ def refuse_lone_schedulers(backend: str) -> None:
             ):
                 micro_batch()
             assert optimizer.num_steps == 0
+
+
+@pytest.mark.parametrize("make", [partial(StepLR, step_size=4), ReduceLROnPlateau])
+@pytest.mark.parametrize("over_prepared", [False, True])
+def test_a_scheduler_left_out_is_refused_though_its_rate_stays(make: Callable, over_prepared: bool) -> None:
+    # Rates that change where windows begin, or never, tell nothing.
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, sections=QUIET)
+    model = nn.Linear(4, 1)
+    own = SGD(model.parameters(), lr=0.1)
+    scheduler = None if over_prepared else make(own)
+    model, optimizer = accelerator.prepare(model, own)
+    scheduler = scheduler or make(optimizer)
+    vars(scheduler)  # as state_dict() does
+    metric = () if isinstance(scheduler, StepLR) else (1.0,)
+
+    def micro_batch() -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+            optimizer.step()
+            with warnings.catch_warnings(action="ignore"):
+                scheduler.step(*metric)
+            optimizer.zero_grad()
+
+    micro_batch()
+    with pytest.raises(SchedulerError, match="schedule of SGD advanced inside an accumulation window"):
+        micro_batch()
+    assert optimizer.num_steps == 0
 
 
 def test_a_scheduler_left_out_is_refused_before_a_wrong_step() -> None:
@@ -232,6 +260,9 @@ def test_steps_are_counted_in_epochs_and_samples() -> None:
     assert accelerator.num_steps(loader, epochs=1.5) == 3 + 2
     assert accelerator.num_steps(loader, samples=100) == 3
     assert accelerator.num_steps(loader, samples=150) == 3 + 2
+    uneven = accelerator.prepare(DataLoader(torch.randn(100, 4), batch_size=16))
+    accelerator.gradient_accumulation_steps = 1
+    assert [accelerator.num_steps(uneven, samples=n) for n in (16, 17, 96, 97, 116)] == [1, 2, 6, 7, 8]
     with pytest.raises(TypeError, match=r"num_steps\(DataLoader\): give what prepare\(\) returned"):
         accelerator.num_steps(plain, epochs=1)
     with pytest.raises(TypeError, match="give one of the two"):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drivetrain_launcher import notebook_launcher
+from drivetrain_launcher import LaunchError, debug_launcher, notebook_launcher
 
 # A process that has computed with several threads is the one that a notebook forks from.
 NOTEBOOK = """
@@ -155,6 +155,13 @@ print(len(ranks), child.wait(), time.monotonic() - began < 20)
     done = run_source(NOTEBOOK + source)
     assert done.stdout == "2 -9 True\n", (done.stdout, done.stderr)
     assert done.stderr.count("of this rank died; the rank stops") >= 1, done.stderr
+
+
+@pytest.mark.parametrize("number", [0, -1, "2", True])
+@pytest.mark.parametrize("launch", [debug_launcher, notebook_launcher])
+def test_a_number_of_processes_that_is_none_is_refused(launch: Callable, number: object) -> None:
+    with pytest.raises(LaunchError, match=f"num_processes={number!r}: must be an integer of at least 1"):
+        launch(print, num_processes=number)
 
 
 @pytest.mark.cuda

@@ -12,7 +12,8 @@ from drivetrain import Accelerator
 from sweep.model_cases import ModelCase, loss_of, model_cases
 from sweep.optimizer_cases import Make, optimizer_cases
 
-NUM_STEPS = 3
+NUM_STEPS, NUM_MICRO_BATCHES, MAX_NORM = 3, 2, 1.0
+LEAST_MOVED = 0.01  # of what moved furthest: below, a weight's way is too short for what rounding does to it
 SHOW_NOTHING: dict[str, Any] = {"run": {"show_plan": False}}
 
 # The ways to train, each by its backend and sections.
@@ -34,8 +35,8 @@ class Outcome:
     Attributes:
         refusal: The message of the error that refused the case; None where it was trained.
         is_meant: Whether our code raised that error, of a kind that tells users what to do.
-        difference: The largest difference between the weights of the two loops, as a part of the largest distance
-            that a weight moved; 0 where the case was refused.
+        difference: The largest difference between a weight of the two loops, as a part of the distance that this
+            weight moved; 0 where the case was refused.
         worst: The name of the weight that differs most.
     """
 
@@ -61,7 +62,12 @@ def compare(kind: str, name: str, way: str) -> Outcome:
     backend, sections = WAYS[way]
     expected = case.build()
     before = {key: value.clone() for key, value in expected.state_dict().items()}
-    with Accelerator(backend=backend, cpu=True, sections={**SHOW_NOTHING, **sections}) as accelerator:
+    with Accelerator(
+        backend=backend,
+        cpu=True,
+        gradient_accumulation_steps=NUM_MICRO_BATCHES,
+        sections={**SHOW_NOTHING, **sections},
+    ) as accelerator:
         _train_plainly(expected, case, make, accelerator.num_processes)
         try:
             trained = _train(accelerator, case, make)
@@ -74,18 +80,21 @@ def _train_plainly(model: nn.Module, case: ModelCase, make: Make, num_shards: in
     optimizer = make(model.parameters())
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        for shard in range(num_shards):
-            (_loss(model, case, step * num_shards + shard) / num_shards).backward()
+        num_losses = num_shards * NUM_MICRO_BATCHES
+        for number in range(num_losses):
+            (_loss(model, case, step * num_losses + number) / num_losses).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
 
 
 def _train(accelerator: Accelerator, case: ModelCase, make: Make) -> dict[str, Tensor]:
     built = case.build()
     model, optimizer = accelerator.prepare(built, make(built.parameters()))
-    for step in range(NUM_STEPS):
-        index = step * accelerator.num_processes + accelerator.process_index
+    for micro_batch in range(NUM_STEPS * NUM_MICRO_BATCHES):
+        index = micro_batch * accelerator.num_processes + accelerator.process_index
         with accelerator.accumulate(model):
             accelerator.backward(_loss(model, case, index))
+            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
     return accelerator.get_state_dict(model, everywhere=True)
@@ -98,10 +107,17 @@ def _loss(model: nn.Module, case: ModelCase, index: int) -> Tensor:
 
 def _measure(trained: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor]) -> Outcome:
     floats = [key for key, value in expected.items() if value.is_floating_point()]
-    moved = max(float((expected[key] - before[key]).abs().max()) for key in floats)
-    off = {key: float((trained[key] - expected[key]).abs().nan_to_num(torch.inf).max()) for key in floats}
+    moved = {key: float((expected[key] - before[key]).abs().max()) for key in floats}
+    furthest = max(moved.values())
+    if not furthest:
+        return Outcome(difference=float("inf"), worst="nothing moved: all")
+    off = {
+        key: float((trained[key] - expected[key]).abs().nan_to_num(torch.inf).max())
+        / max(moved[key], furthest * LEAST_MOVED)
+        for key in floats
+    }
     worst = max(off, key=lambda key: off[key])
-    return Outcome(difference=off[worst] / moved if moved else float("inf"), worst=worst)
+    return Outcome(difference=off[worst], worst=worst)
 
 
 def _is_meant(error: BaseException) -> bool:

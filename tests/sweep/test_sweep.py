@@ -1,10 +1,14 @@
 """Every model and optimizer is trained exactly as by a plain loop, or refused in our words; none else.
 
-pytest -m slow tests/sweep --sweep all      # every case, some twenty minutes; without, a sample by the commit
+pytest -m slow tests/sweep --sweep all      # every case, some ten minutes; without, a sample by the commit
+
+refusals.txt lists what is refused, so that what trains today cannot be refused tomorrow without a word. A run of the
+sweep writes what it found to build/sweep/refusals.txt.
 """
 
 import random
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,8 @@ from sweep.optimizer_cases import optimizer_cases
 NUM_MODELS, NUM_OPTIMIZERS = 6, 3  # drawn for a commit
 # Rounding is a millionth of a step of SGD; adaptive optimizers make more of it where gradients are small.
 TOLERANCES = {"model": 1e-3, "optimizer": 5e-3}
+LISTED = Path(__file__).with_name("refusals.txt")
+FOUND = Path(__file__).parents[2] / "build" / "sweep" / "refusals.txt"
 
 
 def drawn(everything: bool) -> list[tuple[str, str]]:
@@ -47,15 +53,31 @@ def outcome_of(kind: str, name: str, way: str) -> Outcome:
     return compare(kind, name, way)
 
 
+@pytest.fixture(scope="module")
+def refused() -> Iterator[set[str]]:
+    """What is refused in this run, as lines of the list."""
+    found: set[str] = set()
+    yield found
+    FOUND.parent.mkdir(parents=True, exist_ok=True)
+    FOUND.write_text("".join(f"{line}\n" for line in sorted(found)))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("deepspeed_operators")
-def test_a_case_is_exact_or_refused(case: tuple[str, str], run_ranks) -> None:
+def test_a_case_is_exact_or_refused(case: tuple[str, str], run_ranks, refused: set[str]) -> None:
     kind, name = case
     failures: list[str] = []
+    listed = set(LISTED.read_text().splitlines())
     for way in WAYS:
         num_processes = 1 if way == "single" else 2
         outcomes = run_ranks(outcome_of, kind, name, way, num_processes=num_processes, timeout_seconds=120)
         failures += [f"{way}: {wrong}" for outcome in outcomes if (wrong := judged(outcome, kind, way))]
+        line = f"{kind} {name}: {way}"
+        is_refused = any(outcome.refusal is not None for outcome in outcomes)
+        refused.update([line] if is_refused else [])
+        if is_refused is not (line in listed):
+            said = outcomes[0].refusal if is_refused else "it trains, and is listed as refused"
+            failures.append(f"{way}, not as refusals.txt lists it: {said}")
     assert not failures, "\n".join([f"{kind} {name}", *failures])
 
 

@@ -40,14 +40,15 @@ class Mixture(nn.Module):
 
 
 def mismatch(
-    orders: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    orders: list[tuple[tuple[int, ...], ...]],
     hidden: tuple[int, ...] = (8, 8),
     debug: bool = False,
+    settings: FSDPSettings | None = None,
 ) -> tuple[str, int, bool]:
     """What is said of steps in which each rank takes its own experts; at which step, and whether weights moved."""
     context = connect(StateSettings(device="cpu", watchdog=False, debug=debug), needs_group=True)
     policy = choose_policy("no", context.device)
-    backend = FSDPBackend(context, policy, window=AccumulationWindow(), settings=FSDPSettings())
+    backend = FSDPBackend(context, policy, window=AccumulationWindow(), settings=settings or FSDPSettings())
     torch.manual_seed(0)
     model = Mixture(hidden)
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
@@ -92,6 +93,49 @@ def test_ranks_that_take_other_blocks_are_named_before_a_wrong_step(run_ranks, d
         assert "rank 0: gather experts.1 of Mixture; rank 1: " in fewer[0]
         assert [step for _, step, _ in (first, swapped, later)] == [0, 1, 2]
         assert not any(moved for _, _, moved in (first, swapped, later, other_size, fewer))
+
+
+def evaluated(differs: bool) -> str:
+    """What is said of an evaluation long after the first uses of every block."""
+    backend = fsdp()
+    torch.manual_seed(0)
+    (prepared,) = backend.prepare([model := Mixture()], [SGD(model.parameters(), lr=0.1)], [])
+    for _ in range(6):
+        prepared.backward(prepared.model(torch.ones(2, 8), (0, 1)).square().mean())
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+    try:
+        with torch.no_grad():
+            prepared.model(torch.ones(2, 8), (dist.get_rank() if differs else 0,))
+        return "nothing"
+    except CollectiveMismatchError as error:
+        return str(error)
+    finally:
+        backend.close()
+
+
+def test_an_evaluation_with_other_blocks_gives_an_error_and_no_output(run_ranks) -> None:
+    assert run_ranks(evaluated, False) == ["nothing"] * 2
+    for said in run_ranks(evaluated, True):
+        assert "rank 0: gather experts.0 of Mixture; rank 1: gather experts.1 of Mixture" in said
+
+
+def in_hybrid_shards() -> list[tuple[str, int, bool]]:
+    halves = FSDPSettings(strategy="hybrid_shard", shard_size=2)
+    return [
+        mismatch([((0, 1),) * 4], settings=halves),
+        mismatch([((0, 1),) * 4, ((0, 1), (1, 0), (0, 1), (0, 1))], settings=halves),  # within a copy
+        mismatch([((0, 1),) * 4, ((0,), (0,), (1,), (1,))], settings=halves),  # from one copy to the other
+    ]
+
+
+@pytest.mark.slow
+def test_ranks_of_hybrid_shards_are_compared_within_a_copy_and_across(run_ranks) -> None:
+    for alike, within, across in run_ranks(in_hybrid_shards, num_processes=4):
+        assert alike[0] == "nothing"
+        assert "gather experts.0 of Mixture" in within[0]
+        assert "of Mixture" in across[0]
+        assert (within[1:], across[1:]) == ((1, False), (1, False))
 
 
 WAYS: list[dict[str, object]] = [

@@ -58,7 +58,8 @@ class ReplicatedPrepared(TorchPrepared):
         model: DDP's wrapper, or a model that is not trained.
         context: Ranks and device.
         ledger: What the backend's models know together of their gradients.
-        check_drift_every: Steps of the model's first optimizer between two comparisons.
+        check_drift_every: Steps of the first optimizer that trains the model, or others together with it, between
+            two comparisons of them all.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class ReplicatedPrepared(TorchPrepared):
             DriftedReplicasError: It is time to look, and ranks hold other weights.
         """
         result = super().step(optimizer)
-        if result.stepped and optimizer is self.optimizers[0].optimizer:
+        if result.stepped and optimizer is self.group.optimizers[0]:
             self._num_steps += 1
             if self._num_steps % self._check_drift_every == 0:
-                check_replicas(self._context, [self.unwrap()])
+                check_replicas(self._context, self.group.models)
         return result
 
 

@@ -9,12 +9,17 @@ replaces a gradient by a view of its bucket, and then ranks would disagree on wh
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from operator import is_
 from typing import NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
+
+# What is compared of shards: enough that some of it is not 0.
+_SAMPLED_GRADIENTS = 16
+_SAMPLED_VALUES = 64
 
 
 class Marks(NamedTuple):
@@ -50,8 +55,7 @@ class Edits(NamedTuple):
 class GradientMarks:
     """Remembers the state of gradients, to tell later whether they were changed since.
 
-    A write through `.grad.data` leaves no version behind and is not seen, nor is a `torch._foreach_` write to
-    DTensors (torch 2.15), such as torch's `clip_grad_norm_` makes under FSDP.
+    A write through `.grad.data` leaves no version behind and is not seen.
 
     Args:
         parameters: The parameters whose gradients they are.
@@ -60,6 +64,7 @@ class GradientMarks:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._kept: Marks | None = None
+        self._sample: Tensor | None = None
 
     @property
     def are_kept(self) -> bool:
@@ -69,14 +74,27 @@ class GradientMarks:
     def keep(self) -> None:
         """Remember the gradients as they are now."""
         self._kept = marks_of(self._parameters)
+        self._sample = _sample_of(self._parameters)
 
     def forget(self) -> None:
         """Have nothing to compare with, until the next `keep`."""
-        self._kept = None
+        self._kept = self._sample = None
 
     def differ(self) -> bool:
         """Tell whether the gradients were changed since `keep`; False while none are remembered."""
         return self._kept is not None and not self._kept.are(marks_of(self._parameters))
+
+    def were_scaled(self) -> bool:
+        """Tell whether shards of gradients were multiplied together since `keep`, which leaves no version behind.
+
+        So does torch's `clip_grad_norm_` (a `torch._foreach_` write to DTensors, torch 2.15). A few values are
+        compared, which waits for the device; False where gradients are no DTensors.
+        """
+        if self._sample is None:
+            return False
+        now = _sample_of(self._parameters)
+        # As bytes: a gradient that is not finite is equal to itself.
+        return now is not None and not torch.equal(self._sample.view(torch.uint8), now.view(torch.uint8))
 
     def edits(self) -> Edits:
         """Sort what was changed since `keep`. Reads the values of what was, which waits for the device."""
@@ -107,6 +125,16 @@ def marks_of(parameters: Sequence[Tensor]) -> Marks:
         [None if g is None else ref(g) for g in gradients],
         [None if g is None else g._version for g in gradients],
     )
+
+
+@torch.no_grad()
+def _sample_of(parameters: Sequence[Tensor]) -> Tensor | None:
+    """Return values of this rank's shards of some gradients, of shape (values,); None where there are no shards."""
+    parts = (getattr(p.grad, "_local_tensor", None) for p in parameters)
+    held = (part for part in parts if part is not None and part.numel() and not part.is_sparse)
+    first = [part.reshape(-1)[:_SAMPLED_VALUES] for part in islice(held, _SAMPLED_GRADIENTS)]
+    alike = [part for part in first if part.dtype == first[0].dtype and part.device == first[0].device]
+    return torch.cat(alike) if alike else None
 
 
 @torch.no_grad()

@@ -120,6 +120,8 @@ class GradientGroup:
         if was_edited := self._were_edited():
             self._check_final_edits()
         factor = self._correction()
+        if (factor is not None or ledger.scaler is not None) and self._marks.were_scaled():
+            raise self._edited([])
         if factor is not None and self._adds_to_used:
             raise AccumulationError(self._used_already("of a window that closed early"))
         # What nothing is done to has the marks that were just compared: reading them is the cost of a plain step.
@@ -289,7 +291,7 @@ class GradientGroup:
 
     def _edited(self, places: Sequence[int]) -> AccumulationError:
         names = parameter_names({str(i): model for i, model in enumerate(self.models)})
-        listed = ", ".join(names.get(self._held[place], "one") for place in places[:3])
+        listed = ", ".join(names.get(self._held[place], "one") for place in places[:3]) or "shards of all"
         others = f" and {len(places) - 3} others" if len(places) > 3 else ""
         ledger = self._ledger
         state = "scaled for fp16" if ledger.scaler is not None else "sums, to be divided by their count"

@@ -4,8 +4,9 @@ Models that share an optimizer or a parameter go this way together, as a group: 
 and one overflow; see `gradient_group`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -33,7 +34,6 @@ class GradientLedger:
         in_grad: The carrier, where gradients lie in `.grad` between backwards, so that others may change them.
         is_plain: Whether the mean gradients of a full window are what backwards leave, with nothing to be done and
             no loss to be noted.
-        groups: Every group.
         reference: What counted losses are divided by before backward.
         first_losses: Whether the first losses reach what is prepared.
         counted_in: The window of the last counted loss.
@@ -59,7 +59,9 @@ class GradientLedger:
         self.in_grad = self.carrier if isinstance(self.carrier, ParameterGradients) else None
         is_watched = window.nonfinite_gradients == "raise"
         self.is_plain = scaler is None and type(self.carrier) is ParameterGradients and not is_watched
-        self.groups: list[GradientGroup] = []
+        self._groups: list[
+            ref[GradientGroup]
+        ] = []  # which hold the ledger: models are freed with their last name
         self.reference = ReferenceCount(context, window)
         self.first_losses = FirstLosses()
         self.counted_in = -1
@@ -68,6 +70,15 @@ class GradientLedger:
         self.has_stepped = False
         self.is_joined = False
         self.unreduced: dict[Tensor, str] = {}
+
+    @property
+    def groups(self) -> list[GradientGroup]:
+        """Every group; its models hold it."""
+        return [group for one in self._groups if (group := one()) is not None]
+
+    @groups.setter
+    def groups(self, groups: Iterable[GradientGroup]) -> None:
+        self._groups = [ref(group) for group in groups]
 
     def check_reduced(self, optimizer: Optimizer) -> None:
         """Refuse to step on gradients that are not averaged over ranks.
@@ -98,7 +109,9 @@ class GradientLedger:
             check_loss(loss, count)
         is_plain = self.is_plain and window.num_micro_batches == 1 and self.counted_in < 0 and count is None
         if is_plain and len(owners) == 1 and not self.first_losses.num_left:
-            owners[0].note(None)  # most steps: on small models, to look at what else may be would take as long again
+            owners[0].note(
+                None
+            )  # most steps: on small models, to look at what else may be would take as long again
             loss.backward()
         else:
             self._add(loss, count, owners)

@@ -1,6 +1,6 @@
 """An optimizer as the training loop sees it: stepping goes through the backend, all else to the real one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain_backends.errors import AccumulationError, SchedulerError
+from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.schedule_guard import ScheduleGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ class PreparedOptimizer(Optimizer):
         num_steps: How often it moved the parameters; skipped steps and open windows do not count.
         last_result: What became of the last call to `step`; None before the first.
         before_step: Called before a step, until it says that it need not be called again.
+        schedule: Refuses schedules of it that advance inside a window.
         on_step: Called when a window ends with it, be it that the parameters moved or that the step was skipped.
     """
 
@@ -84,8 +86,7 @@ class PreparedOptimizer(Optimizer):
         self.last_result: StepResult | None = None
         self.before_step: Callable[[], bool] | None = None
         self.on_step: Callable[[], None] | None = None
-        self._rates: list[object] | None = None  # of the window that is open
-        self._has_begun = False
+        self.schedule = ScheduleGuard(self, optimizer)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step if the accumulation window is closed. Called on all ranks.
@@ -121,43 +122,20 @@ class PreparedOptimizer(Optimizer):
     def release(self) -> None:
         """Let go of the model: from now on `step` is refused. For a backend that is closed."""
         self.prepared = _Released()
-        self.on_step = None
-
-    def begin_window(self) -> None:
-        """Take up the learning rates that a window begins with, where a scheduler sets them."""
-        self._has_begun = True
-        groups = self.optimizer.param_groups
-        self._rates = (
-            [_mark(group["lr"]) for group in groups if "lr" in group] if _is_scheduled(groups) else None
-        )
+        self.before_step = self.on_step = None
 
     @property
     def is_untouched(self) -> bool:
         """Whether neither a window of several micro-batches has begun nor `step` was ever called."""
-        return not self._has_begun and self.last_result is None and self.num_steps == 0
+        return not self.schedule.has_begun and self.last_result is None and self.num_steps == 0
+
+    def begin_window(self) -> None:
+        """Take up the schedule that a window begins with."""
+        self.schedule.begin(self.optimizer.param_groups)
 
     def check_window(self) -> None:
-        """Refuse a learning rate that has changed since the open window began.
-
-        Raises:
-            SchedulerError: A scheduler that is not prepared advances with every micro-batch.
-        """
-        if self._rates is None:
-            return
-        groups = self.optimizer.param_groups
-        now = [_mark(group["lr"]) for group in groups if "lr" in group]
-        if now != self._rates:
-            raise SchedulerError(
-                f"the learning rate of {type(self.optimizer).__name__} changed inside an accumulation window, from "
-                f"{_shown(self._rates)} to {_shown(now)}: its scheduler was left out of prepare(), and advances with "
-                "every micro-batch and not with every optimizer step. Pass the scheduler to prepare() with its "
-                "optimizer, or after it; or call scheduler.step() only where accelerator.sync_gradients is true, "
-                "after optimizer.step(). Rates that are set by hand are set between windows"
-            )
-
-    def forget_window(self) -> None:
-        """Let the rates change once, as loading a state or making a scheduler does."""
-        self._rates = None
+        """Refuse a schedule that has moved since the open window began; see `ScheduleGuard.check`."""
+        self.schedule.check(self.optimizer)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -225,18 +203,3 @@ def uncopyable(optimizer: Optimizer) -> str:
         "ranks, and a copy would belong to no model. save_state() keeps them; for a second model build it anew, with "
         "its own optimizer, and prepare() both"
     )
-
-
-def _is_scheduled(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a scheduler was made over these groups: it notes the rate that it starts from."""
-    return any("initial_lr" in group for group in groups)
-
-
-def _mark(rate: object) -> object:
-    """What tells a rate from another without reading a tensor, which may be on a device."""
-    return (id(rate), rate._version) if isinstance(rate, Tensor) else rate
-
-
-def _shown(rates: Sequence[object]) -> str:
-    numbers = ["a tensor" if isinstance(rate, tuple) else f"{rate:.6g}" for rate in rates[:3]]
-    return ", ".join(numbers) + (", ..." if len(rates) > 3 else "")

@@ -47,7 +47,8 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self._optimizer = optimizer
         self._seen_steps = optimizer.num_steps
-        optimizer.forget_window()  # to make a scheduler sets the rate
+        optimizer.schedule.is_prepared = True
+        optimizer.schedule.forget()  # to make a scheduler sets the rate
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by one if the optimizer moved the parameters since the last call; else do nothing.
@@ -61,7 +62,7 @@ class PreparedScheduler:
         """
         if self._optimizer.num_steps != self._seen_steps or self._optimizer.is_untouched:
             self._seen_steps = self._optimizer.num_steps
-            self._optimizer.forget_window()
+            self._optimizer.schedule.forget()
             self.scheduler.step(*args, **kwargs)
 
     @property
@@ -138,7 +139,7 @@ def load_progress(
     """Take up what `progress_of` gave."""
     for optimizer, steps in zip(optimizers, state["num_steps"], strict=True):
         optimizer.num_steps = steps
-        optimizer.forget_window()
+        optimizer.schedule.forget()
     for scheduler, saved, lag in zip(schedulers, state["schedulers"], state["scheduler_lags"], strict=True):
         scheduler.load_state_dict(saved)
         scheduler.catch_up(lag)

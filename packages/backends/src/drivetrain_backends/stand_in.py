@@ -1,5 +1,6 @@
 """What a user calls in place of a model that is wrapped: it reads as the model does, and what is set reaches it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -44,6 +45,13 @@ class StandIn(nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load into the user's module: a state of it, or one of the stand-in, with `module.` before every name."""
+        own = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
+        if own.isdisjoint(state_dict):
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.module.__reduce_ex__(protocol)

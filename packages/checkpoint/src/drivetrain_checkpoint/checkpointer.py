@@ -221,7 +221,10 @@ class Checkpointer:
         Raises:
             Exception: What went wrong with it, as `save` would have raised it; once.
         """
-        return self._background.wait()
+        try:
+            return self._background.wait()
+        finally:
+            self._overlap = None  # the thread that copies has ended
 
     def close(self) -> None:
         """Wait for the save in the background, give its memory back, and let others write. Called on all ranks.

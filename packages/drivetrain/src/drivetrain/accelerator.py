@@ -114,6 +114,11 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
 
+    def __del__(self) -> None:
+        prepared: PreparedModels | None = getattr(self, "_prepared", None)  # None: the constructor failed
+        if prepared is not None:
+            prepared.untie()
+
     # What this process is
 
     @property
@@ -336,15 +341,14 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         Raises:
             OtherRankFailedError, OSError: A save in the background failed.
         """
-        self._save_what_was_put_off()
-        self._forget_what_was_put_off()
-        self._tell_unreached()
         with ExitStack() as stack:  # what fails does not keep the rest from ending; the last is done first
             stack.callback(self._parts.context.close)
             stack.callback(self._parts.backend.close)
             stack.callback(self._parts.trackers.finish)
-            for checkpointer in self._parts.checkpointers.values():
-                stack.callback(checkpointer.close)
+            stack.callback(self._close_checkpointers)
+            stack.callback(self._tell_unreached)
+            stack.callback(self._forget_what_was_put_off)
+            stack.callback(self._save_what_was_put_off)
 
     def __enter__(self) -> Self:
         return self

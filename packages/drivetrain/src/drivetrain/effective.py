@@ -13,7 +13,7 @@ from drivetrain.plan_summary import summarize
 from drivetrain.settings import RunSettings
 from drivetrain_data import ShardedLoader
 
-_DTYPES = {"no": "fp32"}
+_PRECISIONS = {"no": "the model's own precision"}
 
 
 def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePlan:
@@ -28,7 +28,7 @@ def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePla
         "processes": f"{topology.world_size} on {nodes}",
         "device": str(parts.context.device),
         "backend": type(parts.backend).__name__,
-        "precision": _DTYPES.get(parts.policy.mode, parts.policy.mode),
+        "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
         **_data(parts, loaders),
         **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),
         **parts.facts,

@@ -137,6 +137,15 @@ class PreparedModels:
         self.schedulers.clear()
         self._holders.clear()
 
+    def untie(self) -> None:
+        """Let models go of their optimizers and schedulers, which refer to them, so that no circle keeps them alive.
+
+        What somebody still holds goes on as it is: an optimizer needs its model, and no model its optimizer.
+        """
+        for one in self.all:
+            one.optimizers.clear()
+            one.schedulers.clear()
+
     def of(self, model: nn.Module) -> Prepared:
         """Find a model by what `prepare` returned, or by the user's own module.
 

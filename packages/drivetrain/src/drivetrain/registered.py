@@ -78,20 +78,32 @@ class Registered:
                 raise ValueError(f"register_for_checkpointing({name}=...): the name is taken; choose another")
             kept[name] = obj
 
-    def tell_differences(self, states: Mapping[str, Any], context: Context) -> None:
-        """Warn, once for each object, of states that are not the same on all ranks. Called on all ranks.
+    def compare(self, states: Mapping[str, Any], context: Context) -> None:
+        """Hold what is registered here against the other ranks. Called on all ranks.
 
-        Tensors are compared by shape, dtype and a sample of their elements.
+        A warning tells, once for each object, of states that are not the same on all ranks. Tensors are compared by
+        shape, dtype and a sample of their elements.
 
         Args:
             states: Those of the shared objects, by name.
             context: The ranks.
+
+        Raises:
+            RuntimeError: Another rank has registered other objects.
         """
-        if not states or context.topology.world_size == 1:
+        if context.topology.world_size == 1:
             return
-        found = gather_object(context, {name: _checksum(state) for name, state in states.items()})
+        sums = {name: _checksum(state) for name, state in states.items()}
+        found: list[tuple[dict[str, str], list[str]]] = gather_object(context, (sums, sorted(self.per_rank)))
+        held = [(sorted(shared), own) for shared, own in found]
+        if any(one != held[0] for one in held):
+            named = "; ".join(f"rank {rank}: {_listed(*one)}" for rank, one in enumerate(held[:8]))
+            raise RuntimeError(
+                f"register_for_checkpointing() was called with other objects on some ranks ({named}): call it on all "
+                "ranks with the same ones, outside `if accelerator.is_main_process`; nothing was saved"
+            )
         for name in states:
-            others = [rank for rank, sums in enumerate(found) if sums.get(name) != found[0][name]]
+            others = [rank for rank, (shared, _) in enumerate(found) if shared[name] != found[0][0][name]]
             if not others or name in self.told:
                 continue
             self.told.add(name)
@@ -144,6 +156,10 @@ def check_loadable(
             f"saved, and there are {world_size} now: resume with {saved_world_size}; or give them, before the save, "
             "a method load_state_dicts(states), which takes the states of all ranks that saved"
         )
+
+
+def _listed(shared: Sequence[str], per_rank: Sequence[str]) -> str:
+    return ", ".join([*shared, *(f"{name} (per_rank)" for name in per_rank)]) or "none"
 
 
 def _checksum(state: Any) -> str:

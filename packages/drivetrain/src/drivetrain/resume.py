@@ -74,6 +74,7 @@ def save(
 
     Raises:
         DriftedReplicasError: Ranks hold other weights of a model that is replicated; nothing was written.
+        RuntimeError: Ranks have registered other objects; nothing was written.
     """
     if isinstance(run.backend, ReplicatesWeights):
         run.backend.check_replicas()
@@ -86,7 +87,7 @@ def save(
         models[name] = {key: value for key, value in model.items() if key not in left_out}
         training[name] = state
     custom = {name: obj.state_dict() for name, obj in run.custom.items()}
-    run.registered.tell_differences(custom, run.context)
+    run.registered.compare(custom, run.context)
     own = {name: obj.state_dict() for name, obj in run.registered.per_rank.items()}
     trains = any(one.optimizers for one in run.prepared)  # else nothing steps, and what was received is done
     replicated: dict[str, Any] = {

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from drivetrain import migration, resume
@@ -11,7 +13,8 @@ from drivetrain.hooks import CheckpointHook
 from drivetrain.plan import EffectivePlan
 from drivetrain.prepare import PreparedModels
 from drivetrain.registered import Registered, Stateful
-from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
+from drivetrain_backends import AccumulationWindow
+from drivetrain_checkpoint import RESUME_EXIT_CODE, Checkpointer, SaveSchedule
 from drivetrain_checkpoint.storage import Place
 from drivetrain_data import ShardedLoader
 
@@ -115,8 +118,9 @@ class Saving:
             trained_only=trained_only,
         )
         if checkpointer.is_copying:
+            wait = partial(_copies_are_over, self._parts.backend.window, self._parts.checkpointers)
             for optimizer in run.optimizers:
-                optimizer.before_step = self._copies_are_over
+                optimizer.before_step = wait  # of no Accelerator, which holds the optimizers
         return path
 
     def save_if_due(
@@ -201,17 +205,15 @@ class Saving:
             hook.after_load(step)
         return step
 
-    def _copies_are_over(self) -> bool:
-        """Wait for the copies of a save in the background, where a step is about to change what they are of."""
-        if not self._parts.backend.window.closing:
-            return False
-        self._wait_for_copies()
-        return True
+    def _close_checkpointers(self) -> None:
+        """Finish saves in the background, of which one that fails keeps no other from ending."""
+        with ExitStack() as stack:
+            for checkpointer in self._parts.checkpointers.values():
+                stack.callback(checkpointer.close)
 
     def _wait_for_copies(self) -> None:
         """Wait until weights may change."""
-        for checkpointer in self._parts.checkpointers.values():
-            checkpointer.wait_for_copies()
+        _wait_for_copies(self._parts.checkpointers)
 
     def _save_what_was_put_off(self) -> None:
         """Save if the window that was open has closed since. Called on all ranks."""
@@ -256,3 +258,16 @@ class Saving:
             registered=self._custom,
             seed=self._parts.settings.seed or 0,
         )
+
+
+def _copies_are_over(window: AccumulationWindow, checkpointers: Mapping[Any, Checkpointer]) -> bool:
+    """Wait for the copies of a save in the background, where a step is about to change what they are of."""
+    if not window.closing:
+        return False
+    _wait_for_copies(checkpointers)
+    return True
+
+
+def _wait_for_copies(checkpointers: Mapping[Any, Checkpointer]) -> None:
+    for checkpointer in checkpointers.values():
+        checkpointer.wait_for_copies()

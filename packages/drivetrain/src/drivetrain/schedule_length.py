@@ -57,8 +57,12 @@ class Schedules:
             raise ValueError(
                 "num_steps(): the length of this loader is not known; write the schedule in optimizer steps"
             ) from error
-        trained = amount if epochs is not None else amount / num_samples
-        return steps_of(trained, num_batches, accumulation)
+        if epochs is not None:
+            return steps_of(epochs, num_batches, accumulation)
+        whole, rest = divmod(cast("int", samples), num_samples)
+        per_batch = loader.total_batch_size or num_samples / num_batches
+        batches = min(num_batches, ceil(rest / per_batch))
+        return steps_of(whole, num_batches, accumulation) + ceil(batches / accumulation)
 
 
 def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:

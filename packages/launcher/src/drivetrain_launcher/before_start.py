@@ -15,7 +15,7 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
     Args:
         arguments: What follows the script on the command line.
         known: The launcher's flags.
-        script: The script's text: a flag that it names is its own.
+        script: The script's text: a flag, argument or field of that name in it is its own.
     """
     found: dict[str, None] = {}
     for token in arguments:
@@ -24,7 +24,7 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
             break
         hyphened = written.replace("_", "-")
         is_ours = written.startswith("--") and RENAMED.get(hyphened, hyphened) in known
-        if is_ours and not _names(script, hyphened.removeprefix("--")):
+        if is_ours and not _takes(script, hyphened.removeprefix("--")):
             found[written] = None
     return list(found)
 
@@ -54,7 +54,18 @@ def check_backend(name: str, installed: Collection[str], script: str | None, sou
     )
 
 
+def _takes(script: str, word: str) -> bool:
+    """Return whether a script has a flag, an argument or a field of a name; to read an attribute is none."""
+    spelled = _spelled(word)
+    taken = (rf"--{spelled}(?!\w)", rf"""["']{spelled}["']""", rf"(?<![\w.]){spelled}\s*[:=]")
+    return any(re.search(one, script) for one in taken)
+
+
 def _names(script: str, word: str) -> bool:
-    """Return whether a text names a word, with underscores or hyphens."""
-    spelled = "[-_]".join(map(re.escape, re.split("[-_]", word)))
-    return re.search(rf"(?<!\w){spelled}(?!\w)", script) is not None
+    """Return whether a text names a word."""
+    return re.search(rf"(?<!\w){_spelled(word)}(?!\w)", script) is not None
+
+
+def _spelled(word: str) -> str:
+    """Return the pattern of a word, with underscores or hyphens."""
+    return "[-_]".join(map(re.escape, re.split("[-_]", word)))

@@ -47,11 +47,13 @@ def notebook_launcher(
         What the function returned, in rank order.
 
     Raises:
-        LaunchError: The accelerator is in use already, or there are fewer of them than processes.
+        LaunchError: The accelerator is in use already, or there are fewer of them than processes; or `num_processes`
+            is no integer of at least 1.
         RankFailedError: A rank failed; the message shows its traceback.
     """
     host = look_at_host("auto")
-    count = num_processes or max(1, host.accelerator_count)
+    count = max(1, host.accelerator_count) if num_processes is None else num_processes
+    _check_number(count)
     if host.accelerator is not None and count > host.accelerator_count:
         raise LaunchError(
             f"num_processes={count}: this machine has {host.accelerator_count} {host.accelerator} devices to give "
@@ -80,9 +82,18 @@ def debug_launcher(
         What the function returned, in rank order.
 
     Raises:
+        LaunchError: `num_processes` is no integer of at least 1.
         RankFailedError: A rank failed; the message shows its traceback.
     """
+    _check_number(num_processes)
     return _start(function, args, num_processes, {"DRIVETRAIN_STATE__DEVICE": "cpu"}, 0)
+
+
+def _check_number(num_processes: object) -> None:
+    if type(num_processes) is not int or num_processes < 1:
+        raise LaunchError(
+            f"num_processes={num_processes!r}: must be an integer of at least 1, the processes to start"
+        )
 
 
 def _check_unused(kind: str) -> None:

@@ -231,7 +231,7 @@ class DeepSpeedBackend:
         if not self._prepared:
             self.window.fixed_because = None
         self._untrained = [one for one in self._untrained if one is not prepared]
-        self._ledger.groups[:] = [group for group in self._ledger.groups if group is not prepared.group]
+        self._ledger.groups = [group for group in self._ledger.groups if group is not prepared.group]
 
     def _guard(self) -> object:
         """What becomes of gradients that are not finite."""
@@ -314,7 +314,7 @@ class DeepSpeedBackend:
         )
         kind = PartitionedOptimizer if engine.zero_optimization() else PreparedOptimizer
         prepared.optimizers.append(kind(optimizer, prepared))
-        self._ledger.groups.append(prepared.group)
+        self._ledger.groups = [*self._ledger.groups, prepared.group]
         prepared.group.optimizers = [optimizer]
         self._prepared.append(prepared)
         self.window.fixed_because = _ENGINE_IS_MADE_FOR_IT
@@ -337,7 +337,7 @@ class DeepSpeedBackend:
             model.to(self.context.device)
             whole = TorchPrepared(model, context=self.context, ledger=self._ledger)
             self._untrained.append(whole)
-            self._ledger.groups.append(whole.group)
+            self._ledger.groups = [*self._ledger.groups, whole.group]
             return whole
         with entering(self.context), ExitStack() as undo:
             undo.callback(restore_forward, model)
@@ -356,7 +356,7 @@ class DeepSpeedBackend:
             scaler=None,
         )
         self._untrained.append(partitioned)
-        self._ledger.groups.append(partitioned.group)
+        self._ledger.groups = [*self._ledger.groups, partitioned.group]
         return partitioned
 
     def _trained_by(self, optimizer: Optimizer) -> tuple[DeepSpeedPrepared, PreparedOptimizer]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
@@ -29,6 +30,9 @@ class EngineCarrier:
         self._running: nn.Module | None = None
         self._parameters: dict[nn.Module, list[Tensor]] = {}
         self._left: dict[nn.Module, list[tuple[int, int]]] = {}  # what the last backward left in `.grad`
+        self._stand_ins: dict[
+            nn.Module, tuple[Tensor, Tensor]
+        ] = {}  # a parameter, and what lies in its `.grad`
         self._watched: dict[nn.Module, list[RemovableHandle]] = {}  # hooks on the trained parameters
         self._frozen: dict[nn.Module, list[RemovableHandle]] = {}
 
@@ -81,6 +85,7 @@ class EngineCarrier:
                 "offload_optimizer the first has moved the gradients already; add the losses up and call it once"
             )
         self._check_unedited(models[0])
+        self._take_stand_in(models[0])
         closes = self._window.closing and gradients.in_backward
         if self._scaler is not None:
             gradients.scale_losses(self._scaler.value)
@@ -92,6 +97,7 @@ class EngineCarrier:
             self._running = None
         if closes:
             self._ready.add(models[0])
+        self._put_stand_in(models[0])
         self._left[models[0]] = _fingerprint(self._parameters[models[0]])
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
@@ -103,6 +109,7 @@ class EngineCarrier:
         engine, gradients = self._engines[models[0]]
         self._check_unedited(models[0])
         self._left.pop(models[0], None)
+        self._take_stand_in(models[0])
         if models[0] in self._ready:
             self._ready.discard(models[0])
         else:
@@ -115,6 +122,20 @@ class EngineCarrier:
         """Note that the gradients of a model were dropped."""
         self._ready.discard(model)
         self._left.pop(model, None)
+        self._take_stand_in(model)
+
+    def _put_stand_in(self, model: nn.Module) -> None:
+        """Lay zeros where stages 2 and 3 leave no gradient: what clips or drops `.grad` shows on them."""
+        trained = [parameter for parameter in self._parameters[model] if parameter.requires_grad]
+        if trained and all(parameter.grad is None for parameter in trained):
+            smallest = min(trained, key=Tensor.numel)
+            smallest.grad = zeros = torch.zeros_like(smallest)
+            self._stand_ins[model] = smallest, zeros
+
+    def _take_stand_in(self, model: nn.Module) -> None:
+        parameter, zeros = self._stand_ins.pop(model, (None, None))
+        if parameter is not None and parameter.grad is zeros:
+            parameter.grad = None
 
     def _check_unedited(self, model: nn.Module) -> None:
         """Refuse gradients that are not those of the last backward: they are reduced later, or were already.

@@ -86,7 +86,7 @@ class DeepSpeedPrepared:
         self._written: WrittenValues = NoMasters()
         self._reached: ReachedParameters | None = None  # of a model that is trained
         if gradients is not None:
-            self._written = written_values(self.engine, trained)
+            self._written = written_values(self.engine, trained, context)
             self._reached = ReachedParameters(self.engine, trained)
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
@@ -211,6 +211,7 @@ class DeepSpeedPrepared:
         """
         self._known.look()
         self._written.take_up()
+        self._written.compare()
         return {
             **read_state(self.engine, self._names, self._groups),
             **progress_of(self.optimizers, self.schedulers),
@@ -227,6 +228,7 @@ class DeepSpeedPrepared:
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         load_state(self.engine, self._names, self._groups, state)
         self._written.note()
+        self._written.forget()
         load_progress(state, self.optimizers, self.schedulers)
 
     def _check_unknown_gradients(self) -> None:

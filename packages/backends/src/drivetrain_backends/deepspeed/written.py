@@ -1,5 +1,6 @@
 """Values that the user writes into parameters between steps, which the masters that an engine steps must have too."""
 
+from collections import Counter
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_backends.errors import AccumulationError
+from drivetrain_state import Context, gather_object
 
 _ELEMENTS_AT_ONCE = 2**24
 
@@ -28,6 +30,18 @@ class WrittenValues(Protocol):
         """Note that parameters and masters agree now, after a write of the engine's or the backend's own."""
         ...
 
+    def compare(self) -> None:
+        """Hold what was written here against the other ranks, before it is saved. Called on all ranks.
+
+        Raises:
+            AccumulationError: Ranks wrote other parameters.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Begin anew with `compare`: a saved state was loaded on all ranks."""
+        ...
+
 
 class NoMasters:
     """Stage 0: the optimizer steps the parameters themselves."""
@@ -38,6 +52,12 @@ class NoMasters:
     def note(self) -> None:
         """Nothing to do; see `WrittenValues.note`."""
 
+    def compare(self) -> None:
+        """Nothing to do; see `WrittenValues.compare`."""
+
+    def forget(self) -> None:
+        """Nothing to do; see `WrittenValues.forget`."""
+
 
 class WrittenToFlat:
     """Stages 1 and 2: parameters are views of a flat tensor, whose own part each rank has a master of.
@@ -45,11 +65,16 @@ class WrittenToFlat:
     The part is compared with its master, for a write through `.data` leaves no other trace. In half precision an
     element that was not written keeps what its master has beyond it.
 
+    A rank brings its own part alone, so all ranks must write the same. How often each parameter was written is
+    counted and compared at saves; a write through `.data` is not counted.
+
     Args:
         engine: The DeepSpeed engine.
+        names: The name of each trained parameter.
+        context: The ranks.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, names: Mapping[Tensor, str], context: Context) -> None:
         optimizer = engine.optimizer
         self._optimizer = optimizer
         is_bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
@@ -62,10 +87,15 @@ class WrittenToFlat:
         groups: list[list[nn.Parameter]] = optimizer.bf16_groups if is_bf16 else optimizer.bit16_groups
         self._parameters = [parameter for group in groups for parameter in group]
         self._places: list[int] = []
+        self._names, self._context = names, context
+        self._num_writes: Counter[str] = Counter()
         self.note()
 
     def take_up(self) -> None:
         """Copy what differs; see `WrittenValues.take_up`."""
+        if self._versions != (versions := _versions(self._names)):
+            self._num_writes.update(_changed(self._names, self._versions, versions))
+            self._versions = versions
         if self._places != (places := list(map(Tensor.data_ptr, self._parameters))):
             self._bring_back(places)
         for index, (parts, master) in enumerate(zip(self._flat, self._masters, strict=True)):
@@ -80,6 +110,29 @@ class WrittenToFlat:
         places = list(map(Tensor.data_ptr, self._parameters))
         if places != self._places:
             self._places, self._homes = places, [parameter.data for parameter in self._parameters]
+        self._versions = _versions(self._names)
+
+    def compare(self) -> None:
+        """Compare the counts; see `WrittenValues.compare`.
+
+        Raises:
+            AccumulationError: They differ.
+        """
+        found: list[Counter[str]] = gather_object(self._context, self._num_writes)
+        if all(one == found[0] for one in found):
+            return
+        names = [name for name in self._names.values() if len({one[name] for one in found}) > 1]
+        counts = ", ".join(f"{one[names[0]]} times on rank {rank}" for rank, one in enumerate(found[:8]))
+        raise AccumulationError(
+            f"{', '.join(names[:5])}: written in place on some ranks and not on others ({names[0]}: {counts}). Under "
+            "ZeRO each rank steps a part of every parameter, so that what one rank writes goes into its part "
+            "alone. Nothing was saved: load_state() of an earlier checkpoint, and write the same values on all ranks "
+            "or inside accelerator.gathered(model, write=True)"
+        )
+
+    def forget(self) -> None:
+        """Count from 0; see `WrittenValues.forget`."""
+        self._num_writes.clear()
 
     def _bring_back(self, places: list[int]) -> None:
         """Put values that were assigned, `parameter.data = ...`, where the parameter lay."""
@@ -119,11 +172,7 @@ class WrittenOutsideGathered:
         """
         if (versions := _versions(self._names)) == self._versions:
             return
-        changed = [
-            name
-            for name, before, now in zip(self._names.values(), self._versions, versions, strict=True)
-            if before != now
-        ]
+        changed = _changed(self._names, self._versions, versions)
         raise AccumulationError(
             f"{', '.join(changed[:5])}: written in place since the last step, which DeepSpeed's stage 3 undoes at "
             "the next: ranks hold parts of a parameter and of its fp32 master. Write inside "
@@ -134,25 +183,36 @@ class WrittenOutsideGathered:
         """Note the versions; see `WrittenValues.note`."""
         self._versions = _versions(self._names)
 
+    def compare(self) -> None:
+        """Nothing to do, where writes are refused; see `WrittenValues.compare`."""
 
-def written_values(engine: Any, names: Mapping[Tensor, str]) -> WrittenValues:
+    def forget(self) -> None:
+        """Nothing to do; see `WrittenValues.forget`."""
+
+
+def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -> WrittenValues:
     """What knows of writes into the parameters of an engine, by its stage.
 
     Args:
         engine: The DeepSpeed engine.
         names: The name of each trained parameter.
+        context: The ranks.
     """
     if not engine.zero_optimization():
         return NoMasters()
     return (
         WrittenOutsideGathered(engine, names)
         if engine.zero_optimization_partition_weights()
-        else WrittenToFlat(engine)
+        else WrittenToFlat(engine, names, context)
     )
 
 
 def _versions(parameters: Mapping[Tensor, str]) -> list[int]:
     return list(map(attrgetter("_version"), parameters))
+
+
+def _changed(parameters: Mapping[Tensor, str], before: list[int], now: list[int]) -> list[str]:
+    return [name for name, old, new in zip(parameters.values(), before, now, strict=True) if old != new]
 
 
 def _take_up(written: Tensor, kept: Tensor) -> None:

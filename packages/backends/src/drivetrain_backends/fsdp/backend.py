@@ -216,7 +216,7 @@ class FSDPBackend(TorchBackend):
         self._buffers.watch(inner)
         _set_prefetch(sharded, settings.prefetch)
         inner.register_forward_pre_hook(_make_room_outside_inference_mode(sharded), prepend=True)
-        inner.register_forward_hook(_reshard_without_gradients(sharded))
+        inner.register_forward_hook(_after_forward_without_gradients(sharded, self._order))
         if settings.compile_regions:
             for block in blocks or [inner]:
                 block.forward = torch.compile(block.forward, backend=settings.compile_backend)
@@ -275,17 +275,19 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
     return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
 
 
-def _reshard_without_gradients(sharded: ShardedModel) -> Callable[..., None]:
-    """A hook that lets go of what FSDP would keep for a backward, after a forward that has none.
+def _after_forward_without_gradients(sharded: ShardedModel, order: BlockOrder) -> Callable[..., None]:
+    """Return a hook for the end of a forward that no backward follows.
 
-    Else requires_grad would be set on parameters that the next gathering replaces.
+    It compares what the ranks gathered, for no step may come that would. And it lets go of what FSDP would keep for a
+    backward: else requires_grad would be set on parameters that the next gathering replaces.
     """
 
-    def reshard(*_: object) -> None:
+    def finish(*_: object) -> None:
         if not torch.is_grad_enabled():
+            order.compare_gathered()
             sharded.reshard()
 
-    return reshard
+    return finish
 
 
 def _make_room_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:

@@ -106,6 +106,17 @@ class BlockOrder:
             self._past.clear()
         return [row[3] for row in rows]
 
+    def compare_gathered(self) -> None:
+        """Compare where all ranks gather together, after a forward whose outputs are used without a step.
+
+        Called on all ranks. Ranks with a copy of their own may run other forwards, and are compared at steps alone.
+
+        Raises:
+            CollectiveMismatchError: See `compare`.
+        """
+        if len(self._divisions) == 1:
+            self.compare(at_step=False)
+
     def _noting(self, kind: str, what: str) -> Callable[[], None]:
         label = len(self._labels)
         self._labels.append(f"{kind} {what}")

@@ -8,6 +8,7 @@ learning rate that moves visibly, for a warm-up may begin at 0.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, cast
 
@@ -76,26 +77,33 @@ def check_steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
     if type(optimizer) in _KNOWN:
         return
     tiny = _stand_ins(optimizer, mesh.size(mesh.ndim - 1))
-    state, raised, whole = torch.get_rng_state(), None, list[Tensor]()
+    raised, whole = None, list[Tensor]()
     what = "cannot be tried on tiny parameters"
     try:
         with run_eagerly():
-            whole = _stepped(optimizer, tiny, mesh, is_divided=False)
+            with _same_random_numbers(mesh):
+                whole = _stepped(optimizer, tiny, mesh, is_divided=False)
             what = "raises on them"
-            torch.set_rng_state(state)
-            divided = _stepped(optimizer, tiny, mesh, is_divided=True)
+            with _same_random_numbers(mesh):
+                divided = _stepped(optimizer, tiny, mesh, is_divided=True)
         start = [one.value.to(mesh.device_type) for group in tiny for one in group]
         what = _difference(start, whole, divided)
         alike = not what
     except Exception as error:  # noqa: BLE001 whatever DTensor or the optimizer answers with; raised on all ranks below
         alike, raised = False, error
-    torch.set_rng_state(state)
     if _all_agree(alike, mesh):
         return
     what = what or "fails on another rank"
     if raised is not None:
         what = f"{what} ({_first_line(raised)})"
     raise ValueError(_refusal(optimizer, what)) from raised
+
+
+def _same_random_numbers(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """Put back, at its end, the random numbers of the CPU and of the device that are drawn inside."""
+    kind = mesh.device_type
+    here = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
+    return torch.random.fork_rng(devices=here, device_type=kind)
 
 
 def _all_agree(alike: bool, mesh: DeviceMesh) -> bool:

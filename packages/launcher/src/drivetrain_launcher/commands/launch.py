@@ -19,6 +19,10 @@ from drivetrain_launcher.settings import LaunchSettings
 
 # Where packages announce their backends.
 _BACKENDS = "drivetrain.backends"
+# Beside the launcher's own: to look up every installed package's would cost a start of each.
+_OFTEN_MISPLACED = frozenset(
+    {"--config", "--dry-run", "--backend", "--cpu", "--mixed-precision", "--gradient-accumulation-steps"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,7 @@ def _check(layers: Layers, settings: dict[str, Any], target: Target) -> None:
     if asked and "run" in settings:
         installed = [point.name for point in entry_points(_BACKENDS)]
         check_backend(settings["run"].backend, installed, script, asked[0].source)
-    known = {flag.name for flag in flags(LaunchSettings, "launch")} | {"--config", "--dry-run", "--backend"}
+    known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
     if misplaced := misplaced_flags(target.arguments, known, script or ""):
         stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")
         say(

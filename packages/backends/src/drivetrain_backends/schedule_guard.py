@@ -1,0 +1,101 @@
+"""Schedulers that were left out of `prepare`, and advance with every micro-batch instead of every optimizer step.
+
+Two things tell: a learning rate that changes while a window is open; and, where a rate stays for many steps, the
+progress of a scheduler of torch's, which is looked up once among all objects of the process.
+"""
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from drivetrain_backends.errors import SchedulerError
+
+
+class ScheduleGuard:
+    """Refuses schedules that advance inside an accumulation window.
+
+    Args:
+        optimizers: The user's optimizer and what stands in for it: a scheduler is made over either.
+
+    Attributes:
+        has_begun: Whether a window of several micro-batches has begun.
+        is_prepared: Whether a prepared scheduler sets the rates; no other is looked for then.
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.has_begun = False
+        self.is_prepared = False
+        self._optimizers = tuple(ref(optimizer) for optimizer in optimizers)
+        self._schedulers: list[ref[LRScheduler]] = []
+        self._looked_at: bool | None = None  # what `is_scheduled` was when schedulers were looked for
+        self._rates: list[object] | None = None  # of the window that is open
+        self._progress: list[object] = []
+
+    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take up the rates and schedules that a window begins with, where there is a schedule."""
+        self.has_begun = True
+        self._rates = None
+        is_scheduled = any(
+            "initial_lr" in group for group in groups
+        )  # most schedulers note what they start from
+        if is_scheduled is not self._looked_at:
+            self._looked_at = is_scheduled
+            self._schedulers = [] if self.is_prepared else self._found()
+        if is_scheduled or self._schedulers:
+            self._rates, self._progress = _rates_of(groups), self._progress_now()
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse a rate or a schedule that has moved since the open window began.
+
+        Raises:
+            SchedulerError: A scheduler that is not prepared advances with every micro-batch.
+        """
+        if self._rates is None:
+            return
+        now = _rates_of(optimizer.param_groups)
+        if now != self._rates:
+            what = f"the learning rate of {type(optimizer).__name__} changed"
+            how = f", from {_shown(self._rates)} to {_shown(now)}"
+        elif self._progress_now() != self._progress:
+            what, how = f"the learning-rate schedule of {type(optimizer).__name__} advanced", ""
+        else:
+            return
+        raise SchedulerError(
+            f"{what} inside an accumulation window{how}: its scheduler was left out of prepare(), and advances with "
+            "every micro-batch and not with every optimizer step. Pass the scheduler to prepare() with its "
+            "optimizer, or after it; or call scheduler.step() only where accelerator.sync_gradients is true, "
+            "after optimizer.step(). Rates that are set by hand are set between windows"
+        )
+
+    def forget(self) -> None:
+        """Let the schedule move once, as loading a state or making a scheduler does."""
+        self._rates = None
+
+    def _found(self) -> list[ref[LRScheduler]]:
+        """Look up torch's schedulers of these optimizers, which hold no list of them: some 50 ms, once."""
+        own = [optimizer() for optimizer in self._optimizers]
+        everything = gc.get_objects()
+        schedulers = [one for one in everything if issubclass(type(one), LRScheduler)]
+        return [
+            ref(one) for one in schedulers if any(getattr(one, "optimizer", None) is each for each in own)
+        ]
+
+    def _progress_now(self) -> list[object]:
+        schedulers = [known() for known in self._schedulers]
+        return [None if one is None else one.last_epoch for one in schedulers]
+
+
+def _rates_of(groups: Sequence[dict[str, Any]]) -> list[object]:
+    """Return what tells rates from others without reading a tensor, which may be on a device."""
+    rates = [group["lr"] for group in groups if "lr" in group]
+    return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
+
+
+def _shown(rates: Sequence[object]) -> str:
+    numbers = ["a tensor" if isinstance(rate, tuple) else f"{rate:.6g}" for rate in rates[:3]]
+    return ", ".join(numbers) + (", ..." if len(rates) > 3 else "")
