@@ -79,7 +79,7 @@ def test_a_module_in_two_places_is_placed_once() -> None:
 
 
 def test_names_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no_split_module_classes=\['layer'\]: the model has no module"):
-        blocks_of(Model(), no_split=["layer"])
+    with pytest.warns(UserWarning, match="the model has no module of class layer; classes are named as"):
+        assert blocks_of(Model(), no_split=["layer", "Layer"]) == blocks_of(Model(), no_split=["Layer"])
     with pytest.raises(ValueError, match=r"special_dtypes=\['head.scale'\]: the model has no such"):
         blocks_of(Model(), special_dtypes={"head.scale": torch.float16})

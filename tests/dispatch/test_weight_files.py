@@ -69,21 +69,38 @@ def test_a_tensor_is_the_files_pages_and_the_file_is_never_written_to(tmp_path: 
     assert torch.equal(MappedFile(path).tensor("w"), torch.arange(1000.0))
 
 
-@pytest.mark.parametrize("change", ["replace", "write", "delete"])
-def test_a_file_that_has_changed_is_told(tmp_path: Path, change: str) -> None:
+def test_a_file_that_was_written_to_is_told(tmp_path: Path) -> None:
     path = write(tmp_path / "one.safetensors", w=torch.ones(3))
     mapped = MappedFile(path)
     mapped.check_unchanged()
-    if change == "delete":
-        path.unlink()
-    elif change == "replace":
-        write(tmp_path / "new", w=torch.ones(3)).replace(path)
-    else:
-        os.utime(path, ns=(0, 0))
+    os.utime(path, ns=(0, 0))
     with pytest.raises(
         WeightFilesError, match=r"one.safetensors has changed since the model was loaded from it"
     ):
         mapped.check_unchanged()
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_file_that_was_replaced_or_deleted_is_still_read(tmp_path: Path, is_replaced: bool) -> None:
+    path = write(tmp_path / "one.safetensors", w=torch.ones(3))
+    mapped = MappedFile(path)
+    path.unlink()
+    if is_replaced:
+        write(path, w=torch.zeros(3))
+    mapped.check_unchanged()
+    copied = torch.zeros(3)
+    mapped.copy("w", copied, buffer=torch.empty(0, dtype=torch.uint8))
+    assert torch.equal(copied, torch.ones(3))
+    assert torch.equal(mapped.tensor("w"), torch.ones(3))
+    with pytest.raises(WeightFilesError, match="has changed since the model was loaded"):
+        mapped.check_in_place()
+
+
+def test_a_file_that_is_let_go_is_closed(tmp_path: Path) -> None:
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        MappedFile(write(tmp_path / "one.safetensors", w=torch.ones(3)))
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A model as the parts that are placed: each goes to one device as a whole."""
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -39,13 +40,14 @@ def blocks_of(
 
     Args:
         model: The model.
-        no_split: Names of module classes that stay whole.
+        no_split: Names of module classes that stay whole. A warning names those that the model does not have, as
+            transformers' `_no_split_modules` names classes of every model of a family.
         dtype: What floating-point and complex tensors will be converted to; None takes them as they are.
         special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
         special_sizes: Bytes of single tensors by name, which win over dtypes.
 
     Raises:
-        ValueError: A class or tensor is named that the model does not have.
+        ValueError: A tensor is named that the model does not have.
     """
     kept = frozenset(listed(no_split))
     names: list[str] = []
@@ -53,10 +55,11 @@ def blocks_of(
     for name, module in model.named_modules(remove_duplicate=False):
         names.append(name)
         classes.append(type(module).__name__)
-    if unknown := sorted(kept.difference(classes)):
-        raise ValueError(
-            f"no_split_module_classes={unknown}: the model has no module of such a class; name classes as "
-            "type(module).__name__ does"
+    if absent := sorted(kept.difference(classes)):
+        warnings.warn(
+            f"no_split_module_classes: the model has no module of class {', '.join(absent)}; classes are named as "
+            "type(module).__name__ does",
+            stacklevel=2,
         )
     tensors: list[Tensor] = []
     names_of_tensors: list[str] = []  # two lists and no pairs: of 100,000 the collector would take long

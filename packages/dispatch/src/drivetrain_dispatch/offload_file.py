@@ -35,13 +35,13 @@ class WritableFile(MappedFile):
             return private  # torch has no tensor that begins between two elements: its changes stay in memory
         return self._pages[start : start + private.nbytes].view(private.dtype).view(private.shape)
 
-    def check_unchanged(self, *, may_be_written: bool = True) -> None:
-        """Check that it is the file that was opened.
+    def check_unchanged(self) -> None:
+        """Check that it is the file that was opened: what training changes is to be found there.
 
         Raises:
             WeightFilesError: It was replaced, deleted, or is of another size.
         """
-        super().check_unchanged(may_be_written=may_be_written)
+        self.check_in_place()
 
 
 def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -5,7 +5,9 @@ A tensor of such a file is the file's pages: it takes no memory of its own, and 
 
 import ctypes
 import json
+import os
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,20 +32,23 @@ _NUM_SHOWN = 5
 
 
 class _Stamp(NamedTuple):
-    """By what a file that was replaced or written to is told."""
+    """What tells a file that was replaced or written to from what it was."""
 
     inode: int
     size_bytes: int
     modified_ns: int
 
     @classmethod
-    def of(cls, path: Path) -> "_Stamp":
-        found = path.stat()
+    def of(cls, path: Path | int) -> "_Stamp":
+        found = os.stat(path)
         return cls(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 class MappedFile:
     """A file of weights that is mapped into memory: a safetensors file, or one that `torch.save` wrote.
+
+    It stays open: where another file takes its name, as a save into the same folder has it, what was opened is still
+    read.
 
     Args:
         path: Where.
@@ -60,7 +65,9 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # wherever the process goes afterwards
         try:
-            self._stamp = _Stamp.of(path)
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            self._stamp = _Stamp.of(self._file)
             # Where each tensor begins; empty where the format hides it.
             self._starts: dict[str, int] = {}
             if path.suffix in PICKLED_SUFFIXES:
@@ -79,6 +86,7 @@ class MappedFile:
             raise WeightFilesError(
                 f"{path} cannot be mapped ({error}): store it as several files that are each smaller than the memory"
             ) from error
+        self.check_in_place()
         self.in_order = tuple(self._tensors)
         self.names = frozenset(self.in_order)
 
@@ -125,35 +133,40 @@ class MappedFile:
         target.copy_(self._tensors[name][tuple(slice(begin, end) for begin, end in box)])
 
     def _fill(self, memory: memoryview, start: int) -> None:
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while memory:
-                count = file.readinto(memory)
-                if not count:
-                    raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
-                memory = memory[count:]
+        while memory:
+            count = os.preadv(self._file, [memory], start)
+            if not count:
+                raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
+            memory, start = memory[count:], start + count
 
-    def check_unchanged(self, *, may_be_written: bool = False) -> None:
-        """Check that it is the file that was opened.
-
-        Args:
-            may_be_written: Whether its time may be another one.
+    def check_unchanged(self) -> None:
+        """Check that nobody wrote into the file since it was opened; it may have been deleted or replaced by another.
 
         Raises:
-            WeightFilesError: It was replaced, written to or deleted. Of a file that was made shorter, the pages that
-                are gone end the process when they are used; nothing can prevent that.
+            WeightFilesError: Somebody did. Of a file that was made shorter, the pages that are gone end the process
+                when they are used; nothing can prevent that.
+        """
+        if _Stamp.of(self._file) != self._stamp:
+            raise self._changed()
+
+    def check_in_place(self) -> None:
+        """Check that the file of this name is the one that was opened, and as long; its content is not looked at.
+
+        Raises:
+            WeightFilesError: It was replaced, deleted or cut.
         """
         try:
             found = _Stamp.of(self.path)
         except FileNotFoundError:
-            found = None
-        if found is not None and may_be_written:
-            found = found._replace(modified_ns=self._stamp.modified_ns)
-        if found != self._stamp:
-            raise WeightFilesError(
-                f"{self.path} has changed since the model was loaded from it: load the model again, and write new "
-                "weights into new files"
-            )
+            raise self._changed() from None
+        if found[:2] != self._stamp[:2]:
+            raise self._changed()
+
+    def _changed(self) -> WeightFilesError:
+        return WeightFilesError(
+            f"{self.path} has changed since the model was loaded from it: load the model again, and write new "
+            "weights into new files"
+        )
 
 
 def find_weights(checkpoint: Path | str) -> dict[str, Path]:
