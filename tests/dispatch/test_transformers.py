@@ -87,3 +87,16 @@ def test_a_model_is_trained_with_its_weights_away(model: torch.nn.Module) -> Non
             optimizer.zero_grad()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_encoder_decoder_generates_as_in_memory() -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    tokens = torch.tensor([[5, 6]])
+    expected = model.generate(tokens, max_new_tokens=3)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    dispatch_model(model, {"": "cpu"}, dtypes=dtypes)
+    assert torch.equal(model.generate(tokens, max_new_tokens=3), expected)

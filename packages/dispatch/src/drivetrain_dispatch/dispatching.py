@@ -103,7 +103,8 @@ def dispatch_model(
             of norms keep theirs.
 
     Returns:
-        The same model. Its attribute `hf_device_map` is the map.
+        The same model. Its attribute `hf_device_map` is the map, unless it is an encoder-decoder of transformers,
+        whose `generate` would look for Accelerate's hooks then.
 
     Raises:
         DeviceMapError: The map does not fit the model or the machine, a device has no room, or the disk no folder.
@@ -129,7 +130,8 @@ def dispatch_model(
     if in_place := units_of(model, _in_place(placements, files, coming)):
         record.listen(model, in_place, InPlace(in_place, _files_of(in_place, files)))
     record.move(model, placements, skip_keys)
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment] as users of such libraries look it up
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment] as users of such libraries look it up
     return model
 
 
