@@ -196,3 +196,23 @@ def test_budgets_that_would_be_ignored_or_cannot_be_are_said(
     with pytest.raises(ValueError, match=message):
         load_checkpoint_and_dispatch(model, checkpoint, device_map, max_memory)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, None])
+def test_running_statistics_are_converted_as_the_model_converts_them(tmp_path: Path, device_map) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+
+    torch.manual_seed(0)
+    model = made()
+    model[1].running_mean.normal_()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        empty = made()
+    load_checkpoint_and_dispatch(empty, tmp_path, device_map, dtype=torch.bfloat16)
+    x = torch.randn(1, 3, 8, 8).bfloat16()
+    model.to(torch.bfloat16)
+    assert torch.equal(empty(x), model(x))
+    for module in (empty.train(), model.train()):
+        module(x)
+    assert torch.equal(empty[1].running_mean, model[1].running_mean)

@@ -12,6 +12,7 @@ from drivetrain_dispatch.device_map import Place
 from drivetrain_dispatch.misfits import Misfits, Stored
 from drivetrain_dispatch.packed import is_packed
 from drivetrain_dispatch.parts import Box, box_of, device_of, is_divided, shape_of
+from drivetrain_dispatch.placement import running_statistics
 from drivetrain_dispatch.quantization import Quantization, quantized_sizes
 from drivetrain_dispatch.sizes import dtype_after, named_tensors
 
@@ -117,10 +118,11 @@ def plan_load(
         packs = quantized_sizes(model, quantization, dtype=dtype, special_dtypes=special)
     tensors = _wanted(model, places, dtype, special)
     misfits = Misfits(checkpoint=checkpoint, strict=strict)
+    written = running_statistics(model)
     arrivals = [
         arrival if _is_meta(arrival.place) else replace(arrival, packed_bytes=packs.get(arrival.names[0]))
         for wanted in tensors
-        if (arrival := _arrival(wanted, stored, found, misfits)) is not None
+        if (arrival := _arrival(wanted, stored, found, misfits, written)) is not None
     ]
     known = {name for wanted in tensors for name in wanted.saved}
     misfits.unexpected.update({name: stored[file] for name, file in found.items() if name not in known})
@@ -186,9 +188,16 @@ def _wanted(
 
 
 def _arrival(
-    wanted: _Wanted, stored: Mapping[str, Stored], found: Mapping[str, str], misfits: Misfits
+    wanted: _Wanted,
+    stored: Mapping[str, Stored],
+    found: Mapping[str, str],
+    misfits: Misfits,
+    written: Collection[str],
 ) -> Arrival | None:
-    """What a tensor of the model gets; None where the checkpoint has nothing for it."""
+    """Return what a tensor of the model gets; None where the checkpoint has nothing for it.
+
+    What a forward writes to cannot be converted at its use: of another dtype than its file's, it takes memory.
+    """
     names, saved, tensor, described, converts, place = wanted
     there = [name for name in saved if name in found]
     if not there:
@@ -200,6 +209,8 @@ def _arrival(
     first, *copies = (found[name] for name in there)
     for copy in copies:
         misfits.compare_copies(there, stored[first], stored[copy])
+    if place == "disk" and names[0] in written and stored[first].dtype != described.dtype:
+        place = torch.device("cpu")
     box = box_of(names[0], tensor) if is_divided(tensor) else None
     return Arrival(
         names=names, stored=first, copies=tuple(copies), shape=described.shape if box is None else shape_of(box),
