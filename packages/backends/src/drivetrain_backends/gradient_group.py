@@ -120,7 +120,7 @@ class GradientGroup:
         if was_edited := self._were_edited():
             self._check_final_edits()
         factor = self._correction()
-        if (factor is not None or ledger.scaler is not None) and self._marks.were_scaled():
+        if (factor is not None or ledger.scaler is not None) and self._may_wait and self._marks.were_scaled():
             raise self._edited([])
         if factor is not None and self._adds_to_used:
             raise AccumulationError(self._used_already("of a window that closed early"))
@@ -235,6 +235,12 @@ class GradientGroup:
         """Whether gradients are not what a step takes before their window is closed, scaled back and normalised."""
         ledger = self._ledger
         return self._is_counted or ledger.scaler is not None or ledger.window.num_micro_batches > 1
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether values may be read: fp16 waits for the device at this step anyway, and a debugged run may."""
+        context = self._ledger.context
+        return self._ledger.scaler is not None or context.device.type == "cpu" or context.settings.debug
 
     def _were_edited(self) -> bool:
         """Tell whether others changed the gradients since the last pass of ours."""
