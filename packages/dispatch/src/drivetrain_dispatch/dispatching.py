@@ -103,8 +103,7 @@ def dispatch_model(
             of norms keep theirs.
 
     Returns:
-        The same model. Its attribute `hf_device_map` is the map, unless it is an encoder-decoder of transformers,
-        whose `generate` would look for Accelerate's hooks then.
+        The same model. Its attribute `hf_device_map` is the map; transformers' encoder-decoders have none.
 
     Raises:
         DeviceMapError: The map does not fit the model or the machine, a device has no room, or the disk no folder.
@@ -130,9 +129,17 @@ def dispatch_model(
     if in_place := units_of(model, _in_place(placements, files, coming)):
         record.listen(model, in_place, InPlace(in_place, _files_of(in_place, files)))
     record.move(model, placements, skip_keys)
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        model.hf_device_map = dict(device_map)  # type: ignore[assignment] as users of such libraries look it up
+    _show_map(model, device_map)
     return model
+
+
+def _show_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Leave the map where users of transformers and libraries beside it look it up.
+
+    `generate` of an encoder-decoder that has one there looks for Accelerate's hooks (transformers 4 and 5).
+    """
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment] no module
 
 
 def remove_hooks(model: nn.Module) -> nn.Module:
