@@ -136,7 +136,7 @@ def dispatch_model(
 def _show_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     """Leave the map where users of transformers and libraries beside it look it up.
 
-    `generate` of an encoder-decoder that has one there looks for Accelerate's hooks (transformers 4 and 5).
+    `generate` of an encoder-decoder that has one there looks for Accelerate's hooks (transformers 5.23).
     """
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         model.hf_device_map = dict(device_map)  # type: ignore[assignment] no module
