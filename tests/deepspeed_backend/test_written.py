@@ -188,9 +188,9 @@ def refusals(stage: int) -> dict[str, str]:
         for name, edit in (("clipped", clipped), ("cleared", nn.Module.zero_grad)):
             said[name] = error_of(AccumulationError, lambda edit=edit: train(one, prepared, x, edit=edit))
             prepared.optimizers[0].zero_grad()
-        before = whole_state(prepared.state_dict()["model"])
+        before = whole_state(prepared.state_dict()["model"])["end.bias"].clone()
         train(one, prepared, x)
-        assert not torch.equal(whole_state(prepared.state_dict()["model"])["end.bias"], before["end.bias"])
+        assert not torch.equal(whole_state(prepared.state_dict()["model"])["end.bias"], before)
 
         def penalised() -> None:
             inputs = x.clone().requires_grad_()
