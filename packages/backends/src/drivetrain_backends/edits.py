@@ -85,7 +85,7 @@ class GradientMarks:
         return self._kept is not None and not self._kept.are(marks_of(self._parameters))
 
     def were_scaled(self) -> bool:
-        """Tell whether shards of gradients were multiplied together since `keep`, which leaves no version behind.
+        """Tell whether shards of gradients were scaled since `keep`, which leaves no version behind.
 
         So does torch's `clip_grad_norm_` (a `torch._foreach_` write to DTensors, torch 2.15). A few values are
         compared, which waits for the device; False where gradients are no DTensors.

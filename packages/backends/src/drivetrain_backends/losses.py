@@ -44,7 +44,7 @@ class FirstLosses:
         """Refuse a loss whose gradients nothing would use, before its backward.
 
         Args:
-            loss: The loss.
+            loss: The loss whose graph is followed, of shape ().
             leaves: What graphs end in, for each group of prepared models.
 
         Raises:

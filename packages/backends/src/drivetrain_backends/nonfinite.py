@@ -25,7 +25,7 @@ def holds_nonfinite(context: Context, gradients: Sequence[Tensor]) -> bool:
     a rank's own part of a whole (a DTensor), ranks agree, at the cost of reducing one number.
 
     Args:
-        context: The ranks.
+        context: The ranks that must agree, and their device.
         gradients: Of any shapes, dtypes and devices; sparse ones too.
     """
     found = not _all_finite([_local(gradient) for gradient in gradients])
@@ -45,7 +45,7 @@ def nonfinite_error(
     """Say which parameter's gradient is the first that is not finite, and on which ranks. Called on all ranks.
 
     Args:
-        context: The ranks.
+        context: The ranks that must agree, and their device.
         gradients: By the parameters' names, the same names in the same order on all ranks; None where a parameter
             has none, a part of one where a rank holds only that.
         step: The optimizer step that they were for; counted from 1.

@@ -47,7 +47,7 @@ class _Released:
         """Refuse to step.
 
         Raises:
-            AccumulationError: Always.
+            AccumulationError: Raised by every call.
         """
         raise AccumulationError(
             f"step() of {type(optimizer).__name__} after free_memory() or end_training(): the backend of its "

@@ -185,7 +185,7 @@ def check_divisible(optimizer: Optimizer, *, where: str, scalars: bool) -> None:
         scalars: Whether numbers and other plain values, which are the same on all ranks, can be kept all the same.
 
     Raises:
-        OptimizerStateError: It does.
+        OptimizerStateError: The optimizer keeps such state; the message names it.
     """
     places = [
         [f"{g}.{i}" for i, _ in enumerate(group["params"])] for g, group in enumerate(optimizer.param_groups)
@@ -202,7 +202,7 @@ def check_unkeyed(optimizer: Optimizer, *, where: str) -> None:
     """Refuse an optimizer whose `state` has come to hold entries of no parameter; see `check_divisible`.
 
     Raises:
-        OptimizerStateError: It does.
+        OptimizerStateError: The optimizer keeps such state; the message names it.
     """
     keys: list[object] = list(optimizer.state)  # torch types them as tensors; a user's class may use any
     if found := [str(key) for key in keys if not isinstance(key, Tensor)]:
@@ -221,7 +221,7 @@ def refuse_undivided(saved: Mapping[str, Any], *, where: str) -> None:
     """Refuse a saved state that holds more than what is kept of each parameter.
 
     Raises:
-        ValueError: It does.
+        ValueError: The saved state holds such entries.
     """
     if extra := [key for key in (_OTHERS, _BESIDE, _OWN) if key in saved]:
         held = [str(key) for kept in extra if kept != _OWN for key in saved[kept]]

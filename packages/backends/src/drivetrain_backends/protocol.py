@@ -118,7 +118,7 @@ class ReplicatesWeights(Protocol):
         """Refuse to go on where ranks hold other weights. Called on all ranks, before a save.
 
         Raises:
-            DriftedReplicasError: They do.
+            DriftedReplicasError: Ranks hold other weights.
         """
         ...
 

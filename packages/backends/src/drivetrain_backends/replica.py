@@ -27,7 +27,7 @@ class Replica(StandIn, DistributedDataParallel):
         options: DDP's own.
 
     Attributes:
-        at_close: See above.
+        at_close: Whether gradients are averaged when their window closes.
         is_armed: Whether the reducer waits for a backward.
         holds_back: Whether there may be gradients that ranks have not averaged.
     """

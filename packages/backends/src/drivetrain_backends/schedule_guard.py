@@ -77,7 +77,10 @@ class ScheduleGuard:
         self._rates = None
 
     def _found(self) -> list[ref[LRScheduler]]:
-        """Look up torch's schedulers of these optimizers, which hold no list of them: some 50 ms, once."""
+        """Look up torch's schedulers of these optimizers, which hold no list of them: some 50 ms, once.
+
+        Objects that `gc.freeze` hides are not found; the rates tell of their schedules.
+        """
         own = [optimizer() for optimizer in self._optimizers]
         everything = gc.get_objects()
         schedulers = [one for one in everything if issubclass(type(one), LRScheduler)]

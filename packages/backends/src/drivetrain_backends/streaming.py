@@ -19,7 +19,7 @@ def whole_tensors(
     """Gather a model's state one tensor at a time. Called on all ranks, and run to its end on all of them.
 
     Args:
-        prepared: The model.
+        prepared: The prepared model, on all ranks.
         context: Ranks and device.
         everywhere: Whether all ranks get them.
 
@@ -43,7 +43,7 @@ def whole_model(prepared: Prepared, context: Context, *, everywhere: bool = Fals
     """A model's state as one process would have it, gathered one tensor at a time. Called on all ranks.
 
     Args:
-        prepared: The model.
+        prepared: The prepared model, on all ranks.
         context: Ranks and device.
         everywhere: Whether all ranks get it.
 
@@ -63,7 +63,7 @@ def tied_weights(prepared: Prepared) -> dict[str, str]:
     """The names of a model's parameters and buffers that are the same object as one of an earlier name.
 
     Args:
-        prepared: The model.
+        prepared: The prepared model, on all ranks.
 
     Returns:
         Plain name to the first plain name of the same object.
@@ -81,7 +81,7 @@ def load_whole(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context
     A mapping that reads on demand, such as one over safetensors' `safe_open`, keeps rank 0 to one tensor as well.
 
     Args:
-        prepared: The model.
+        prepared: The prepared model, on all ranks.
         tensors: Whole tensors by name on rank 0; other ranks give None.
         context: Ranks and device.
 

@@ -155,7 +155,7 @@ class EngineCarrier:
         """Refuse a backward that reaches an engine which is not the one that runs.
 
         Raises:
-            AccumulationError: It does.
+            AccumulationError: The backward reaches such an engine.
         """
         if self._running is model:
             return
@@ -202,7 +202,7 @@ def _refuse_unfrozen(name: str) -> None:
     """Refuse a gradient of a parameter that was frozen when its engine was built.
 
     Raises:
-        UnreducedGradientError: Always.
+        UnreducedGradientError: Raised by every call, which names the parameter.
     """
     raise UnreducedGradientError(
         f"{name} was frozen when prepare() built its DeepSpeed engine, which neither averages nor steps it. Set "

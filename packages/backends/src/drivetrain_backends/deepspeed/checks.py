@@ -152,7 +152,7 @@ def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, de
     It does on a device without fp16, such as the CPU, when it partitions a whole model.
 
     Raises:
-        ValueError: It would.
+        ValueError: The rounding would change the result.
     """
     on_drive = zero.get("offload_param", {}).get("device") == "nvme"
     whole = any(not hasattr(parameter, "ds_id") for parameter in model.parameters())

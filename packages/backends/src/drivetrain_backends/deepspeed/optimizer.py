@@ -15,7 +15,7 @@ class PartitionedOptimizer(PreparedOptimizer):
         """Refused: its parameters are parts of an engine's; see `PreparedOptimizer.check_copyable`.
 
         Raises:
-            TypeError: Always.
+            TypeError: Raised by every call.
         """
         raise TypeError(uncopyable(self.optimizer))
 

@@ -71,7 +71,7 @@ class WrittenToFlat:
     Args:
         engine: The DeepSpeed engine.
         names: The name of each trained parameter.
-        context: The ranks.
+        context: The ranks whose writes are compared.
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str], context: Context) -> None:
@@ -116,7 +116,7 @@ class WrittenToFlat:
         """Compare the counts; see `WrittenValues.compare`.
 
         Raises:
-            AccumulationError: They differ.
+            AccumulationError: The counts differ between ranks.
         """
         found: list[Counter[str]] = gather_object(self._context, self._num_writes)
         if all(one == found[0] for one in found):
@@ -196,7 +196,7 @@ def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -
     Args:
         engine: The DeepSpeed engine.
         names: The name of each trained parameter.
-        context: The ranks.
+        context: The ranks whose writes are compared.
     """
     if not engine.zero_optimization():
         return NoMasters()

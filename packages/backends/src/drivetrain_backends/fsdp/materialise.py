@@ -78,7 +78,7 @@ def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
     """Refuse modules that surely cannot fill what they hold.
 
     Args:
-        model: The model.
+        model: The model, with modules on the meta device.
         on_meta: The names of what is to be filled.
 
     Raises:

@@ -25,7 +25,7 @@ class Sharding:
     """What every model of a run is sharded by.
 
     Attributes:
-        mesh: The ranks.
+        mesh: The ranks that parameters are sharded over.
         reshards: Whether parameters are let go after forward.
         dtypes: In which dtypes they are kept and computed with.
         offload: Whether shards live on the CPU.
