@@ -69,10 +69,11 @@ class ParameterHooks:
             return
         carried = self._carried.setdefault(shard, _Carried(self._carriers[shard]))
         if of_gradient:
-            carried.of_gradient.append(of_gradient)
+            # A table whose hooks were removed stays empty: a loop may register and remove one at each step.
+            carried.of_gradient[:] = [*filter(None, carried.of_gradient), of_gradient]
             source._backward_hooks = None
         if of_parameter:  # torch would run those of a shard after the reduction, with a part of the gradient
-            carried.of_parameter.append(of_parameter)
+            carried.of_parameter[:] = [*filter(None, carried.of_parameter), of_parameter]
             source._post_accumulate_grad_hooks = None
 
 
