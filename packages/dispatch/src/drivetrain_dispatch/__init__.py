@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.optimizer_state import OptimizerOffload as OptimizerOffload
     from drivetrain_dispatch.optimizer_state import disk_offload_optimizer as disk_offload_optimizer
     from drivetrain_dispatch.plan import Cost as Cost
+    from drivetrain_dispatch.pretrained import load_pretrained as load_pretrained
     from drivetrain_dispatch.quantization import Quantization as Quantization
     from drivetrain_dispatch.quantization import quantized_sizes as quantized_sizes
     from drivetrain_dispatch.quantizers import BitsAndBytes4Bit as BitsAndBytes4Bit
@@ -90,6 +91,7 @@ _ROOMS = {
     "init_on_device": "empty",
     "load_checkpoint_and_dispatch": "loaded",
     "load_checkpoint_in_model": "load",
+    "load_pretrained": "pretrained",
     "measure_compute": "rates",
     "measure_costs": "cost",
     "measure_rates": "rates",
@@ -135,6 +137,7 @@ __all__ = [
     "init_on_device",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
+    "load_pretrained",
     "measure_compute",
     "measure_costs",
     "measure_rates",

@@ -12,7 +12,7 @@ from drivetrain_dispatch.packing import Packing
 from drivetrain_dispatch.parts import divided_like, is_divided, put_part
 from drivetrain_dispatch.quantization import Quantization
 from drivetrain_dispatch.sizes import named_tensors
-from drivetrain_dispatch.weight_files import MappedFile
+from drivetrain_dispatch.weight_source import WeightSource
 
 
 class Change(NamedTuple):
@@ -27,7 +27,7 @@ def changes_of(
     model: nn.Module,
     arrivals: Sequence[Arrival],
     targets: Mapping[str, Tensor],
-    files: Mapping[str, MappedFile],
+    files: Mapping[str, WeightSource],
     packing: Packing,
 ) -> list[Change]:
     """What is to be done to a model.

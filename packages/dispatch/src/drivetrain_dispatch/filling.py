@@ -16,7 +16,7 @@ from drivetrain_dispatch.errors import LoadError, TiedParametersError
 from drivetrain_dispatch.load_plan import Arrival
 from drivetrain_dispatch.misfits import Stored
 from drivetrain_dispatch.parts import Box, range_of, shape_of
-from drivetrain_dispatch.weight_files import MappedFile
+from drivetrain_dispatch.weight_source import WeightSource
 
 PIECE_BYTES = 8 * 2**20  # of a file: large enough for a disk, small enough beside any tensor that matters
 _MOST_THREADS = 4
@@ -77,7 +77,7 @@ def allocate(arrivals: Sequence[Arrival], into: MutableMapping[str, Tensor]) -> 
 def fill(
     stored: Mapping[str, Stored],
     targets: Mapping[str, Tensor],
-    files: Mapping[str, MappedFile],
+    files: Mapping[str, WeightSource],
     *,
     boxes: Mapping[str, Box] | None = None,
     num_threads: int | None = None,
@@ -182,7 +182,7 @@ def staging_buffer(targets: Iterable[Tensor], *, size_bytes: int = PIECE_BYTES) 
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
-def check_copies(arrivals: Sequence[Arrival], files: Mapping[str, MappedFile]) -> None:
+def check_copies(arrivals: Sequence[Arrival], files: Mapping[str, WeightSource]) -> None:
     """Check that what a checkpoint has twice for one tensor of the model is the same.
 
     Raises:

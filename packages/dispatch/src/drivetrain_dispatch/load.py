@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.arguments import check_load
 from drivetrain_dispatch.changes import Change, apply_changes, changes_of
+from drivetrain_dispatch.conversion import check_folder, convert, with_computed_in_memory, write_converted
 from drivetrain_dispatch.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.filling import Progress, WholeProgress, allocate, check_copies, fill, pieces_of
@@ -22,6 +23,7 @@ from drivetrain_dispatch.placement import placements_of
 from drivetrain_dispatch.quantization import Quantization
 from drivetrain_dispatch.relay import Relay
 from drivetrain_dispatch.weight_files import MappedFile, open_weights
+from drivetrain_dispatch.weight_source import WeightSource
 
 ReadBy = Literal["each", "rank 0"]
 
@@ -99,7 +101,9 @@ def load_checkpoint_in_model(
     check_load(dtype, quantization, progress)
     _check_arguments(model, device_map, read_by, num_threads)
     options = _Options(dtype=dtype, special_dtypes=special_dtypes, strict=strict, rename=rename)
-    with _Load(model, Path(checkpoint), device_map, options, Packing(quantization, offload_folder)) as load:
+    with _Load(
+        model, Path(checkpoint), device_map, options, Packing(quantization, offload_folder), offload_folder
+    ) as load:
         if read_by == "each":
             return load.alone(num_threads, progress)
         return load.by(Relay(process_group), progress)
@@ -124,13 +128,17 @@ class _Load:
         device_map: Mapping[str, Device] | None,
         options: _Options,
         packing: Packing,
+        folder: Path | str | None,
     ) -> None:
         self._model = model
         self._checkpoint = checkpoint
         self._device_map = device_map
         self._options = options
         self._packing = packing
-        self._files: dict[str, MappedFile] = {}  # by the checkpoint's names
+        self._folder = folder
+        self._files: dict[
+            str, WeightSource
+        ] = {}  # by the checkpoint's names, or the model's where it is converted
         self._targets: dict[str, Tensor] = {}  # the same, of what is read
 
     def __enter__(self) -> Self:
@@ -144,7 +152,7 @@ class _Load:
     def alone(self, num_threads: int | None, progress: Progress | None) -> LoadReport:
         """Read by itself."""
         stored = self._open()
-        plan = self._prepare(stored)
+        plan = self._write_converted(self._prepare(stored))
         boxes = {arrival.stored: arrival.box for arrival in plan.arrivals if arrival.box is not None}
         progress = progress and _in_all(progress, stored, _read_by(plan))
 
@@ -159,7 +167,8 @@ class _Load:
     def by(self, relay: Relay, progress: Progress | None) -> LoadReport:
         """Take what rank 0 reads."""
         stored = relay.from_reader(self._open)
-        plan = relay.together(lambda: self._prepare(stored))
+        prepared = relay.together(lambda: self._prepare(stored))
+        plan = relay.together(lambda: self._write_converted(prepared))
 
         wanted = relay.wanted_by_any(_read_by(plan))
         progress = progress and _in_all(progress, stored, wanted)
@@ -176,7 +185,9 @@ class _Load:
         return self._report(plan)
 
     def _open(self) -> dict[str, Stored]:
-        self._files = open_weights(self._checkpoint)
+        files = open_weights(self._checkpoint)
+        renamed = self._options["rename"] is not None
+        self._files = dict(files) if renamed else convert(self._model, self._checkpoint, files)
         return {
             name: Stored(tuple(file.tensor(name).shape), file.tensor(name).dtype, file.divisible(name))
             for name, file in self._files.items()
@@ -201,10 +212,15 @@ class _Load:
                 f"{self._checkpoint} is not on this rank what it is on rank 0: copy it here again"
             )
         self._packing.check(plan.arrivals)
+        plan = with_computed_in_memory(plan, self._files)
+        check_folder(plan, self._files, self._folder)
         if self._files:
             check_copies(plan.arrivals, self._files)
         allocate(plan.arrivals, self._targets)
         return plan
+
+    def _write_converted(self, plan: LoadPlan) -> LoadPlan:
+        return write_converted(plan, self._files, self._folder)
 
     def _devices(self, plan: LoadPlan) -> dict[str, torch.device]:
         """What computes with each tensor, where any is packed."""
@@ -214,7 +230,7 @@ class _Load:
         return {name: placement.device for name, placement in placements_of(self._model, places).items()}
 
     def _changes(self, plan: LoadPlan) -> list[Change]:
-        for file in {file.path: file for file in self._files.values()}.values():
+        for file in {id(file): file for file in self._files.values()}.values():
             file.check_unchanged()
         return changes_of(self._model, plan.arrivals, self._targets, self._files, self._packing)
 
@@ -245,12 +261,15 @@ def _in_all(progress: Progress, stored: Mapping[str, Stored], names: Collection[
     return WholeProgress(progress, sum(piece.size_bytes for piece in pieces_of(stored, names)))
 
 
-def _report(plan: LoadPlan, files: Mapping[str, MappedFile]) -> LoadReport:
+def _report(plan: LoadPlan, files: Mapping[str, WeightSource]) -> LoadReport:
     on_disk = [arrival for arrival in plan.arrivals if arrival.place == "disk"]
+    mapped = {
+        arrival.stored: file for arrival in on_disk if (file := files[arrival.stored].file_of(arrival.stored))
+    }
     return LoadReport(
         missing=plan.missing,
         unexpected=plan.unexpected,
-        mapped={name: files[arrival.stored] for arrival in on_disk for name in arrival.names},
+        mapped={name: mapped[arrival.stored] for arrival in on_disk for name in arrival.names},
         converted_at_use={
             name: arrival.dtype
             for arrival in on_disk

@@ -11,7 +11,7 @@ from torch import Tensor
 from drivetrain_dispatch.errors import LoadError
 from drivetrain_dispatch.filling import PIECE_BYTES, Piece, Progress, pieces_of, staging_buffer
 from drivetrain_dispatch.misfits import Stored
-from drivetrain_dispatch.weight_files import MappedFile
+from drivetrain_dispatch.weight_source import WeightSource
 
 Result = TypeVar("Result")
 
@@ -76,7 +76,7 @@ class Relay:
         self,
         stored: Mapping[str, Stored],
         targets: Mapping[str, Tensor],
-        files: Mapping[str, MappedFile],
+        files: Mapping[str, WeightSource],
         *,
         progress: Progress | None = None,
     ) -> None:
@@ -148,7 +148,7 @@ def _failure_of(progress: Progress, done_bytes: int, all_bytes: int) -> Exceptio
     return None
 
 
-def _read(piece: Piece, files: Mapping[str, MappedFile], buffer: Tensor) -> None:
+def _read(piece: Piece, files: Mapping[str, WeightSource], buffer: Tensor) -> None:
     name = piece.name
     values = buffer[: piece.size_bytes].view(piece.dtype)
     files[name].copy(name, values, start=piece.start, buffer=buffer)

@@ -98,6 +98,14 @@ class MappedFile:
         """Where a tensor begins in the file, in bytes; None where the format hides it."""
         return self._starts.get(name)
 
+    def stamp(self) -> str:
+        """Return a text that differs once another file of this path was written."""
+        return f"{self._stamp.size_bytes}:{self._stamp.modified_ns}"
+
+    def file_of(self, name: str) -> "MappedFile":  # noqa: ARG002 as the protocol has it
+        """Return the file whose pages a tensor is: this one."""
+        return self
+
     def divisible(self, name: str) -> bool:
         """Whether a tensor can be copied piece by piece; what `torch.save` wrote may lie in another order."""
         return name in self._starts or self._tensors[name].is_contiguous()

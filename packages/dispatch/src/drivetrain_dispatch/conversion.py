@@ -1,0 +1,106 @@
+"""What a load does about checkpoints that hold a model's weights under other names or in another form."""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.converted_checkpoint import ConvertedCheckpoint
+from drivetrain_dispatch.fp8_blocks import dequantised
+from drivetrain_dispatch.lazy_tensor import LazyTensor
+from drivetrain_dispatch.load_plan import LoadPlan
+from drivetrain_dispatch.sizes import named_tensors
+from drivetrain_dispatch.transformers_conversion import converted_names
+from drivetrain_dispatch.weight_files import MappedFile
+from drivetrain_dispatch.weight_source import WeightSource
+
+
+def convert(model: nn.Module, checkpoint: Path, files: Mapping[str, MappedFile]) -> dict[str, WeightSource]:
+    """Return a checkpoint's tensors by the model's names and in its form. Nothing is read.
+
+    Args:
+        model: The model.
+        checkpoint: What errors and reports call it.
+        files: The file of each tensor, by the checkpoint's names.
+
+    Raises:
+        WeightFilesError: It cannot be converted.
+    """
+    held = {name: LazyTensor.in_file(file, name) for name, file in files.items()}
+    found = converted_names(model, dequantised(held, {name for name, _ in named_tensors(model)}))
+    if found.keys() == held.keys() and all(found[name] is tensor for name, tensor in held.items()):
+        return dict(files)
+    converted = ConvertedCheckpoint(checkpoint, found)
+    return dict.fromkeys(sorted(found, key=lambda name: found[name].position()), converted)
+
+
+def with_computed_in_memory(plan: LoadPlan, files: Mapping[str, WeightSource]) -> LoadPlan:
+    """Return the plan with what is in no file, since the model computes it, in memory instead of on the disk."""
+    computed = {
+        name
+        for name in _to_write(plan, files)
+        if isinstance(source := files[name], ConvertedCheckpoint) and source.is_computed(name)
+    }
+    arrivals = (
+        replace(arrival, place=torch.device("cpu")) if arrival.stored in computed else arrival
+        for arrival in plan.arrivals
+    )
+    return replace(plan, arrivals=tuple(arrivals))
+
+
+def check_folder(plan: LoadPlan, files: Mapping[str, WeightSource], folder: Path | str | None) -> None:
+    """Check that there is a folder for what stays on the disk in another form than the checkpoint has.
+
+    Raises:
+        ValueError: There is none.
+    """
+    names = _to_write(plan, files)
+    if names and folder is None:
+        size = sum(arrival.size_bytes for arrival in plan.arrivals if arrival.stored in names)
+        raise ValueError(
+            f"device_map puts {next(iter(names))!r} on the disk, and the checkpoint holds it in another form: name a "
+            f"folder where it and {len(names) - 1} more ({size / 1e9:.2f} GB) are written once, offload_folder=..."
+        )
+
+
+def write_converted(
+    plan: LoadPlan, files: MutableMapping[str, WeightSource], folder: Path | str | None
+) -> LoadPlan:
+    """Write what stays on the disk in another form than the checkpoint has, unless an earlier load has.
+
+    Args:
+        plan: Of the load.
+        files: The file of each tensor, by the plan's stored names; changed to the file that was written.
+        folder: Where.
+
+    Returns:
+        The plan, in which these tensors are stored in the dtype in which they are computed.
+
+    Raises:
+        WeightFilesError: The disk has no room.
+    """
+    names = _to_write(plan, files)
+    if not names or folder is None:
+        return plan
+    (checkpoint,) = {id(files[name]): files[name] for name in names}.values()
+    assert isinstance(checkpoint, ConvertedCheckpoint)
+    files.update(dict.fromkeys(names, checkpoint.written(names, Path(folder).expanduser())))
+    arrivals = (
+        replace(arrival, stored_dtype=arrival.dtype) if arrival.stored in names else arrival
+        for arrival in plan.arrivals
+    )
+    return replace(plan, arrivals=tuple(arrivals))
+
+
+def _to_write(plan: LoadPlan, files: Mapping[str, WeightSource]) -> dict[str, torch.dtype]:
+    """Return the dtypes of what no file holds as it is to lie on the disk, by the plan's stored names."""
+    return {
+        arrival.stored: arrival.dtype
+        for arrival in plan.arrivals
+        if arrival.place == "disk"
+        and not arrival.is_packed
+        and arrival.stored in files
+        and files[arrival.stored].file_of(arrival.stored) is None
+    }

@@ -1,0 +1,215 @@
+"""A model of transformers or diffusers from its folder: built, planned, loaded and dispatched in one call."""
+
+import copy
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.arguments import check_dtype
+from drivetrain_dispatch.device_map import Device
+from drivetrain_dispatch.empty import init_empty_weights
+from drivetrain_dispatch.filling import Progress
+from drivetrain_dispatch.loaded import Way, load_checkpoint_and_dispatch
+from drivetrain_dispatch.quantization import Quantization
+
+_CONFIG = "config.json"
+_GENERATION = "generation_config.json"
+_FP8 = "fp8"  # the method of checkpoints that are dequantised while they are read
+AnyModel = TypeVar("AnyModel")
+
+
+def load_pretrained(
+    model_class: type[AnyModel],
+    folder: Path | str,
+    *,
+    device_map: Mapping[str, Device] | Way | None = "auto",
+    max_memory: Mapping[Device, int | str] | None = None,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    config: object = None,
+    no_split_module_classes: Collection[str] | None = None,
+    strict: bool = True,
+    progress: Progress | None = None,
+    offload_folder: Path | str | None = None,
+    offload_buffers: bool = False,
+    quantization: Quantization | None = None,
+    **model_options: Any,
+) -> AnyModel:
+    """Load a model of transformers or diffusers that may be larger than the accelerator, or than the machine.
+
+    It does what the library's `from_pretrained(folder, device_map=...)` does: the model is built without memory in
+    the dtype of its configuration, with what its class keeps in fp32; a map is planned that splits none of the
+    modules that the class keeps whole; the weights are renamed, split and stacked by the library's own tables while
+    they are read, each straight to its place; the model is dispatched, in evaluation mode, with its generation
+    configuration. fp8 weights with block scales, as of DeepSeek-V3, are dequantised while they are read.
+
+    Args:
+        model_class: A model class, or one of transformers' Auto classes.
+        folder: The model's folder: `config.json` and weights.
+        device_map: Device by name; or "auto", "balanced", "balanced_low_0" or "sequential" to plan it; None for none.
+        max_memory: What a planned map may put where; None takes what is free.
+        dtype: The dtype of floating-point weights; "auto" takes the configuration's, or else fp32.
+        config: A configuration object of the library to use instead of the folder's.
+        no_split_module_classes: Names of module classes that a planned map keeps whole; None takes the model's own.
+        strict: Whether the checkpoint must have the model's names and no others.
+        progress: Called with the bytes that were read and all that are.
+        offload_folder: The folder where weights are written that the map keeps on the disk and the checkpoint holds
+            in another form, such as the experts of a layer one by one. Later loads read them there.
+        offload_buffers: Whether buffers are kept away from the device that computes too.
+        quantization: How the weights of linear layers are packed as they are read.
+        model_options: More arguments of the class's `from_config`, such as `attn_implementation="eager"`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: The library is not installed.
+        TypeError: It is no model class of these libraries.
+        ValueError: The folder has no configuration, or one of a checkpoint that another library quantised.
+        WeightsMismatchError: The checkpoint does not fit the model; the message names all that differs.
+        DeviceMapError: No map keeps within the budgets, or the map does not fit.
+    """
+    if dtype != "auto":
+        check_dtype("dtype", dtype)
+    path = _checked(Path(folder).expanduser())
+    build = _builder(model_class)
+    model = cast("Any", build(path, None if dtype == "auto" else dtype, config, model_options))
+    _keep_in_fp32(model)
+    said = getattr(model, "_no_split_modules", None) or ()
+    there = {type(module).__name__ for module in model.modules()}
+    whole = there.intersection(said) if no_split_module_classes is None else no_split_module_classes
+    load_checkpoint_and_dispatch(
+        model, path, device_map, max_memory, no_split_module_classes=whole, strict=strict, progress=progress,
+        offload_folder=offload_folder, offload_buffers=offload_buffers, quantization=quantization,
+        skip_keys=_skip_keys(model),
+    )  # fmt: skip
+    return cast("AnyModel", model.eval())
+
+
+Build = Callable[[Path, torch.dtype | None, Any, Mapping[str, Any]], nn.Module]
+
+
+def _checked(path: Path) -> Path:
+    """Return the folder of a model.
+
+    Raises:
+        ValueError: It is none, or its weights are packed in a way that is not known here.
+    """
+    if (path / "model_index.json").is_file():
+        parts = sorted(part.name for part in path.iterdir() if (part / _CONFIG).is_file())
+        raise ValueError(
+            f"{path} is a pipeline of several models: load each by itself, from {', '.join(parts)}"
+        )
+    if not (path / _CONFIG).is_file():
+        raise ValueError(
+            f"{path} has no {_CONFIG}: name the folder of a model; huggingface_hub.snapshot_download(NAME) downloads "
+            "one and returns its folder"
+        )
+    try:
+        said: object = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path / _CONFIG} is no JSON: {error}") from error
+    packed: Any = said.get("quantization_config") if isinstance(said, dict) else None
+    method = packed.get("quant_method") if isinstance(packed, dict) else packed
+    if packed and method != _FP8:
+        raise ValueError(
+            f"{path / _CONFIG} says the weights are packed ({method}): load such a checkpoint by its library's "
+            "from_pretrained, or fetch the weights in full and give quantization=..."
+        )
+    return path
+
+
+def _builder(model_class: Any) -> Build:
+    """Return what builds a model of a class.
+
+    Raises:
+        TypeError: It is a class of another library.
+    """
+    known = isinstance(model_class, type) and {base.__module__.split(".")[0] for base in model_class.__mro__}
+    if known and "transformers" in known and hasattr(model_class, "from_config"):
+        return lambda path, dtype, config, more: _from_transformers(
+            model_class, model_class.from_config, path, dtype, config, more
+        )
+    if known and "transformers" in known and hasattr(model_class, "_from_config"):
+        return lambda path, dtype, config, more: _from_transformers(
+            model_class, model_class._from_config, path, dtype, config, more
+        )
+    if known and "diffusers" in known and hasattr(model_class, "load_config"):
+        return lambda path, dtype, config, more: _from_diffusers(model_class, path, dtype, config, more)
+    raise TypeError(
+        f"model_class={model_class!r}: give a model class of transformers (AutoModelForCausalLM, "
+        "LlamaForCausalLM, ...) or of diffusers; of any other, build it within init_empty_weights() and call "
+        "load_checkpoint_and_dispatch"
+    )
+
+
+def _from_transformers(
+    model_class: Any,
+    from_config: Callable[..., nn.Module],
+    path: Path,
+    dtype: torch.dtype | None,
+    config: Any,
+    options: Mapping[str, Any],
+) -> nn.Module:
+    transformers: Any = import_module("transformers")
+    if config is None:
+        config_class = getattr(model_class, "config_class", None) or transformers.AutoConfig
+        config = config_class.from_pretrained(path, local_files_only=True)
+    config = copy.deepcopy(config)  # a model changes its own
+    config.name_or_path = str(path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are dequantised
+    chosen = dtype or _dtype_of(config) or torch.float32
+    with init_empty_weights():
+        model: Any = from_config(config, dtype=chosen, **options)
+    if model.can_generate() and (path / _GENERATION).is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+    return model
+
+
+def _from_diffusers(
+    model_class: Any, path: Path, dtype: torch.dtype | None, config: Any, options: Mapping[str, Any]
+) -> nn.Module:
+    if config is None:
+        config = model_class.load_config(path, local_files_only=True)
+    with init_empty_weights():
+        model = model_class.from_config(config, **options)
+    return model if dtype is None else model.to(dtype)
+
+
+def _dtype_of(config: Any) -> torch.dtype | None:
+    """Return the dtype that a configuration names, of the whole model or of its language model."""
+    for part in (config, config.get_text_config()):
+        if isinstance(part.dtype, torch.dtype):
+            return part.dtype
+    return None
+
+
+def _keep_in_fp32(model: Any) -> None:
+    """Convert the parameters that the model's class keeps in fp32, on the meta device.
+
+    transformers has two lists: one for fp16 alone, one for bf16 too.
+    """
+    dtype = getattr(model, "dtype", torch.float32)
+    parts = set[str](getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict"):
+        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not parts or dtype not in (torch.float16, torch.bfloat16):
+        return
+    pattern = re.compile("|".join(rf"(?:^|\.){part}(?:\.|$)" for part in sorted(parts)))
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and pattern.search(name):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _skip_keys(model: Any) -> Collection[str]:
+    """Return the keyword arguments, such as caches, that the model moves by itself."""
+    said: Any = (
+        getattr(model, "_skip_keys_device_placement", None) or getattr(model, "_skip_keys", None) or ()
+    )
+    return (said,) if isinstance(said, str) else tuple(said)

@@ -1,0 +1,279 @@
+"""Checkpoints that transformers wrote under other names and in other shapes load as transformers loads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from drivetrain_dispatch import (
+    TorchAO,
+    WeightFilesError,
+    WeightsMismatchError,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+
+TEXT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+GROUPED = TEXT | {"num_key_value_heads": 2}
+IMAGE = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+# A class of each kind of conversion: experts stacked, names changed, position tables computed, a table with a
+# prefix; many more are in the sweep.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "MixtralForCausalLM": ("MixtralConfig", GROUPED | {"num_local_experts": 4}),
+    "DeepseekV3ForCausalLM": (
+        "DeepseekV3Config",
+        TEXT
+        | {
+            "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 8,
+            "moe_intermediate_size": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+            "v_head_dim": 8, "first_k_dense_replace": 1,
+        },
+    ),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", TEXT),
+    "MarianMTModel": (
+        "MarianConfig",
+        {
+            "vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 1,
+            "decoder_start_token_id": 1, "eos_token_id": 0, "forced_eos_token_id": 0, "max_position_embeddings": 16,
+        },
+    ),
+    "ViTForImageClassification": ("ViTConfig", IMAGE),
+}  # fmt: skip
+
+
+def built(name: str) -> nn.Module:
+    """A small model with the values that its class draws."""
+    config_name, options = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, name)(getattr(transformers, config_name)(**options)).eval()
+
+
+def empty(name: str, folder: Path) -> nn.Module:
+    """The same without memory."""
+    config = getattr(transformers, MODELS[name][0]).from_pretrained(folder)
+    with init_empty_weights():
+        return getattr(transformers, name)(config).eval()
+
+
+def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
+    """Compare all that checkpoints hold, and what the models compute with."""
+    held, expected = model.state_dict(), wanted.state_dict()
+    assert held.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(held[name], tensor), name
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, nn.Module, Path]:
+    """A model and the folder into which it saved itself, as several files."""
+    model, folder = built(request.param), tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return request.param, model, folder
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_what_save_pretrained_wrote_is_loaded(
+    saved: tuple[str, nn.Module, Path], tmp_path: Path, place: str
+) -> None:
+    name, wanted, folder = saved
+    model = empty(name, folder)
+    load_checkpoint_and_dispatch(model, folder, {"": place}, offload_folder=tmp_path)
+    assert_equal(model, wanted)
+
+
+def test_the_disk_holds_what_is_converted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, offload = tmp_path / "model", tmp_path / "offload"
+    wanted = built("MixtralForCausalLM")
+    wanted.save_pretrained(folder)
+
+    def load(dtype: torch.dtype | None = None) -> nn.Module:
+        return load_checkpoint_and_dispatch(
+            empty("MixtralForCausalLM", folder), folder, {"": "disk"}, offload_folder=offload, dtype=dtype
+        )
+
+    first = load()
+    assert "GB of weights that the disk keeps" in caplog.text
+    (written,) = offload.iterdir()
+    when = written.stat().st_mtime_ns
+    experts = sum(tensor.nbytes for name, tensor in wanted.state_dict().items() if "experts" in name)
+    assert experts <= written.stat().st_size < experts + 4096  # nothing else: the rest stays where it is
+
+    second = load()
+    assert list(offload.iterdir()) == [written]
+    assert written.stat().st_mtime_ns == when
+    assert_equal(first, wanted)
+    assert_equal(second, wanted)
+
+    half = load(torch.bfloat16)  # another file
+    assert len(list(offload.iterdir())) == 2
+    ids = torch.tensor([[1, 2, 3]])
+    for parameter in wanted.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(half(ids).logits, wanted(ids).logits)
+
+
+def test_a_checkpoint_that_was_written_anew_is_converted_anew(tmp_path: Path) -> None:
+    folder, offload = tmp_path / "model", tmp_path / "offload"
+    model = built("MixtralForCausalLM")
+    model.save_pretrained(folder)
+    place = {"": "disk"}
+    load_checkpoint_and_dispatch(empty("MixtralForCausalLM", folder), folder, place, offload_folder=offload)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.save_pretrained(folder)
+    again = load_checkpoint_and_dispatch(
+        empty("MixtralForCausalLM", folder), folder, place, offload_folder=offload
+    )
+    assert_equal(again, model)
+
+
+def test_without_a_folder_for_it_nothing_is_read(tmp_path: Path) -> None:
+    built("MixtralForCausalLM").save_pretrained(tmp_path)
+    model = empty("MixtralForCausalLM", tmp_path)
+    with pytest.raises(ValueError, match=r"holds it in another form: name a\s+folder where it and 3 more"):
+        load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"})
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built("MixtralForCausalLM").save_pretrained(tmp_path / "model")
+    model = empty("MixtralForCausalLM", tmp_path / "model")
+    # A folder that cannot be made, as a file has its name.
+    (tmp_path / "offload").write_text("")
+    with pytest.raises(WeightFilesError, match="converted weights could not be written"):
+        load_checkpoint_and_dispatch(
+            model, tmp_path / "model", {"": "disk"}, offload_folder=tmp_path / "offload" / "inside"
+        )
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_an_expert_that_is_missing_is_told(tmp_path: Path) -> None:
+    built("MixtralForCausalLM").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    gone = next(name for name in tensors if name.endswith("experts.1.w1.weight"))
+    del tensors[gone]
+    save_file(tensors, file)
+    with pytest.raises((WeightFilesError, WeightsMismatchError), match="experts"):
+        load_checkpoint_in_model(empty("MixtralForCausalLM", tmp_path), tmp_path)
+
+
+def test_a_rename_of_the_users_own_takes_the_place_of_the_tables(tmp_path: Path) -> None:
+    built("ViTForImageClassification").save_pretrained(tmp_path)
+    with pytest.raises(WeightsMismatchError, match="unexpected"):
+        load_checkpoint_in_model(
+            empty("ViTForImageClassification", tmp_path), tmp_path, rename=lambda name: name
+        )
+
+
+def test_stacked_experts_are_packed_as_they_come(tmp_path: Path) -> None:
+    """Quantising takes linear layers, which the attention of a mixture of experts has; experts stay as they are."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    wanted = built("MixtralForCausalLM")
+    wanted.save_pretrained(tmp_path)
+    model = empty("MixtralForCausalLM", tmp_path)
+    load_checkpoint_and_dispatch(model, tmp_path, {"": "cpu"}, quantization=TorchAO(Int8WeightOnlyConfig()))
+    experts = [name for name, _ in wanted.named_parameters() if "experts" in name]
+    assert experts
+    for name in experts:
+        assert torch.equal(model.get_parameter(name), wanted.get_parameter(name))
+
+
+# ---- fp8 with block scales
+
+
+def blocks(weight: torch.Tensor, size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight as fp8 and its scales, by the definition, block after block."""
+    rows, columns = (-(-length // size) for length in weight.shape)
+    scales = torch.empty(rows, columns)
+    packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row in range(rows):
+        for column in range(columns):
+            place = (slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size))
+            scales[row, column] = weight[place].abs().max() / 448
+            packed[place] = (weight[place] / scales[row, column]).to(torch.float8_e4m3fn)
+    return packed, scales
+
+
+def unpacked(packed: torch.Tensor, scales: torch.Tensor, size: int = 128) -> torch.Tensor:
+    """The weight again."""
+    full = packed.float()
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            full[row * size : (row + 1) * size, column * size : (column + 1) * size] *= scales[row, column]
+    return full
+
+
+def published_in_fp8(folder: Path) -> nn.Module:
+    """Write DeepSeek-V3 as it is published, with blocks that are cut at the edges; return the model as it is then."""
+    wide = MODELS["DeepseekV3ForCausalLM"][1] | {
+        "hidden_size": 160,
+        "moe_intermediate_size": 136,
+        "intermediate_size": 288,
+    }
+    torch.manual_seed(0)
+    model = (
+        transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**wide)).to(torch.bfloat16).eval()
+    )
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    plain = dict(tensors)
+    for name, tensor in plain.items():
+        if tensor.dim() == 2 and "proj" in name:
+            tensors[name], tensors[f"{name}_scale_inv"] = blocks(tensor.float())
+            plain[name] = unpacked(tensors[name], tensors[f"{name}_scale_inv"]).to(torch.bfloat16)
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    wanted = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return wanted
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_fp8_with_block_scales_is_dequantised_while_it_is_read(tmp_path: Path, place: str) -> None:
+    from drivetrain_dispatch import load_pretrained
+
+    wanted = published_in_fp8(tmp_path)
+    model = load_pretrained(
+        transformers.AutoModelForCausalLM,
+        tmp_path,
+        device_map={"": place},
+        offload_folder=tmp_path / "offload",
+    )
+    assert_equal(model, wanted)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, wanted(ids).logits)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_scales_of_other_blocks_are_refused(tmp_path: Path) -> None:
+    save_file(
+        {"weight": torch.zeros(256, 256).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(4, 4)},
+        tmp_path / "x.safetensors",
+    )
+    with pytest.raises(WeightFilesError, match=r"has scales of shape \(4, 4\)"):
+        load_checkpoint_in_model(nn.Linear(256, 256, bias=False), tmp_path)

@@ -1,0 +1,178 @@
+"""`load_pretrained` gives the model that the library's own `from_pretrained` gives, wherever its weights are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from drivetrain_dispatch import DeviceMapError, WeightsMismatchError, load_pretrained, remove_hooks
+
+PLACES: dict[str, dict[str, Any]] = {
+    "planned": {},
+    "host": {"device_map": {"": "cpu"}},
+    "disk": {"device_map": {"": "disk"}},
+    "half on the disk": {"max_memory": {"cpu": "60kB"}},
+    "not dispatched": {"device_map": None},
+}
+TEXT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts in bf16, with settings for generation."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=4)
+    model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
+    model.generation_config.max_new_tokens = 7
+    model.generation_config.repetition_penalty = 1.5
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, those of no checkpoint too."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("model_class", [transformers.AutoModelForCausalLM, transformers.MixtralForCausalLM])
+def test_a_language_model_is_what_from_pretrained_gives(
+    mixtral: Path, tmp_path: Path, model_class: Any, place: str
+) -> None:
+    wanted = model_class.from_pretrained(mixtral)
+    model = load_pretrained(model_class, mixtral, offload_folder=tmp_path, **PLACES[place])
+    ids = torch.tensor([[3, 4, 5]])
+
+    assert type(model) is type(wanted)
+    assert not model.training
+    assert model.generation_config.to_dict() == wanted.generation_config.to_dict()
+    assert model.config.to_dict() == wanted.config.to_dict()
+    assert torch.equal(model.generate(ids), wanted.generate(ids))
+    remove_hooks(model)
+    expected = tensors_of(wanted)
+    assert tensors_of(model).keys() == expected.keys()
+    for name, tensor in tensors_of(model).items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_classes_that_keep_modules_in_fp32_do(tmp_path: Path, dtype: torch.dtype) -> None:
+    config = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    wanted = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=dtype)
+    model = load_pretrained(transformers.AutoModelForSeq2SeqLM, tmp_path, dtype=dtype)
+    found = {name: tensor.dtype for name, tensor in model.named_parameters()}
+    assert found == {name: tensor.dtype for name, tensor in wanted.named_parameters()}
+    assert (torch.float32 in found.values()) is (dtype != torch.bfloat16)
+
+
+def test_layers_that_the_class_keeps_whole_are_not_split(mixtral: Path, tmp_path: Path) -> None:
+    model = load_pretrained(
+        transformers.AutoModelForCausalLM, mixtral, max_memory={"cpu": "60kB"}, offload_folder=tmp_path
+    )
+    inside = [
+        name for name in model.hf_device_map if name.startswith("model.layers.") and name.count(".") > 2
+    ]
+    assert not inside
+    assert "disk" in model.hf_device_map.values()
+
+
+def test_options_of_the_class_are_handed_on(mixtral: Path) -> None:
+    model = load_pretrained(transformers.AutoModelForCausalLM, mixtral, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_configuration_can_be_given(mixtral: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(mixtral)
+    config.rope_parameters["rope_theta"] = 500.0
+    model = load_pretrained(transformers.AutoModelForCausalLM, mixtral, config=config)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(mixtral, config=config)
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(model.generate(ids), wanted.generate(ids))
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.float16])
+def test_a_diffusers_model_is_what_from_pretrained_gives(tmp_path: Path, dtype: Any) -> None:
+    torch.manual_seed(0)
+    diffusers.AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 2,
+                            up_block_types=("UpDecoderBlock2D",) * 2).save_pretrained(tmp_path)  # fmt: skip
+    options = {} if dtype == "auto" else {"torch_dtype": dtype}
+    wanted = diffusers.AutoencoderKL.from_pretrained(tmp_path, **options)
+    model = load_pretrained(diffusers.AutoencoderKL, tmp_path, device_map={"": "disk"}, dtype=dtype)
+    remove_hooks(model)
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[name].to(tensor.dtype), tensor), name
+
+
+# ---- what cannot be
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json: .*snapshot_download"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"a pipeline of several models: .* from vae"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+
+
+def test_a_class_of_another_library_is_refused(mixtral: Path) -> None:
+    for other in (
+        nn.Linear,
+        transformers.AutoConfig,
+        "LlamaForCausalLM",
+        transformers.MixtralForCausalLM.from_pretrained,
+    ):
+        with pytest.raises(TypeError, match="give a model class of transformers"):
+            load_pretrained(other, mixtral)  # type: ignore[type-var]
+
+
+def test_weights_that_another_library_packed_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    config = json.loads((mixtral / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"the weights are packed \(gptq\)"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+
+
+def test_a_checkpoint_of_a_model_without_its_head_is_told(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**TEXT)
+    transformers.LlamaModel(config).save_pretrained(tmp_path)
+    load_pretrained(transformers.AutoModel, tmp_path)
+    with pytest.raises(WeightsMismatchError, match=r"1 missing: 'lm_head\.weight'"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+
+
+def test_a_checkpoint_of_a_model_with_a_head_loads_into_one_without(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**TEXT)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(WeightsMismatchError, match=r"1 unexpected: 'lm_head\.weight'"):
+        load_pretrained(transformers.AutoModel, tmp_path)
+    model = load_pretrained(transformers.AutoModel, tmp_path, strict=False)
+    wanted = transformers.AutoModel.from_pretrained(tmp_path)
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_budgets_that_cannot_be_met_are_told(mixtral: Path) -> None:
+    with pytest.raises(DeviceMapError, match="max_memory"):
+        load_pretrained(transformers.AutoModelForCausalLM, mixtral, max_memory={"cpu": "1kB", "disk": "1kB"})
+    with pytest.raises(ValueError, match="dtype"):
+        load_pretrained(transformers.AutoModelForCausalLM, mixtral, dtype="bfloat16")  # type: ignore[arg-type]
