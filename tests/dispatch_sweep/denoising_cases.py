@@ -137,7 +137,7 @@ _MODELS: Mapping[str, tuple[Mapping[str, Any], Batch]] = {
     }, _inputs(times="", sample=(2, 3, 16, 16))),
     "AutoencoderKLTemporalDecoder": ({
         "block_out_channels": (32, 32), "layers_per_block": 1, "down_block_types": ("DownEncoderBlock2D",) * 2,
-    }, lambda index: _drawn(index, {"sample": (2, 3, 16, 16)}, num_frames=2)),
+    }, lambda index: _drawn(index, {"sample": (2, 3, 16, 16)}, num_frames=1)),
     "ConsistencyDecoderVAE": ({
         "encoder_block_out_channels": (8, 8), "encoder_down_block_types": ("DownEncoderBlock2D",) * 2,
         "encoder_layers_per_block": 1, "encoder_norm_num_groups": 4, "decoder_block_out_channels": (8, 8),

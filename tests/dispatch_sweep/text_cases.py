@@ -105,7 +105,7 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "xmod": ("XmodForMaskedLM", {"default_language": "en_XX", "languages": ["en_XX", "de_DE"]}),
     "canine": ("CanineModel", {"num_hash_buckets": 64, "max_position_embeddings": 128, "local_transformer_stride": 64}),
     "reformer": ("ReformerModelWithLMHead", {
-        "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16], "attn_layers": ["local", "local"],
+        "axial_pos_embds": False, "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0, "attn_layers": ["local", "local"],
         "attention_head_size": 8, "feed_forward_size": 48, "is_decoder": True, "local_attn_chunk_length": 8,
     }),
 }  # fmt: skip

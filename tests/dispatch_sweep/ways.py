@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dispatch_sweep.loading import loaded
+from dispatch_sweep.loading import loaded, loaded_by_its_library
 from dispatch_sweep.results import at_the_addresses_of, difference, gradients_of
+from dispatch_sweep.table import EXACT
 from drivetrain_dispatch import WeightsMismatchError, compute_module_sizes, dispatch_model, remove_hooks
 from sweep.model_cases import ModelCase, loss_of
 
-EXACT, ADDRESSES, NOT_CONVERTED = "exact", "addresses", "not converted yet"
+ADDRESSES = "exact at the same addresses"
+NOT_CONVERTED = "not converted"
 NUM_NEW_TOKENS = 6
 NOT_GIVEN = ("labels", "decoder_input_ids")  # to generate
 # What generates only with more than its forward takes.
@@ -53,7 +55,14 @@ class Subject:
 
     def load(self, device_map: Mapping[str, str] | str, **options: Any) -> nn.Module:
         """Return the model as it is loaded from the folder."""
-        return loaded(self.plain, self.folder / "saved", device_map, **options)
+        return loaded(
+            self.plain, self.saved, device_map, offload_folder=self.folder / "offloaded", **options
+        )
+
+    @property
+    def saved(self) -> Path:
+        """What `save_pretrained` wrote."""
+        return self.folder / "saved"
 
     def streamed(self) -> nn.Module:
         """Return a copy of the model whose weights come as copies of their own, each before its use."""
@@ -96,7 +105,12 @@ def within_a_budget(subject: Subject) -> str:
 def half_in_memory(subject: Subject) -> nn.Module:
     """Return the model with a map for half of its size."""
     whole = compute_module_sizes(subject.plain)[""]
-    return subject.load("auto", max_memory={"cpu": whole // 2})
+    largest = max(_own_bytes(module) for module in subject.plain.modules())  # which a budget must hold
+    return subject.load("auto", max_memory={"cpu": max(whole // 2, largest)}, no_split_module_classes=())
+
+
+def _own_bytes(module: nn.Module) -> int:
+    return sum(t.nbytes for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
 def streamed(subject: Subject) -> str:
@@ -117,9 +131,12 @@ def for_inference(subject: Subject) -> str:
             if wrong := difference(run(model, subject.case.batch(index)), expected[index]):
                 return wrong
 
+    if draws(subject):
+        return EXACT  # threads share the generator of its numbers
+
     def called(index: int) -> Any:
         with torch.inference_mode():
-            return subject_output(model, subject.case.batch(index % 2))
+            return model(**subject.case.batch(index % 2))
 
     with ThreadPoolExecutor(2) as pool:
         seed(0)
@@ -139,25 +156,21 @@ def backward(subject: Subject) -> str:
             loss_of(output).backward()
         except Exception as error:
             if model is theirs:
-                raise NotInMemoryError(f"{type(error).__name__}: {error}") from error
+                raise NotInMemoryError(f"{type(error).__name__}: {first_line(error)}") from error
             raise
         outcomes.append((output, gradients_of(model)))
     return difference(outcomes[1], outcomes[0]) or EXACT
 
 
 def in_bfloat16(subject: Subject) -> str:
-    """Load it in another dtype than its files have, which stays on the disk."""
-    plain = copy.deepcopy(subject.plain)
-    kept = _not_saved(plain)
-    plain.to(torch.bfloat16)
-    for owner, name, buffer in kept:
-        owner._buffers[name] = buffer  # a constructor computes it, in its own dtype
+    """Load it in another dtype than its files have, which stays on the disk, as its library loads it into memory."""
     batches = [_converted(subject.case.batch(index)) for index in range(2)]
+    plain = loaded_by_its_library(subject.plain, subject.saved, torch.bfloat16)
     try:
         with torch.no_grad():
             expected = [run(plain, batch) for batch in batches]
     except Exception as error:
-        raise NotInMemoryError(f"{type(error).__name__}: {error}") from error
+        raise NotInMemoryError(f"{type(error).__name__}: {first_line(error)}") from error
     model = subject.load({"": "disk"}, dtype=torch.bfloat16)
     with torch.no_grad():
         given = [run(model, batch) for batch in batches]
@@ -216,6 +229,16 @@ def first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:160]
 
 
+def draws(subject: Subject) -> bool:
+    """Tell whether a model draws numbers in its forward."""
+    seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    with torch.no_grad():
+        subject.plain(**subject.case.batch(0))
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    return not torch.equal(before[0], after[0]) or before[1] != after[1]
+
+
 def seed(number: int) -> None:
     """Begin all numbers that are drawn anew."""
     torch.manual_seed(number)
@@ -226,21 +249,7 @@ def seed(number: int) -> None:
 def run(model: nn.Module, batch: dict[str, Any]) -> Any:
     """Call a model, with the same numbers drawn."""
     seed(0)
-    return subject_output(model, batch)
-
-
-def subject_output(model: nn.Module, batch: dict[str, Any]) -> Any:
-    """Call a model, and keep what it gives apart from what it will give."""
     return model(**batch)
-
-
-def _not_saved(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [
-        (module, name, module._buffers[name].clone())
-        for module in model.modules()
-        for name in module._non_persistent_buffers_set
-        if module._buffers[name] is not None
-    ]
 
 
 def _converted(value: Any) -> Any:

@@ -73,8 +73,8 @@ def _bring_what_is_used(
         return plainly(func, *args, **given)
     if func == _SET_DATA:
         fetcher = cast("Fetcher | None", args[0].__dict__.get("_fetcher"))
-        if args[1] is args[0] and fetcher is not None and fetcher.stays(args[0]):
-            return None  # moved or converted to what it is; elsewhere, what stays on the device would part from it
+        if fetcher is not None and _is_what_it_is(args[0], args[1], fetcher):
+            return None
         raise OffloadedError(_CANNOT_BE_CHANGED)
     fetchers = _fetchers_of((args, given))
     if not fetchers:
@@ -92,6 +92,18 @@ def _bring_what_is_used(
         for fetcher, tensors in taken:
             fetcher.let_go(tensors, result)
     return result
+
+
+def _is_what_it_is(tensor: Tensor, value: Tensor, fetcher: Fetcher) -> bool:
+    """Whether a tensor was moved or converted to what it is: in a forward, to what it is computed with."""
+    if value is tensor:
+        return fetcher.stays(tensor)  # elsewhere, what stays on the device would part from it
+    if not fetcher.inside():
+        return False
+    (shown,) = fetcher.fetch([tensor])
+    fetcher.let_go([tensor], None)
+    same_kind = (value.dtype, value.shape, value.stride()) == (shown.dtype, shown.shape, shown.stride())
+    return same_kind and value.data_ptr() == shown.data_ptr()
 
 
 class AwayParameter(nn.Parameter):
