@@ -31,7 +31,7 @@ class Kept:
 
 
 QUANTIZATION = (
-    "give a BitsAndBytes4Bit, a BitsAndBytes8Bit or a TorchAO (wrap torchao's configuration in TorchAO"
+    "give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap torchao's configuration in TorchAO"
 )
 
 

@@ -1,6 +1,5 @@
 """Checkpoints that transformers wrote under other names and in other shapes load as transformers loads them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -198,82 +197,3 @@ def test_stacked_experts_are_packed_as_they_come(tmp_path: Path) -> None:
     assert experts
     for name in experts:
         assert torch.equal(model.get_parameter(name), wanted.get_parameter(name))
-
-
-# ---- fp8 with block scales
-
-
-def blocks(weight: torch.Tensor, size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as fp8 and its scales, by the definition, block after block."""
-    rows, columns = (-(-length // size) for length in weight.shape)
-    scales = torch.empty(rows, columns)
-    packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    for row in range(rows):
-        for column in range(columns):
-            place = (slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size))
-            scales[row, column] = weight[place].abs().max() / 448
-            packed[place] = (weight[place] / scales[row, column]).to(torch.float8_e4m3fn)
-    return packed, scales
-
-
-def unpacked(packed: torch.Tensor, scales: torch.Tensor, size: int = 128) -> torch.Tensor:
-    """The weight again."""
-    full = packed.float()
-    for row in range(scales.shape[0]):
-        for column in range(scales.shape[1]):
-            full[row * size : (row + 1) * size, column * size : (column + 1) * size] *= scales[row, column]
-    return full
-
-
-def published_in_fp8(folder: Path) -> nn.Module:
-    """Write DeepSeek-V3 as it is published, with blocks that are cut at the edges; return the model as it is then."""
-    wide = MODELS["DeepseekV3ForCausalLM"][1] | {
-        "hidden_size": 160,
-        "moe_intermediate_size": 136,
-        "intermediate_size": 288,
-    }
-    torch.manual_seed(0)
-    model = (
-        transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**wide)).to(torch.bfloat16).eval()
-    )
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    plain = dict(tensors)
-    for name, tensor in plain.items():
-        if tensor.dim() == 2 and "proj" in name:
-            tensors[name], tensors[f"{name}_scale_inv"] = blocks(tensor.float())
-            plain[name] = unpacked(tensors[name], tensors[f"{name}_scale_inv"]).to(torch.bfloat16)
-    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
-    wanted = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return wanted
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_fp8_with_block_scales_is_dequantised_while_it_is_read(tmp_path: Path, place: str) -> None:
-    from drivetrain_dispatch import load_pretrained
-
-    wanted = published_in_fp8(tmp_path)
-    model = load_pretrained(
-        transformers.AutoModelForCausalLM,
-        tmp_path,
-        device_map={"": place},
-        offload_folder=tmp_path / "offload",
-    )
-    assert_equal(model, wanted)
-    ids = torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, wanted(ids).logits)
-    assert not hasattr(model.config, "quantization_config")
-
-
-def test_scales_of_other_blocks_are_refused(tmp_path: Path) -> None:
-    save_file(
-        {"weight": torch.zeros(256, 256).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(4, 4)},
-        tmp_path / "x.safetensors",
-    )
-    with pytest.raises(WeightFilesError, match=r"has scales of shape \(4, 4\)"):
-        load_checkpoint_in_model(nn.Linear(256, 256, bias=False), tmp_path)

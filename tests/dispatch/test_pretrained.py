@@ -107,8 +107,8 @@ def test_a_configuration_can_be_given(mixtral: Path) -> None:
 @pytest.mark.parametrize("dtype", ["auto", torch.float16])
 def test_a_diffusers_model_is_what_from_pretrained_gives(tmp_path: Path, dtype: Any) -> None:
     torch.manual_seed(0)
-    diffusers.AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 2,
-                            up_block_types=("UpDecoderBlock2D",) * 2).save_pretrained(tmp_path)  # fmt: skip
+    levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    diffusers.AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, **levels).save_pretrained(tmp_path)
     options = {} if dtype == "auto" else {"torch_dtype": dtype}
     wanted = diffusers.AutoencoderKL.from_pretrained(tmp_path, **options)
     model = load_pretrained(diffusers.AutoencoderKL, tmp_path, device_map={"": "disk"}, dtype=dtype)

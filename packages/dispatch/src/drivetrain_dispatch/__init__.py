@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.plan import Cost as Cost
     from drivetrain_dispatch.pretrained import load_pretrained as load_pretrained
     from drivetrain_dispatch.quantization import Quantization as Quantization
+    from drivetrain_dispatch.quantization import StoredFP8 as StoredFP8
     from drivetrain_dispatch.quantization import quantized_sizes as quantized_sizes
     from drivetrain_dispatch.quantizers import BitsAndBytes4Bit as BitsAndBytes4Bit
     from drivetrain_dispatch.quantizers import BitsAndBytes8Bit as BitsAndBytes8Bit
@@ -72,6 +73,7 @@ _ROOMS = {
     "OptimizerOffload": "optimizer_state",
     "Quantization": "quantization",
     "Rates": "timeline",
+    "StoredFP8": "quantization",
     "TiedParametersError": "errors",
     "TorchAO": "quantizers",
     "WeightFilesError": "errors",
@@ -118,6 +120,7 @@ __all__ = [
     "OptimizerOffload",
     "Quantization",
     "Rates",
+    "StoredFP8",
     "TiedParametersError",
     "TorchAO",
     "WeightFilesError",

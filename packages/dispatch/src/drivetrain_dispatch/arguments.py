@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.quantization import StoredFP8
 
 _QUANTIZATION = ("pack", "layer", "size_bytes", "skip_modules")  # the names of a Quantization
 _FORM = 'give a map from names to devices, such as {"": "cpu"}'
@@ -57,13 +58,14 @@ def check_load(dtype: object, quantization: object, progress: object) -> None:
             f"progress={progress!r} cannot be called: give a function of the bytes read and of all"
         )
     absent = [name for name in _QUANTIZATION if not hasattr(quantization, name)]
-    if quantization is None or not (absent or isinstance(quantization, type)):
+    packs = not (absent or isinstance(quantization, type))
+    if quantization is None or packs or isinstance(quantization, StoredFP8):
         return
     given = quantization.__name__ if isinstance(quantization, type) else repr(quantization)
     hint = f", called: {given}()" if isinstance(quantization, type) and not absent else ""
     raise ValueError(
-        f"quantization={given}: give a BitsAndBytes4Bit, a BitsAndBytes8Bit or a TorchAO (wrap torchao's "
-        f"configuration in TorchAO(...)), or an object with {', '.join(_QUANTIZATION)}{hint}"
+        f"quantization={given}: give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap "
+        f"torchao's configuration in TorchAO(...)), or an object with {', '.join(_QUANTIZATION)}{hint}"
     )
 
 

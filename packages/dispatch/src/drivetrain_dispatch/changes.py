@@ -43,7 +43,7 @@ def changes_of(
     layers: list[Change] = []  # these first: what else a layer has is put into the one that takes its place
     changes: list[Change] = []
     for arrival in arrivals:
-        if packing.quantization is not None and arrival.is_packed:
+        if arrival.is_packed:
             weight = packing.weights[arrival.stored]
             layers.append(_packed_change(model, arrival.names, packing.quantization, weight))
             continue
@@ -74,9 +74,11 @@ def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:
 
 
 def _packed_change(
-    model: nn.Module, names: tuple[str, ...], quantization: Quantization, weight: nn.Parameter
+    model: nn.Module, names: tuple[str, ...], quantization: Quantization | None, weight: nn.Parameter
 ) -> Change:
     """The layer that computes with a packed weight in place of another, or its weight."""
+    if quantization is None:
+        return Change(names, None, weight)
     layers = tuple(name.rpartition(".")[0] for name in names)
     linear = model.get_submodule(layers[0])
     assert isinstance(linear, nn.Linear)

@@ -8,32 +8,65 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.converted_checkpoint import ConvertedCheckpoint
-from drivetrain_dispatch.fp8_blocks import dequantised
+from drivetrain_dispatch.fp8_blocks import Fp8Weights, can_be_kept, dequantised, fp8_weights
 from drivetrain_dispatch.lazy_tensor import LazyTensor
 from drivetrain_dispatch.load_plan import LoadPlan
+from drivetrain_dispatch.misfits import Stored
+from drivetrain_dispatch.packing_stored import stored_parts
 from drivetrain_dispatch.sizes import named_tensors
 from drivetrain_dispatch.transformers_conversion import converted_names
-from drivetrain_dispatch.weight_files import MappedFile
+from drivetrain_dispatch.weight_files import MappedFile, open_weights
 from drivetrain_dispatch.weight_source import WeightSource
 
 
-def convert(model: nn.Module, checkpoint: Path, files: Mapping[str, MappedFile]) -> dict[str, WeightSource]:
+def convert(
+    model: nn.Module, checkpoint: Path, files: Mapping[str, MappedFile], *, keep_fp8: bool = False
+) -> dict[str, WeightSource]:
     """Return a checkpoint's tensors by the model's names and in its form. Nothing is read.
 
     Args:
         model: The model.
         checkpoint: What errors and reports call it.
         files: The file of each tensor, by the checkpoint's names.
+        keep_fp8: Whether to give the values and scales of fp8 weights too, by the names of `stored_parts`.
 
     Raises:
         WeightFilesError: It cannot be converted.
     """
     held = {name: LazyTensor.in_file(file, name) for name, file in files.items()}
-    found = converted_names(model, dequantised(held, {name for name, _ in named_tensors(model)}))
+    fp8 = fp8_weights(held, {name for name, _ in named_tensors(model)})
+    found = converted_names(model, dequantised(held, fp8))
+    if keep_fp8:
+        found |= _kept_parts(model, fp8)
     if found.keys() == held.keys() and all(found[name] is tensor for name, tensor in held.items()):
         return dict(files)
     converted = ConvertedCheckpoint(checkpoint, found)
     return dict.fromkeys(sorted(found, key=lambda name: found[name].position()), converted)
+
+
+def stored_sizes(model: nn.Module, checkpoint: Path) -> dict[str, int]:
+    """Return the bytes of the model's weights that a checkpoint holds in fp8, by name, if they are kept so.
+
+    Raises:
+        WeightFilesError: It is no checkpoint, or cannot be converted.
+    """
+    files = convert(model, checkpoint, open_weights(checkpoint), keep_fp8=True)
+
+    def size(name: str) -> int:
+        return Stored(files[name].tensor_shape(name), files[name].tensor_dtype(name)).size_bytes
+
+    return {name: sum(map(size, stored_parts(name))) for name in files if stored_parts(name)[0] in files}
+
+
+def _kept_parts(model: nn.Module, fp8: Fp8Weights) -> dict[str, LazyTensor]:
+    """Return the values and scales of the model's weights that can be kept in fp8."""
+    every_values, every_scales = (converted_names(model, part) for part in fp8)
+    found: dict[str, LazyTensor] = {}
+    for name, values in every_values.items():
+        scales = every_scales.get(name)
+        if scales is not None and can_be_kept(values, scales):
+            found.update(zip(stored_parts(name), (values, scales), strict=True))
+    return found
 
 
 def with_computed_in_memory(plan: LoadPlan, files: Mapping[str, WeightSource]) -> LoadPlan:
@@ -96,11 +129,16 @@ def write_converted(
 
 def _to_write(plan: LoadPlan, files: Mapping[str, WeightSource]) -> dict[str, torch.dtype]:
     """Return the dtypes of what no file holds as it is to lie on the disk, by the plan's stored names."""
-    return {
-        arrival.stored: arrival.dtype
-        for arrival in plan.arrivals
-        if arrival.place == "disk"
-        and not arrival.is_packed
-        and arrival.stored in files
-        and files[arrival.stored].file_of(arrival.stored) is None
-    }
+    names: dict[str, torch.dtype] = {}
+    for arrival in plan.arrivals:
+        parts = stored_parts(arrival.stored)
+        if arrival.place != "disk" or arrival.stored not in files:
+            continue
+        if not arrival.is_packed:
+            if files[arrival.stored].file_of(arrival.stored) is None:
+                names[arrival.stored] = arrival.dtype
+        elif all(part in files for part in parts):
+            found = {files[part].file_of(part) for part in parts}
+            if None in found or len(found) > 1:  # those of one weight are in one file
+                names.update((part, files[part].tensor_dtype(part)) for part in parts)
+    return names

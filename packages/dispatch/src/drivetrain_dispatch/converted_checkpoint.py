@@ -35,6 +35,14 @@ class ConvertedCheckpoint:
         """Return a tensor: pages of its file if it is a view of one tensor there; else it is computed."""
         return self._tensors[name].values()
 
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self._tensors[name].dtype
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._tensors[name].shape)
+
     def divisible(self, name: str) -> bool:
         """Return whether a tensor can be copied piece by piece: if it is in a file as it is."""
         origin = self._tensors[name].origin

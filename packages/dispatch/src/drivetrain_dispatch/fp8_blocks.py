@@ -1,64 +1,99 @@
-"""Checkpoints whose weights are fp8 with one scale for each block, as DeepSeek-V3 is published."""
+"""Checkpoints with fp8 weights and a scale for each block: which they are, and whether they can be kept so."""
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.block_scaled import BLOCK, FP8_DTYPES, dequantise, grid_of
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.lazy_tensor import LazyTensor
+from drivetrain_dispatch.lazy_tensor import LazyTensor, TensorInFile
 
-_SCALE = "_scale_inv"  # what is added to the name of a weight
-_BLOCK = 128  # rows and columns of a block, in every checkpoint that was published so
-_FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_SUFFIX = "_scale_inv"  # what is added to the name of a weight
 
 
-def dequantised(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> dict[str, LazyTensor]:
-    """Replace each fp8 weight and its scales by the weight in full precision.
+class Fp8Weights(NamedTuple):
+    """The fp8 weights of a checkpoint and their scales, by the names of the weights."""
+
+    values: dict[str, LazyTensor]
+    scales: dict[str, LazyTensor]
+
+
+def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> Fp8Weights:
+    """Find the fp8 weights that have scales.
 
     Args:
         tensors: The checkpoint's, by name. The scales of `NAME` are called `NAME_scale_inv`.
-        wanted: Names that the model has: scales that are among them stay.
-
-    Returns:
-        The same without scales; fp32 where there were any.
+        wanted: Names that the model has: scales that are among them are the model's own.
 
     Raises:
         WeightFilesError: The number of scales is not that of the weight's blocks.
     """
-    scaled = {
-        name: f"{name}{_SCALE}"
-        for name, tensor in tensors.items()
-        if tensor.dtype in _FP8 and f"{name}{_SCALE}" in tensors and f"{name}{_SCALE}" not in wanted
-    }
-    scales = set(scaled.values())
+    found = Fp8Weights({}, {})
+    for name, tensor in tensors.items():
+        scales = tensors.get(f"{name}{_SUFFIX}")
+        if tensor.dtype not in FP8_DTYPES or scales is None or f"{name}{_SUFFIX}" in wanted:
+            continue
+        if tensor.dim() < 2 or tuple(scales.shape) != grid_of(tensor.shape):
+            raise WeightFilesError(
+                f"{name!r} is fp8 of shape {tuple(tensor.shape)} and has scales of shape {tuple(scales.shape)}: must "
+                f"be one for a block of {BLOCK} x {BLOCK} elements; load it by the library that wrote it"
+            )
+        found.values[name], found.scales[name] = tensor, scales
+    return found
+
+
+def dequantised(tensors: Mapping[str, LazyTensor], fp8: Fp8Weights) -> dict[str, LazyTensor]:
+    """Return the tensors of a checkpoint without scales: weights that have any are in fp32."""
+    scales = {f"{name}{_SUFFIX}" for name in fp8.scales}
     return {
-        name: _dequantised(name, tensor, tensors[scaled[name]]) if name in scaled else tensor
+        name: LazyTensor.made_by(dequantise, tensor, fp8.scales[name]) if name in fp8.scales else tensor
         for name, tensor in tensors.items()
         if name not in scales
     }
 
 
-def _dequantised(name: str, weight: LazyTensor, scales: LazyTensor) -> LazyTensor:
-    shape, grid = tuple(weight.shape), tuple(scales.shape)
-    if len(shape) != 2 or grid != tuple(-(-size // _BLOCK) for size in shape):
-        raise WeightFilesError(
-            f"{name!r} is fp8 of shape {shape} and has scales of shape {grid}: must be one for a block of {_BLOCK} "
-            f"x {_BLOCK} elements; load such a checkpoint by the library that wrote it"
-        )
-    return LazyTensor.made_by(dequantise, weight, scales)
+def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
+    """Return whether scales that were converted as their weights were are those of the blocks of what these became.
 
-
-def dequantise(weight: Tensor, scales: Tensor) -> Tensor:
-    """Return a weight in fp32: each block times its scale; blocks at the edges may be smaller.
+    They are if every tensor that a weight is joined from begins at a block: two matrices of 64 rows, one upon the
+    other, are one block with two scales.
 
     Args:
-        weight: Of shape (rows, columns), fp8.
-        scales: Of shape (ceil(rows / 128), ceil(columns / 128)).
+        values: A weight of the model, made of a checkpoint's fp8 weights.
+        scales: The same, made of their scales.
     """
-    rows, columns = weight.shape
-    full = weight.to(torch.float32)
-    spread = scales.to(torch.float32).repeat_interleave(_BLOCK, 1)[:, :columns]
-    for start in range(0, rows, _BLOCK):  # by rows of blocks: the scales are never held at the weight's size
-        full[start : start + _BLOCK] *= spread[start // _BLOCK]
-    return full
+    if values.dim() < 2 or tuple(scales.shape) != grid_of(values.shape):
+        return False
+    of_values, of_scales = _places(values), _places(scales)
+    if of_values is None or of_scales is None or of_values.keys() != of_scales.keys():
+        return False
+    return all(
+        row % BLOCK == 0
+        and column % BLOCK == 0
+        and of_scales[name] == (*outer, row // BLOCK, column // BLOCK)
+        for name, (*outer, row, column) in of_values.items()
+    )
+
+
+def _places(joined: LazyTensor) -> dict[str, tuple[int, ...]] | None:
+    """Return where in a tensor each tensor of files begins that it is joined from, by the name of the weight.
+
+    None if it is made in another way, or if one of them is transposed.
+    """
+    target = torch.empty(joined.shape, device="meta")
+    places: dict[str, tuple[int, ...]] = {}
+    for lazy, part in joined.parts(target):
+        if not isinstance(lazy.origin, TensorInFile) or part.stride() != target.stride()[-part.dim() :]:
+            return None
+        places[lazy.origin.name.removesuffix(_SUFFIX)] = _coordinates(target, int(part.storage_offset()))
+    return places
+
+
+def _coordinates(target: Tensor, offset: int) -> tuple[int, ...]:
+    found: list[int] = []
+    for stride in target.stride():
+        index, offset = divmod(offset, stride)
+        found.append(index)
+    return tuple(found)

@@ -129,7 +129,7 @@ class LazyTensor(Tensor):
         Raises:
             WeightFilesError: A file ends too early.
         """
-        parts = sorted(self._parts(target), key=lambda pair: pair[0].position())
+        parts = sorted(self.parts(target), key=lambda pair: pair[0].position())
         buffer: Tensor | None = None
         for lazy, part in parts:
             if isinstance(lazy.origin, TensorInFile) and part.is_contiguous():
@@ -185,7 +185,7 @@ class LazyTensor(Tensor):
             for lazy in _lazy_tensors((self.origin.args, self.origin.kwargs)):
                 yield from lazy._lazy_inputs()
 
-    def _parts(self, target: Tensor) -> Iterator[tuple["LazyTensor", Tensor]]:
+    def parts(self, target: Tensor) -> Iterator[tuple["LazyTensor", Tensor]]:
         """Yield what fills each part of the target.
 
         A join is undone: each of the joined tensors fills a part. An operation around it that only reorders elements
@@ -201,7 +201,7 @@ class LazyTensor(Tensor):
             if isinstance(inner, LazyTensor) and inner._joins():
                 undone = _undone(func, args[1:], kwargs, inner, target)
             if isinstance(inner, LazyTensor) and undone is not None:
-                yield from inner._parts(undone)
+                yield from inner.parts(undone)
                 return
         yield self, target
 
@@ -228,7 +228,7 @@ def _joined(
         else:
             part = target.narrow(dim, start, tensor.shape[dim])
             start += tensor.shape[dim]
-        yield from tensor._parts(part)  # pyright: ignore[reportPrivateUsage] of this class
+        yield from tensor.parts(part)
 
 
 def _undone(

@@ -18,9 +18,10 @@ from drivetrain_dispatch.filling import Progress, WholeProgress, allocate, check
 from drivetrain_dispatch.load_plan import LoadPlan, plan_load, present_places
 from drivetrain_dispatch.misfits import Stored
 from drivetrain_dispatch.packing import Packing
+from drivetrain_dispatch.packing_stored import StoredPacking, without_parts
 from drivetrain_dispatch.parts import is_divided
 from drivetrain_dispatch.placement import placements_of
-from drivetrain_dispatch.quantization import Quantization
+from drivetrain_dispatch.quantization import Quantization, StoredFP8
 from drivetrain_dispatch.relay import Relay
 from drivetrain_dispatch.weight_files import MappedFile, open_weights
 from drivetrain_dispatch.weight_source import WeightSource
@@ -58,7 +59,7 @@ def load_checkpoint_in_model(
     progress: Progress | None = None,
     read_by: ReadBy = "each",
     process_group: dist.ProcessGroup | None = None,
-    quantization: Quantization | None = None,
+    quantization: Quantization | StoredFP8 | None = None,
     offload_folder: Path | str | None = None,
 ) -> LoadReport:
     """Load weights into a model, each tensor straight to its device and dtype.
@@ -86,7 +87,8 @@ def load_checkpoint_in_model(
             All of them call this; only what they leave on disk must be there for them too.
         process_group: The ranks that "rank 0" reads for; None is all.
         quantization: How the weights of linear layers are packed as they come, on the device that computes them; one
-            after the other, so that one alone is held in full. They do not learn.
+            after the other, so that one alone is held in full. They do not learn. `StoredFP8()` keeps fp8 weights
+            with block scales as the checkpoint has them; else they are dequantised.
         offload_folder: Where packed weights that stay on the disk are written to. Each is a file of its own, which is
             the user's to delete.
 
@@ -101,9 +103,7 @@ def load_checkpoint_in_model(
     check_load(dtype, quantization, progress)
     _check_arguments(model, device_map, read_by, num_threads)
     options = _Options(dtype=dtype, special_dtypes=special_dtypes, strict=strict, rename=rename)
-    with _Load(
-        model, Path(checkpoint), device_map, options, Packing(quantization, offload_folder), offload_folder
-    ) as load:
+    with _Load(model, Path(checkpoint), device_map, options, quantization, offload_folder) as load:
         if read_by == "each":
             return load.alone(num_threads, progress)
         return load.by(Relay(process_group), progress)
@@ -127,18 +127,18 @@ class _Load:
         checkpoint: Path,
         device_map: Mapping[str, Device] | None,
         options: _Options,
-        packing: Packing,
+        quantization: Quantization | StoredFP8 | None,
         folder: Path | str | None,
     ) -> None:
         self._model = model
         self._checkpoint = checkpoint
         self._device_map = device_map
         self._options = options
-        self._packing = packing
         self._folder = folder
-        self._files: dict[
-            str, WeightSource
-        ] = {}  # by the checkpoint's names, or the model's where it is converted
+        # By the checkpoint's names, or the model's where it is converted.
+        self._files: dict[str, WeightSource] = {}
+        self._keeps_fp8 = isinstance(quantization, StoredFP8)
+        self._packing = _packing(quantization, self._files, folder)
         self._targets: dict[str, Tensor] = {}  # the same, of what is read
 
     def __enter__(self) -> Self:
@@ -187,9 +187,11 @@ class _Load:
     def _open(self) -> dict[str, Stored]:
         files = open_weights(self._checkpoint)
         renamed = self._options["rename"] is not None
-        self._files = dict(files) if renamed else convert(self._model, self._checkpoint, files)
+        found = files if renamed else convert(self._model, self._checkpoint, files, keep_fp8=self._keeps_fp8)
+        self._files.clear()
+        self._files.update(found)
         return {
-            name: Stored(tuple(file.tensor(name).shape), file.tensor(name).dtype, file.divisible(name))
+            name: Stored(file.tensor_shape(name), file.tensor_dtype(name), file.divisible(name))
             for name, file in self._files.items()
         }
 
@@ -200,12 +202,13 @@ class _Load:
         check_places(places.values())
         plan = plan_load(
             self._model,
-            stored,
+            without_parts(stored),
             places,
             checkpoint=str(self._checkpoint),
             quantization=self._packing.quantization,
             **self._options,
         )
+        plan = self._packing.planned(plan, stored)
         on_disk = any(arrival.place == "disk" for arrival in plan.arrivals)
         if on_disk and not self._files and self._open() != dict(stored):  # where rank 0 read what they hold
             raise WeightFilesError(
@@ -236,6 +239,14 @@ class _Load:
 
     def _report(self, plan: LoadPlan) -> LoadReport:
         return _report(plan, {**self._files, **self._packing.files})
+
+
+def _packing(
+    quantization: Quantization | StoredFP8 | None,
+    files: Mapping[str, WeightSource],
+    folder: Path | str | None,
+) -> Packing:
+    return StoredPacking(files) if isinstance(quantization, StoredFP8) else Packing(quantization, folder)
 
 
 def _check_arguments(model: nn.Module, device_map: object, read_by: str, num_threads: int | None) -> None:

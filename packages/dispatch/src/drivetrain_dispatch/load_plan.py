@@ -61,6 +61,11 @@ class Arrival:
         return self.place != "disk" and self.place.type != "meta"
 
     @property
+    def takes_room(self) -> bool:
+        """Whether it goes to a device, to memory or to the disk; only the meta device takes none."""
+        return not _is_meta(self.place)
+
+    @property
     def is_packed(self) -> bool:
         """Whether it is packed once it is read, wherever it goes."""
         return self.packed_bytes is not None

@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain_dispatch.arguments import check_load, check_map
 from drivetrain_dispatch.budget import get_balanced_memory, get_max_memory
+from drivetrain_dispatch.conversion import stored_sizes
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.dispatching import dispatch_model, dispatched
 from drivetrain_dispatch.errors import OffloadedError
@@ -16,7 +17,7 @@ from drivetrain_dispatch.filling import Progress
 from drivetrain_dispatch.infer import infer_auto_device_map
 from drivetrain_dispatch.load import load_checkpoint_in_model
 from drivetrain_dispatch.placement import placements_of
-from drivetrain_dispatch.quantization import Quantization, quantized_sizes
+from drivetrain_dispatch.quantization import Quantization, StoredFP8, quantized_sizes
 from drivetrain_dispatch.sizes import listed
 from drivetrain_dispatch.units import units_of
 
@@ -42,7 +43,7 @@ def load_checkpoint_and_dispatch(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
     skip_keys: Collection[str] = (),
-    quantization: Quantization | None = None,
+    quantization: Quantization | StoredFP8 | None = None,
 ) -> nn.Module:
     """Load a model that may be larger than the accelerator, or the machine: plan a map, load by it, and dispatch.
 
@@ -61,7 +62,8 @@ def load_checkpoint_and_dispatch(
         offload_buffers: Whether buffers are kept away from the device that computes too.
         preload_module_classes: Names of module classes whose weights come all at once.
         skip_keys: Keyword arguments of a forward that stay where they are.
-        quantization: How the weights of linear layers are packed as they are read; a planned map counts them so.
+        quantization: How the weights of linear layers are packed as they are read, or `StoredFP8()`; a planned map
+            counts them so.
 
     Returns:
         The same model. Its attribute `hf_device_map` is the map, if there is one.
@@ -74,7 +76,9 @@ def load_checkpoint_and_dispatch(
     check_load(dtype, quantization, progress)
     _check_early(model, device_map, max_memory, preload_module_classes)
     if isinstance(device_map, str):
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds, quantization)
+        device_map = _planned(
+            model, checkpoint, device_map, max_memory, no_split_module_classes, kinds, quantization
+        )
     how = _How(strict=strict, rename=rename, progress=progress, quantization=quantization)
     report = load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder=offload_folder, **kinds, **how
@@ -100,7 +104,7 @@ class _How(TypedDict):
     strict: bool
     rename: Callable[[str], str | None] | None
     progress: Progress | None
-    quantization: Quantization | None
+    quantization: Quantization | StoredFP8 | None
 
 
 def _check_early(
@@ -129,14 +133,19 @@ def _check_early(
 
 def _planned(
     model: nn.Module,
+    checkpoint: Path | str,
     way: str,
     max_memory: Mapping[Device, int | str] | None,
     no_split: Collection[str],
     kinds: _Dtypes,
-    quantization: Quantization | None,
+    quantization: Quantization | StoredFP8 | None,
 ) -> DeviceMap:
     """A map that keeps within the budgets."""
-    sizes = {} if quantization is None else quantized_sizes(model, quantization, **kinds)
+    sizes: Mapping[str, int] = {}
+    if isinstance(quantization, StoredFP8):
+        sizes = stored_sizes(model, Path(checkpoint))
+    elif quantization is not None:
+        sizes = quantized_sizes(model, quantization, **kinds)
     if way != "sequential":
         max_memory = get_balanced_memory(
             model,

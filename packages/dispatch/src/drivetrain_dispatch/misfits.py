@@ -1,6 +1,7 @@
 """What of a checkpoint does not fit a model: collected first, then told in one error."""
 
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,11 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     divisible: bool = True
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"

@@ -17,7 +17,7 @@ from drivetrain_dispatch.device_map import Device
 from drivetrain_dispatch.empty import init_empty_weights
 from drivetrain_dispatch.filling import Progress
 from drivetrain_dispatch.loaded import Way, load_checkpoint_and_dispatch
-from drivetrain_dispatch.quantization import Quantization
+from drivetrain_dispatch.quantization import Quantization, StoredFP8
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
@@ -38,7 +38,7 @@ def load_pretrained(
     progress: Progress | None = None,
     offload_folder: Path | str | None = None,
     offload_buffers: bool = False,
-    quantization: Quantization | None = None,
+    quantization: Quantization | StoredFP8 | None = None,
     **model_options: Any,
 ) -> AnyModel:
     """Load a model of transformers or diffusers that may be larger than the accelerator, or than the machine.
@@ -47,7 +47,8 @@ def load_pretrained(
     the dtype of its configuration, with what its class keeps in fp32; a map is planned that splits none of the
     modules that the class keeps whole; the weights are renamed, split and stacked by the library's own tables while
     they are read, each straight to its place; the model is dispatched, in evaluation mode, with its generation
-    configuration. fp8 weights with block scales, as of DeepSeek-V3, are dequantised while they are read.
+    configuration. fp8 weights with block scales, as of DeepSeek-V3, are dequantised while they are read, unless
+    `quantization=StoredFP8()` keeps them.
 
     Args:
         model_class: A model class, or one of transformers' Auto classes.

@@ -4,6 +4,7 @@ A checkpoint in full precision is read weight by weight, and each is packed as i
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -40,6 +41,16 @@ class Quantization(Protocol):
     def layer(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Module | None:
         """What computes with a packed weight in place of a layer, with its bias; None where the layer itself does."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFP8:
+    """Keep fp8 weights with block scales as the checkpoint has them, as DeepSeek-V3 is published.
+
+    They take half of what bf16 takes, wherever they are kept, and each operation dequantises what it computes with: a
+    matrix at a time of stacked experts, where the model selects one after the other. They do not learn. Weights whose
+    blocks the model would cut are dequantised while they are read.
+    """
 
 
 def quantized_sizes(

@@ -82,8 +82,9 @@ def _convert(
                 )
             found[new] = tensors[name]
         else:
-            group = groups.setdefault(new, deepcopy(by_pattern[pattern]))
-            group.add_tensor(new, name, pattern, tensors[name])
+            if new not in groups:
+                groups[new] = deepcopy(by_pattern[pattern])
+            groups[new].add_tensor(new, name, pattern, tensors[name])
     for first, group in groups.items():
         try:
             made = group.convert(first, model=model, config=model.config)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -97,6 +98,14 @@ class MappedFile:
     def start_of(self, name: str) -> int | None:
         """Where a tensor begins in the file, in bytes; None where the format hides it."""
         return self._starts.get(name)
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self._tensors[name].dtype
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._tensors[name].shape)
 
     def stamp(self) -> str:
         """Return a text that differs once another file of this path was written."""

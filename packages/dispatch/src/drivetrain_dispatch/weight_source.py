@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from drivetrain_dispatch.weight_files import MappedFile
@@ -19,6 +20,14 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor: the pages of its file, where it has any; else it is computed."""
+        ...
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        ...
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         ...
 
     def divisible(self, name: str) -> bool:

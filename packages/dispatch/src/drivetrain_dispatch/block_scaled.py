@@ -1,0 +1,143 @@
+"""fp8 weights with one scale for each block of 128 x 128 elements, as DeepSeek-V3 is published."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # rows and columns of a block, in every checkpoint that was published so
+FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+def grid_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight: one for each block of its last two dims, cut ones at the edges."""
+    return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+
+
+def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a weight in full: each block times its scale, computed in fp32.
+
+    Args:
+        values: Of shape (..., rows, columns), fp8.
+        scales: Of shape (..., ceil(rows / 128), ceil(columns / 128)).
+        dtype: The dtype of the result.
+    """
+    rows, columns = values.shape[-2:]
+    full = values.to(torch.float32)
+    spread = scales.to(torch.float32).repeat_interleave(BLOCK, -1)[..., :columns]
+    for index, start in enumerate(range(0, rows, BLOCK)):  # the scales are never held at the weight's size
+        full[..., start : start + BLOCK, :] *= spread[..., index : index + 1, :]
+    return full.to(dtype)
+
+
+class BlockScaledTensor(Tensor):
+    """A weight that is kept in fp8 with its scales, and is dequantised by each operation that computes with it.
+
+    To select one of several matrices (an expert of a stack) dequantises nothing.
+
+    Args:
+        values: Of shape (..., rows, columns), fp8.
+        scales: Of shape (..., ceil(rows / 128), ceil(columns / 128)).
+        dtype: What it is computed in, and says that it is.
+    """
+
+    values: Tensor  # type: ignore[assignment] a sparse tensor's method
+    scales: Tensor
+
+    @staticmethod
+    def __new__(cls: type, values: Tensor, scales: Tensor, dtype: torch.dtype) -> "BlockScaledTensor":
+        """Make the tensor around its two parts."""
+        made = cast(
+            "BlockScaledTensor",
+            Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage] torch's documented name
+                cls, values.shape, dtype=dtype, device=values.device, requires_grad=False
+            ),
+        )
+        made.values, made.scales = values, scales
+        return made
+
+    def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"BlockScaledTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        """Return the names of the parts, and what else it takes to make it of them."""
+        return ["values", "scales"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: Mapping[str, Tensor], dtype: torch.dtype, size: object, stride: object
+    ) -> "BlockScaledTensor":
+        """Make it of other parts."""
+        return BlockScaledTensor(parts["values"], parts["scales"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Move or select parts; dequantise for whatever else."""
+        given = dict(kwargs or {})
+        if (change := _ON_PARTS.get(func)) is not None:
+            made = change(*args, **given)
+            if made is not None:
+                return made
+        return func(*_dequantised(args), **_dequantised(given))
+
+
+def _same(tensor: BlockScaledTensor) -> BlockScaledTensor:
+    return BlockScaledTensor(tensor.values, tensor.scales, tensor.dtype)
+
+
+def _cloned(tensor: BlockScaledTensor, **_: object) -> BlockScaledTensor:
+    return BlockScaledTensor(tensor.values.clone(), tensor.scales.clone(), tensor.dtype)
+
+
+def _moved(
+    tensor: BlockScaledTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **_: object,
+) -> BlockScaledTensor:
+    """Move the parts; another dtype is what it is computed in from then on."""
+    values, scales = (
+        part.to(device, non_blocking=non_blocking, copy=True) for part in (tensor.values, tensor.scales)
+    )
+    return BlockScaledTensor(values, scales, dtype or tensor.dtype)
+
+
+def _selected(tensor: BlockScaledTensor, dim: int, index: int) -> BlockScaledTensor | None:
+    """Select one of several matrices."""
+    if dim % tensor.dim() >= tensor.dim() - 2:
+        return None
+    values, scales = (part.select(dim % tensor.dim(), index) for part in (tensor.values, tensor.scales))
+    return BlockScaledTensor(values, scales, tensor.dtype)
+
+
+_ATEN: Any = torch.ops.aten
+_ON_PARTS: dict[object, Callable[..., BlockScaledTensor | None]] = {
+    _ATEN.detach.default: _same,
+    _ATEN.alias.default: _same,
+    _ATEN.clone.default: _cloned,
+    _ATEN._to_copy.default: _moved,
+    _ATEN.select.int: _selected,
+}
+
+
+def _dequantised(value: Any) -> Any:
+    """Return arguments with every such weight among them in full."""
+    if isinstance(value, BlockScaledTensor):
+        return dequantise(value.values, value.scales, value.dtype)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_dequantised(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _dequantised(item) for key, item in cast("dict[Any, Any]", value).items()}
+    return value
