@@ -114,9 +114,8 @@ _MODELS: Mapping[str, tuple[Mapping[str, Any], Batch]] = {
         timestep=torch.tensor([3, 7]), encoder_attention_mask=torch.ones(2, 6, dtype=torch.bool),
     )),
     "AllegroTransformer3DModel": ({
-        **_HEADS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 16, "caption_channels": 16,
-        "sample_width": 8, "sample_height": 8, "sample_frames": 5, "attention_head_dim": 24,
-        "cross_attention_dim": 48,
+        **_HEADS, "in_channels": 4, "out_channels": 4, "caption_channels": 16, "sample_width": 8,
+        "sample_height": 8, "sample_frames": 5, "attention_head_dim": 24, "cross_attention_dim": 48,
     }, lambda index: _drawn(
         index, {"hidden_states": (2, 4, 2, 8, 8), "encoder_hidden_states": (2, 6, 16)},
         timestep=torch.tensor([3, 7]), attention_mask=torch.ones(2, 2, 8, 8),

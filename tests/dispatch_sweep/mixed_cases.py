@@ -111,7 +111,9 @@ _MODELS: Mapping[str, tuple[str, Mapping[str, Any], int | None]] = {
         },
         "image_token_index": _IMAGE,
     }, 1),
-    "clip": ("CLIPModel", {"vision_config": dict(_SIGHT), "text_config": dict(_CLIP_TEXT), "projection_dim": 16}, None),
+    "clip": ("CLIPModel", {
+        "vision_config": dict(_SIGHT), "text_config": dict(_CLIP_TEXT), "projection_dim": 16,
+    }, None),
     "metaclip_2": ("MetaClip2Model", {
         "vision_config": dict(_SIGHT), "text_config": dict(_CLIP_TEXT), "projection_dim": 16,
     }, None),

@@ -1,11 +1,12 @@
-"""Every class computes, learns and generates bit by bit as in memory, wherever its weights are; or a list says why not.
+"""Every class computes, learns and generates bit by bit as in memory, or a list says why not.
 
 pytest -m slow tests/dispatch_sweep --sweep all   # every class, some two minutes; without, a sample by the commit
 
-inexact.txt lists what is not exact, with its reason, so that what is exact today cannot differ tomorrow without a word.
-A run of the sweep writes what it found to build/sweep/dispatch.md. Where a file's tensors begin at other addresses than
-those of memory, the kernels of some processors add up in another order: "addresses" there means that the model in memory
-gives the same bits when its tensors begin where those of the file do; it is in no list.
+inexact.txt lists what is not exact, with its reason, so that what is exact today cannot differ tomorrow without a
+word. A run of the sweep writes what it found to build/sweep/dispatch.md. Where a file's tensors begin at other
+addresses than those of memory, the kernels of some processors add up in another order: "exact at the same addresses"
+says that the model in memory gives the same bits when its tensors begin where those of the file do. The list does not
+name these: another processor has others.
 """
 
 import shutil

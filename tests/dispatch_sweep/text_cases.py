@@ -9,7 +9,9 @@ from torch import Tensor
 from sweep.model_cases import ModelCase, small, transformers_case
 
 _LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+}  # fmt: skip
 _LATENT = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": 8,
     "head_dim": 4, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
@@ -22,8 +24,8 @@ _DELTA = {
 _DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", {}),
     "gemma4_text": ("Gemma4ForCausalLM", {
-        "head_dim": None,         "global_head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
-        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": None, "global_head_dim": 8, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64, "layer_types": ["sliding_attention", "full_attention"],
     }),
     "gpt_neo": ("GPTNeoForCausalLM", {"attention_types": [[["global", "local"], 1]]}),
     "glm4": ("Glm4ForCausalLM", {}),
@@ -51,7 +53,9 @@ _DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
         "max_seq_len": 64,
     }),
-    "dots1": ("Dots1ForCausalLM", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    "dots1": ("Dots1ForCausalLM", {
+        "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    }),
     "llama4_text": ("Llama4ForCausalLM", {
         "intermediate_size_mlp": 48, "moe_layers": [1], "attention_chunk_size": 16,
     }),
@@ -83,7 +87,9 @@ _DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         **_LINEAR_AND_FULL, **_DELTA, "shared_expert_intermediate_size": 16, "partial_rotary_factor": 0.5,
     }),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {**_LINEAR_AND_FULL, **_DELTA}),
-    "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "block_multiple_of": 8}),
+    "lfm2": ("Lfm2ForCausalLM", {
+        "layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "block_multiple_of": 8,
+    }),
 }  # fmt: skip
 
 _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -103,9 +109,12 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "splinter": ("SplinterModel", {}),
     "layoutlm": ("LayoutLMForMaskedLM", {"max_2d_position_embeddings": 64}),
     "xmod": ("XmodForMaskedLM", {"default_language": "en_XX", "languages": ["en_XX", "de_DE"]}),
-    "canine": ("CanineModel", {"num_hash_buckets": 64, "max_position_embeddings": 128, "local_transformer_stride": 64}),
+    "canine": ("CanineModel", {
+        "num_hash_buckets": 64, "max_position_embeddings": 128, "local_transformer_stride": 64,
+    }),
     "reformer": ("ReformerModelWithLMHead", {
-        "axial_pos_embds": False, "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0, "attn_layers": ["local", "local"],
+        "axial_pos_embds": False, "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,
+        "attn_layers": ["local", "local"],
         "attention_head_size": 8, "feed_forward_size": 48, "is_decoder": True, "local_attn_chunk_length": 8,
     }),
 }  # fmt: skip

@@ -232,10 +232,10 @@ def first_line(error: Exception) -> str:
 def draws(subject: Subject) -> bool:
     """Tell whether a model draws numbers in its forward."""
     seed(0)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     with torch.no_grad():
         subject.plain(**subject.case.batch(0))
-    after = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist()
     return not torch.equal(before[0], after[0]) or before[1] != after[1]
 
 
@@ -243,7 +243,7 @@ def seed(number: int) -> None:
     """Begin all numbers that are drawn anew."""
     torch.manual_seed(number)
     random.seed(number)
-    np.random.seed(number)  # noqa: NPY002 transformers draws its masks of time from it
+    np.random.seed(number)  # transformers draws its masks of time from it
 
 
 def run(model: nn.Module, batch: dict[str, Any]) -> Any:

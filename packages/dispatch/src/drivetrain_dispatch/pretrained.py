@@ -181,9 +181,9 @@ def _from_diffusers(
         config = model_class.load_config(path, local_files_only=True)
     with init_empty_weights(), _default_dtype(dtype or torch.get_default_dtype()):
         model: nn.Module = model_class.from_config(config, **options)
-    for parameter in model.parameters():
-        if dtype is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+    for tensor in model.state_dict(keep_vars=True).values():  # not what no file holds
+        if dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
     return model
 
 
