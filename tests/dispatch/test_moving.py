@@ -38,7 +38,7 @@ class Cache:
         lambda tensor: OrderedDict(a=tensor),
         lambda tensor: Output(tensor),
         lambda tensor: transformers.modeling_outputs.BaseModelOutput(tensor, (tensor, tensor)),
-        lambda tensor: diffusers.models.modeling_outputs.AutoencoderKLOutput(tensor),
+        lambda tensor: diffusers.models.modeling_outputs.Transformer2DModelOutput(tensor),
     ],
 )
 def test_nested_values_move_and_keep_their_kind(wrap: Any) -> None:

@@ -10,12 +10,15 @@ name these: another processor has others.
 """
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from accelerator.device import CAN_BE_MADE
 from dispatch_sweep.cases import dispatched_cases
 from dispatch_sweep.table import EXACT, Table, read_inexact
 from dispatch_sweep.ways import ADDRESSES, WAYS, Subject, outcome_of
@@ -24,6 +27,7 @@ from sweep.drawing import drawn_by_commit
 NUM_DRAWN = 60  # for a commit
 FAST = "llama"  # the case of every run
 LISTED = Path(__file__).with_name("inexact.txt")
+CHECKS = Path(__file__).with_name("accelerator_checks.py")
 FOUND = Path(__file__).parents[2] / "build" / "sweep" / "dispatch.md"
 
 
@@ -82,6 +86,18 @@ def test_a_class_is_exact_or_listed(name: str, tmp_path: Path, table: Table) -> 
         and not outcome.startswith(said := listed[name, way].outcome if (name, way) in listed else EXACT)
     ]
     assert not failures, "\n".join([name, *failures])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)  # the device is compiled first
+@pytest.mark.skipif(not CAN_BE_MADE, reason="wants a C++ compiler and ninja")
+def test_classes_are_exact_on_an_accelerator(request: pytest.FixtureRequest) -> None:
+    """In a process of its own, since torch knows a new device for good."""
+    options = ["--sweep", request.config.getoption("--sweep")]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(CHECKS), *options], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def tried(name: str, folder: Path) -> dict[str, str]:
