@@ -29,6 +29,9 @@ NOT_ON_IT = (
     "encodec",  # an LSTM
     "ConsistencyDecoderVAE",  # keeps a tensor that it makes in inference mode, and trains with it
 )  # fmt: skip
+# Which generate in a way that does not go on it. What BLIP-2 computes outside of any forward, and Switch Transformers
+# converts there, is on the host: the weights themselves have not come.
+NOT_GENERATED_ON_IT = (*NOT_GENERATED, "whisper", "blip-2", "switch_transformers")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -64,8 +67,8 @@ def test_a_class_whose_weights_come_to_the_device_gives_the_bits_of_one_that_is_
             assert difference(_on_the_host(output), expected) is None
     assert difference(_generated(name, model, case), _generated(name, plain, case)) is None
     for one in (model, plain):
-        seed(0)
-        loss_of(one.train()(**(case.batch(0) if one is model else _moved(case.batch(0))))).backward()
+        # On the device: gradients of several outputs on the host would be added up in whatever order they come.
+        loss_of(run(one.train(), _moved(case.batch(0)))).backward()
     assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"cpu"}
     assert difference(_on_the_host(gradients_of(model)), _on_the_host(gradients_of(plain))) is None
     remove_hooks(model)
@@ -73,7 +76,7 @@ def test_a_class_whose_weights_come_to_the_device_gives_the_bits_of_one_that_is_
 
 
 def _generated(name: str, model: Any, case: ModelCase) -> Tensor:
-    if name in NOT_GENERATED or not getattr(model, "can_generate", lambda: False)():
+    if name in NOT_GENERATED_ON_IT or not getattr(model, "can_generate", lambda: False)():
         return torch.zeros(())
     asked = {key: value for key, value in case.batch(0).items() if key not in NOT_GIVEN}
     seed(0)
