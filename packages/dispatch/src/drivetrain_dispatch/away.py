@@ -7,6 +7,7 @@ flat list) computes with the weight itself, on the device that computes. Elsewhe
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, cast
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -72,7 +73,7 @@ def _bring_what_is_used(
     if func in _ASKED:
         return plainly(func, *args, **given)
     if func == _SET_DATA:
-        fetcher = cast("Fetcher | None", args[0].__dict__.get("_fetcher"))
+        fetcher = _fetcher_of(args[0])
         if args[1] is args[0] and fetcher is not None and fetcher.stays(args[0]):
             return None  # moved or converted to what it is; elsewhere, what stays on the device would part from it
         raise OffloadedError(_CANNOT_BE_CHANGED)
@@ -123,15 +124,17 @@ class Immovable:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = module.__dict__
-        self._attributes["_apply"] = self._refuse  # what module.to and its like do to each module
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise OffloadedError(_CANNOT_BE_CHANGED)
+        self._module = ref(module)
+        module.__dict__["_apply"] = _refuse  # what module.to and its like do to each module
 
     def remove(self) -> None:
         """Allow it again."""
-        del self._attributes["_apply"]
+        if (module := self._module()) is not None:
+            del module.__dict__["_apply"]
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise OffloadedError(_CANNOT_BE_CHANGED)
 
 
 def class_away(tensor: Tensor) -> type[Tensor]:
@@ -151,11 +154,16 @@ def is_away(tensor: Tensor) -> bool:
 
 
 def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:
-    """Say who brings a tensor that is away; None for nobody any more."""
+    """Say who brings a tensor that is away, without holding it; None for nobody any more."""
     if fetcher is None:
         del tensor._fetcher  # type: ignore[attr-defined]
     else:
-        tensor._fetcher = fetcher  # type: ignore[attr-defined]
+        tensor._fetcher = ref(fetcher)  # type: ignore[attr-defined]
+
+
+def _fetcher_of(tensor: Tensor) -> Fetcher | None:
+    found = cast("ref[Fetcher] | None", tensor.__dict__.get("_fetcher"))
+    return None if found is None else found()
 
 
 def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
@@ -163,7 +171,7 @@ def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
     found: dict[Fetcher, dict[int, Tensor]] = {}
     for tensor in _tensors_in(value):
         if is_away(tensor):
-            fetcher = cast("Fetcher | None", tensor.__dict__.get("_fetcher"))
+            fetcher = _fetcher_of(tensor)
             if fetcher is not None and fetcher.inside():
                 found.setdefault(fetcher, {})[id(tensor)] = tensor
     return {fetcher: list(tensors.values()) for fetcher, tensors in found.items()}

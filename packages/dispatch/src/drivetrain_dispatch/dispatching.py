@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,8 @@ class _Dispatch(NotCopied):
         modules = dict(model.named_modules())
         for name, device in _parts(modules, placements).items():
             outermost = name == ""
-            moving = Moving(modules[name], device, skip_keys, returns=outermost)
-            self.handles.extend(moving.handles)
+            moving = Moving(device, skip_keys, returns=outermost)
+            self.handles.extend(moving.attach(modules[name]))
 
 
 def dispatch_model(
@@ -336,7 +337,7 @@ def _streaming(
     owners: dict[int, list[Owner]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(Owner.of(module, name))
+            owners.setdefault(id(parameter), []).append(Owner(ref(module), name))
     seats: dict[int, Seat] = {}
     for unit in units:
         for name, tensor in unit.tensors.items():

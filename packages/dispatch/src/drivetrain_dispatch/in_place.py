@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Collection, Sequence
 from functools import partial
+from weakref import ref
 
 import psutil
 from torch import nn
@@ -30,7 +31,7 @@ class InPlace:
     """
 
     def __init__(self, units: Sequence[Unit], files: Collection[MappedFile]) -> None:
-        self._modules = [unit.module for unit in units]
+        self._modules = [ref(unit.module) for unit in units]  # which hold this
         self._pages = [
             [Pages.of(part) for tensor in unit.tensors.values() for part in parts_of(tensor)]
             for unit in units
@@ -55,7 +56,7 @@ class InPlace:
             if self._own.depth == 1 and self._reading is None and self._some_are_missing():
                 room = int(psutil.virtual_memory().available * _SHARE_AHEAD)
                 self._reading = self._own.reading = _ReadAhead(
-                    self._modules, self._pages, self._orders.of(way), room
+                    [module() for module in self._modules], self._pages, self._orders.of(way), room
                 )
 
     def enter(self, index: int) -> None:
@@ -101,7 +102,7 @@ class _ReadAhead:
     """Threads that bring the pages of one forward, in order, at most so many bytes before it.
 
     Args:
-        modules: Of the units.
+        modules: Of the units; None for one that is gone.
         units: Their pages.
         order: In which they are expected.
         room_bytes: How far to go before the unit that is used.
@@ -113,7 +114,7 @@ class _ReadAhead:
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        modules: Sequence[nn.Module | None],
         units: Sequence[Sequence[Pages]],
         order: Order,
         room_bytes: int,
@@ -137,6 +138,7 @@ class _ReadAhead:
         self._handles = [
             module.register_forward_pre_hook(partial(self._reached, index))
             for index, module in enumerate(modules)
+            if module is not None
         ]
         for number in range(_NUM_READERS):
             threading.Thread(target=self._read, name=f"drivetrain-read-ahead-{number}", daemon=True).start()
