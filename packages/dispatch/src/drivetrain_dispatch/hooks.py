@@ -21,6 +21,11 @@ FORWARD = "forward"
 # What others compute with a model by, beside its forward, if it has them.
 _METHODS = ("encode", "decode")
 
+_CANNOT_BE_RECORDED = (
+    "weights of this model come and go, which torch.export and torch.jit.trace cannot record: call "
+    "remove_hooks(model) first, and dispatch the model again afterwards; torch.compile takes it as it is"
+)
+
 
 class Listener(Protocol):
     """What is told; in this order, by every thread that uses the model.
@@ -101,6 +106,23 @@ class Around(NotCopied):
     def __wrapped__(self) -> Callable[..., Any]:
         """Whoever asks for the signature gets the module's."""
         return self.inner
+
+    @property
+    def __code__(self) -> Any:
+        """That of the method, from which torch.export takes the names of its arguments."""
+        return cast("Any", self.inner).__code__
+
+    @property
+    def __globals__(self) -> Any:
+        """What torch.jit.script asks for first; torch.fx can do without.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            "torch.jit.script cannot compile a dispatched model: call remove_hooks(model), or remove() of its "
+            "OffloadHook, first; torch.compile takes it as it is"
+        )
 
     def call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what this stands in for.
@@ -185,6 +207,7 @@ class _AroundPart(Around):
         self._index = index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _check_not_recorded()
         self.enter(self._index)
         try:
             return self.call_inner(args, kwargs)
@@ -209,6 +232,10 @@ class _AroundModel(Around):
         self._hidden = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._parts:
+            _check_not_recorded()
+        elif torch.compiler.is_exporting():
+            return self.call_inner(args, kwargs)  # what is used in place, a program holds as it is
         # Where nothing was compiled yet, to ask torch for it would import the compiler: seconds.
         if not self._hidden and "torch._dynamo" in sys.modules:
             self._hidden = True
@@ -222,6 +249,16 @@ class _AroundModel(Around):
         finally:
             self._listener.end(whole=whole)
         return output
+
+
+def _check_not_recorded() -> None:
+    """Check that no program is made of this call: it would hold what is stored, and bring nothing.
+
+    Raises:
+        OffloadedError: One is.
+    """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise OffloadedError(_CANNOT_BE_RECORDED)
 
 
 def methods_of(module: nn.Module) -> list[str]:
