@@ -106,7 +106,9 @@ def test_a_script_is_refused(
     model: nn.Module, way: Callable[[nn.Module], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(AttributeError, match=r"torch.jit.script cannot compile .* call remove_hooks\(model\)"):
+    with pytest.raises(
+        AttributeError, match=r"torch.jit.script cannot compile .* call remove_hooks\(model\)"
+    ):
         torch.jit.script(way(model))
 
 

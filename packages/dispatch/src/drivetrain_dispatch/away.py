@@ -6,7 +6,7 @@ flat list) computes with the weight itself, on the device that computes. Elsewhe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 from weakref import ref
 
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ _ASKED = frozenset(
     Tensor.requires_grad_,
 }
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 a descriptor, which types do not know
-_CANNOT_BE_CHANGED = (
+CANNOT_BE_CHANGED = (
     "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, cuda, "
     "half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"
 )
@@ -73,10 +73,9 @@ def _bring_what_is_used(
     if func in _ASKED:
         return plainly(func, *args, **given)
     if func == _SET_DATA:
-        fetcher = _fetcher_of(args[0])
-        if args[1] is args[0] and fetcher is not None and fetcher.stays(args[0]):
+        if args[1] is args[0] and is_fixed(args[0]):
             return None  # moved or converted to what it is; elsewhere, what stays on the device would part from it
-        raise OffloadedError(_CANNOT_BE_CHANGED)
+        raise OffloadedError(CANNOT_BE_CHANGED)
     fetchers = _fetchers_of((args, given))
     if not fetchers:
         return plainly(func, *args, **given)
@@ -116,27 +115,6 @@ class AwayBuffer(Tensor):
     __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
 
 
-class Immovable:
-    """Refuses to move or convert a module whose packed weights come and go, until it is removed.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = ref(module)
-        module.__dict__["_apply"] = _refuse  # what module.to and its like do to each module
-
-    def remove(self) -> None:
-        """Allow it again."""
-        if (module := self._module()) is not None:
-            del module.__dict__["_apply"]
-
-
-def _refuse(*_: object, **__: object) -> NoReturn:
-    raise OffloadedError(_CANNOT_BE_CHANGED)
-
-
 def class_away(tensor: Tensor) -> type[Tensor]:
     """The class by which a parameter or buffer is brought when it is used.
 
@@ -151,6 +129,12 @@ def class_away(tensor: Tensor) -> type[Tensor]:
 def is_away(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a model that is dispatched."""
     return isinstance(tensor, AwayParameter | AwayBuffer)
+
+
+def is_fixed(tensor: Tensor) -> bool:
+    """Whether a tensor that is away is computed by the device that stores it."""
+    fetcher = _fetcher_of(tensor)
+    return fetcher is not None and fetcher.stays(tensor)
 
 
 def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.arguments import check_dtype
-from drivetrain_dispatch.away import Immovable, is_away
+from drivetrain_dispatch.away import is_away
 from drivetrain_dispatch.bitsandbytes_weights import KeptLayout, take_back
 from drivetrain_dispatch.carrier import Parcel
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Around, Listener, NotCopied, check_removable, listen
+from drivetrain_dispatch.immovable import keep_in_place
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
 from drivetrain_dispatch.packed import is_packed, takes, why_unready
@@ -58,7 +59,9 @@ class _Dispatch(NotCopied):
         self.handles.extend(listen(model, [unit.module for unit in units] if brings else [], engine))
         for unit in units:
             if any(map(is_packed, unit.tensors.values())):
-                self.handles += [KeptLayout(unit.module), *([Immovable(unit.module)] if brings else [])]
+                self.handles.append(KeptLayout(unit.module))
+        if brings:
+            self.handles += keep_in_place(model, [name for unit in units for name in unit.tensors])
 
     def move(self, model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]) -> None:
         """Have inputs follow: into the model, and from one device's part to the next one's."""
