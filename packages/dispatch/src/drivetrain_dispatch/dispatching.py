@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.arguments import check_dtype
+from drivetrain_dispatch.arguments import check_dtype, check_release
 from drivetrain_dispatch.away import is_away
 from drivetrain_dispatch.bitsandbytes_weights import KeptLayout, take_back
 from drivetrain_dispatch.carrier import Parcel
@@ -82,6 +82,7 @@ def dispatch_model(
     main_device: Device | None = None,
     offload_dir: Path | str | None = None,
     write_back: bool = False,
+    release_pages: bool = False,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
     skip_keys: Collection[str] = (),
@@ -91,7 +92,8 @@ def dispatch_model(
     """Put each part of a model where a device map says; offloaded weights come while those before them compute.
 
     What the map keeps on `"cpu"` or `"disk"` is computed by the accelerator that it names before, or by the host if
-    it names none. The host uses weights of the disk where they are, in the pages of their file.
+    it names none. The host uses weights of the disk where they are, in the pages of their file. After an error the
+    model is what it was.
 
     Args:
         model: The model, with its weights; changed in place.
@@ -99,12 +101,12 @@ def dispatch_model(
         main_device: The accelerator that computes what the map names before any; the map's first unless said.
         offload_dir: Where weights of the disk are written to, if they are in no file yet.
         write_back: Whether training changes that file; else what it changes takes memory.
+        release_pages: Whether pages that the host computed with leave this process's memory, not the system's cache.
         offload_buffers: Whether buffers are kept away too.
         preload_module_classes: Names of module classes whose weights come all at once, such as a compiled layer's.
         skip_keys: Keyword arguments that no device's part of the model moves to itself.
         mapped: Of weights that are the pages of a file already, that file.
-        dtypes: Of weights that are computed in another dtype than they are kept in, that dtype. Running statistics
-            of norms keep theirs.
+        dtypes: What weights are computed in that are kept in another dtype. Running statistics of norms keep theirs.
 
     Returns:
         The same model. Its attribute `hf_device_map` is the map; transformers' encoder-decoders have none.
@@ -114,12 +116,10 @@ def dispatch_model(
         WeightFilesError: The weights could not be written to the disk.
         OffloadedError: The model is dispatched already.
         ValueError: A class or tensor is named that the model does not have, or a dtype is none.
-
-    After an error the model is what it was.
     """
     placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
     tensors = dict(named_tensors(model))
-    _check_use(tensors, placements, dtypes or {}, write_back=write_back)
+    _check_use(tensors, placements, dtypes or {}, write_back=write_back, release_pages=release_pages)
     take_back(model)
     check_dispatchable(model, tensors, placements)
     wanted = _converted(model, tensors, dtypes or {})
@@ -131,7 +131,7 @@ def dispatch_model(
     if coming:
         record.listen(model, coming, _streaming(model, coming, placements, wanted, files, device_map))
     if in_place := units_of(model, _in_place(placements, files, coming)):
-        record.listen(model, in_place, InPlace(in_place, _files_of(in_place, files)))
+        record.listen(model, in_place, InPlace(in_place, files, releases=release_pages))
     record.move(model, placements, skip_keys)
     _show_map(model, device_map)
     return model
@@ -225,13 +225,15 @@ def _check_use(
     dtypes: Mapping[str, torch.dtype],
     *,
     write_back: bool,
+    release_pages: bool,
 ) -> None:
     """Check what is said of single tensors, and of those on the disk.
 
     Raises:
-        DeviceMapError: None is on the disk that could be written back.
+        DeviceMapError: None is on the disk that could be written back, or the system cannot release pages.
         ValueError: The model has no such tensor, or a dtype is none.
     """
+    check_release(release_pages)
     if unknown := sorted(dtypes.keys() - tensors.keys()):
         raise ValueError(
             f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"

@@ -58,6 +58,7 @@ def disk_offload(
     execution_device: Device | None = None,
     *,
     write_back: bool = False,
+    release_pages: bool = False,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
 ) -> nn.Module:
@@ -71,6 +72,7 @@ def disk_offload(
         offload_dir: Where the file is written.
         execution_device: Where it computes; the first accelerator, or the host, unless said.
         write_back: Whether training changes the file; else what it changes takes memory.
+        release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
         offload_buffers: Whether buffers are kept away too.
         preload_module_classes: Names of module classes whose weights come all at once.
 
@@ -89,6 +91,7 @@ def disk_offload(
         main_device=_chosen(execution_device),
         offload_dir=offload_dir,
         write_back=write_back,
+        release_pages=release_pages,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
     )

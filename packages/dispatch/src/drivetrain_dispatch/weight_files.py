@@ -139,6 +139,18 @@ class MappedFile:
                 raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
             memory, start = memory[count:], start + count
 
+    def forget(self, address: int, size_bytes: int) -> None:
+        """Have the system drop a part of the file from its cache, but for pages that anybody has mapped.
+
+        Args:
+            address: Where the part is in memory. Nothing is done where the format hides where that is in the file.
+            size_bytes: Of the part.
+        """
+        known = next((name for name in self._starts if self._tensors[name].nbytes), None)
+        if known is not None and hasattr(os, "posix_fadvise"):
+            begin = self.tensor(known).data_ptr() - self._starts[known]
+            os.posix_fadvise(self._file, address - begin, size_bytes, os.POSIX_FADV_DONTNEED)
+
     def check_unchanged(self) -> None:
         """Check that nobody wrote into the file since it was opened; it may have been deleted or replaced by another.
 
