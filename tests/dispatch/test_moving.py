@@ -70,30 +70,30 @@ class Twice(nn.Module):
 
 def test_inputs_follow_their_module_until_the_handles_are_removed() -> None:
     module = Twice()
-    moving = Moving(module, META, ["cache"], returns=False)
+    handles = Moving(META, ["cache"], returns=False).attach(module)
     output = module(torch.ones(1), mask=torch.ones(1), cache=torch.ones(1))
     assert output["devices"] == ["meta", "meta", "cpu"]
     assert output["y"].device == META
-    for handle in moving.handles:
+    for handle in handles:
         handle.remove()
     assert module(torch.ones(1))["devices"] == ["cpu", None, None]
 
 
 def test_a_model_whose_inputs_follow_is_not_copied() -> None:
     module = Twice()
-    moving = Moving(module, META, (), returns=True)
+    handles = Moving(META, (), returns=True).attach(module)
     with pytest.raises(OffloadedError, match="cannot be copied or pickled as a whole"):
         copy.deepcopy(module)
-    for handle in moving.handles:
+    for handle in handles:
         handle.remove()
     copy.deepcopy(module)
 
 
 def test_inputs_of_methods_follow_too() -> None:
     module = Coder().to(META)
-    moving = Moving(module, META, (), returns=False)
+    handles = Moving(META, (), returns=False).attach(module)
     assert module.decode(torch.ones(1, WIDTH), shift=torch.ones(1, WIDTH)).device == META
-    for handle in reversed(moving.handles):
+    for handle in reversed(handles):
         handle.remove()
     assert "decode" not in module.__dict__
     with pytest.raises(RuntimeError, match="device"):
@@ -102,10 +102,10 @@ def test_inputs_of_methods_follow_too() -> None:
 
 def test_a_method_that_was_replaced_is_left_alone() -> None:
     module = Coder().to(META)
-    moving = Moving(module, META, (), returns=False)
+    handles = Moving(META, (), returns=False).attach(module)
     ours = module.encode
     module.encode = theirs = lambda x: ours(x)
-    for handle in reversed(moving.handles):
+    for handle in reversed(handles):
         handle.remove()
     assert module.encode is theirs
     assert module.encode(torch.ones(1, WIDTH, device=META)).device == META
@@ -117,7 +117,7 @@ def test_a_method_that_was_replaced_is_left_alone() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
 def test_outputs_go_back_to_where_the_inputs_came_from() -> None:
     module = Twice()
-    Moving(module, torch.device("cuda", 0), (), returns=True)
+    Moving(torch.device("cuda", 0), (), returns=True).attach(module)
     output = module(torch.ones(1))
     assert output["devices"] == ["cuda", None, None]
     assert output["y"].device.type == "cpu"

@@ -3,7 +3,6 @@
 A tensor of such a file is the file's pages: it takes no memory of its own, and nothing is read before it is used.
 """
 
-import ctypes
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drivetrain_dispatch.aligned_file import bytes_of, is_padding
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.pickled_files import PICKLED_SUFFIXES, map_pickled
 
@@ -141,7 +141,7 @@ class MappedFile:
         direct = target.device.type == "cpu" and target.dtype == mapped.dtype
         size = mapped.element_size()
         read = target if direct else buffer[: target.numel() * size].view(mapped.dtype)
-        self._fill(_bytes_of(read), self._starts[name] + start * size)
+        self._fill(bytes_of(read), self._starts[name] + start * size)
         if not direct:
             target.copy_(read)
 
@@ -155,6 +155,18 @@ class MappedFile:
             if not count:
                 raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
             memory, start = memory[count:], start + count
+
+    def forget(self, address: int, size_bytes: int) -> None:
+        """Have the system drop a part of the file from its cache, but for pages that anybody has mapped.
+
+        Args:
+            address: Where the part is in memory. Nothing is done where the format hides where that is in the file.
+            size_bytes: Of the part.
+        """
+        known = next((name for name in self._starts if self._tensors[name].nbytes), None)
+        if known is not None and hasattr(os, "posix_fadvise"):
+            begin = self.tensor(known).data_ptr() - self._starts[known]
+            os.posix_fadvise(self._file, address - begin, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
         """Check that nobody wrote into the file since it was opened; it may have been deleted or replaced by another.
@@ -264,12 +276,9 @@ def _starts(path: Path) -> dict[str, int]:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    begins = {name: 8 + length + int(entry["data_offsets"][0]) for name, entry in header.items()}
+    begins = {
+        name: 8 + length + int(entry["data_offsets"][0])
+        for name, entry in header.items()
+        if not is_padding(name)
+    }
     return dict(sorted(begins.items(), key=lambda item: item[1]))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive the view; without NumPy, which knows no bfloat16."""
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
