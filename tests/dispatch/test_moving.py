@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from dispatch.models import WIDTH, Coder
@@ -35,6 +37,8 @@ class Cache:
         lambda tensor: {"a": tensor, "b": {"c": [tensor]}},
         lambda tensor: OrderedDict(a=tensor),
         lambda tensor: Output(tensor),
+        lambda tensor: transformers.modeling_outputs.BaseModelOutput(tensor, (tensor, tensor)),
+        lambda tensor: Transformer2DModelOutput(tensor),
     ],
 )
 def test_nested_values_move_and_keep_their_kind(wrap: Any) -> None:
@@ -51,6 +55,8 @@ def tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, Output):
         return [value.logits]
+    if isinstance(value, transformers.utils.ModelOutput):
+        assert all(getattr(value, name) is item for name, item in value.items())
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
     return [tensor for item in items for tensor in tensors(item)]
 

@@ -117,6 +117,28 @@ def test_a_diffusers_model_is_what_from_pretrained_gives(tmp_path: Path, dtype: 
         assert torch.equal(model.state_dict()[name].to(tensor.dtype), tensor), name
 
 
+@pytest.mark.parametrize("kind", ["DiTTransformer2DModel", "SD3Transformer2DModel"])
+def test_positions_of_a_diffusers_model_have_the_dtype_that_the_library_gives_them(
+    tmp_path: Path, kind: str
+) -> None:
+    """No file holds those of DiT, which its constructor makes in fp32; one holds SD3's."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = (
+        {} if kind.startswith("DiT") else {"joint_attention_dim": 8, "pos_embed_max_size": 8}
+    )
+    model_class = getattr(diffusers, kind)
+    model_class(
+        num_attention_heads=2, attention_head_dim=8, num_layers=1, in_channels=4, sample_size=8, **options
+    ).save_pretrained(tmp_path)
+    wanted = model_class.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    model = load_pretrained(model_class, tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+    for name, buffer in wanted.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+        assert model.get_buffer(name).dtype == buffer.dtype
+    assert {name for name, _ in wanted.named_buffers()} == {"pos_embed.pos_embed"}
+
+
 # ---- what cannot be
 
 

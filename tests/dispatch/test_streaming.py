@@ -207,6 +207,90 @@ def test_what_a_forward_writes_by_a_view_is_stored() -> None:
     remove_hooks(around)  # nothing is in use any more
 
 
+class Rescaled(nn.Module):
+    """Changes a weight in its forward before it is used, as RWKV does when it goes from inference to training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(2)
+        return self.layer(x)
+
+
+def test_what_is_written_to_a_weight_before_its_use_is_what_a_backward_meets() -> None:
+    torch.manual_seed(0)
+    plain = Rescaled()
+    model, x = streamed(copy.deepcopy(plain)), torch.randn(2, WIDTH, requires_grad=True)
+    expected = x.detach().clone().requires_grad_()
+    for _ in range(2):
+        model(x).square().sum().backward()
+        plain(expected).square().sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
+    assert torch.equal(model.layer.weight, plain.layer.weight)
+
+
+def test_a_weight_that_is_changed_after_its_use_is_refused_in_the_backward() -> None:
+    model = streamed(Rescaled())
+
+    def halve(layer: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            layer.weight.div_(2)
+
+    model.layer.register_forward_hook(halve)
+    loss = model(torch.randn(2, WIDTH, requires_grad=True)).square().sum()
+    with pytest.raises(OffloadedError, match="was changed after the forward"):
+        loss.backward()
+
+
+class Converts(nn.Module):
+    """Converts a layer in its forward to a dtype that it has, as routers of mixtures of experts do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer = self.layer.to(self.dtype)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_layer_may_be_converted_in_a_forward_to_what_it_is(context: Callable[[], object]) -> None:
+    plain = Converts(torch.float32)
+    model, x = streamed(copy.deepcopy(plain)), torch.randn(2, WIDTH)
+    with context():
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x))
+    remove_hooks(model)
+    assert same_values(model.state_dict(), plain.state_dict())
+
+
+def test_a_layer_cannot_be_converted_in_a_forward_to_another_dtype() -> None:
+    with pytest.raises(OffloadedError, match="give the dtype when the model is dispatched"):
+        streamed(Converts(torch.float64))(torch.randn(2, WIDTH))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("learns", [True, False])
+def test_inputs_that_are_not_contiguous_meet_the_kernel_of_the_model_in_memory(
+    context: Callable[[], object], learns: bool
+) -> None:
+    """It depends on whether a weight learns, also where no gradient is computed."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(learns)
+    model, x = streamed(copy.deepcopy(plain)), torch.randn(2, WIDTH, 256).transpose(1, 2)
+    with context():
+        assert torch.equal(model(x), plain(x))
+    outer = model[0].weight
+    assert outer.grad is None
+    assert outer.requires_grad is learns
+
+
 def test_a_weight_cannot_be_replaced_in_a_forward(stack: tuple[nn.Module, nn.Module]) -> None:
     model, _ = stack
 

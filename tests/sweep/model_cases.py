@@ -1,6 +1,6 @@
 """Models that nobody here wrote, small: transformers' and diffusers' own classes, and torch's layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def model_cases() -> dict[str, ModelCase]:
         name: ModelCase(build=_vision(name), batch=_images("pixel_values", 16)) for name in VISION_MODELS
     }
     cases |= {
-        name: ModelCase(build=_seeded(build), batch=batch) for name, (build, batch) in _others().items()
+        name: ModelCase(build=seeded(build), batch=batch) for name, (build, batch) in _others().items()
     }
     return cases
 
@@ -116,7 +116,7 @@ def _floats(name: str, *shape: int) -> Callable[[int], dict[str, Any]]:
     return lambda index: {name: torch.randn(*shape, generator=torch.Generator().manual_seed(index))}
 
 
-def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def seeded() -> nn.Module:
         torch.manual_seed(0)
         return build().eval()  # without dropout, whose masks no two ways to train share
@@ -124,14 +124,28 @@ def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return seeded
 
 
-def small(name: str, **options: Any) -> Any:
-    """Return a small configuration of one of transformers' kinds of models."""
+def transformers_case(
+    kind: str, config: Callable[[], Any], batch: Callable[[int], dict[str, Any]]
+) -> ModelCase:
+    """Return the case of a class of transformers, built from a configuration."""
+    return ModelCase(build=seeded(lambda: getattr(transformers, kind)._from_config(config())), batch=batch)
+
+
+def small(name: str, *, without: Collection[str] = (), **options: Any) -> Any:
+    """Return a small configuration of one of transformers' kinds of models.
+
+    Args:
+        name: The kind.
+        without: Of `SIZES`, what the kind computes by itself.
+        options: What it has beside them.
+    """
     kind = transformers.CONFIG_MAPPING[name]
     known = kind()
     chosen = {
         field: value
         for field, value in SIZES.items()
-        if (hasattr(known, field) or field == "vocab_size")
+        if field not in without
+        and (hasattr(known, field) or field == "vocab_size")
         and known.attribute_map.get(field) not in SIZES
         and (name, field) != ("falcon", "head_dim")  # computed there
     }
@@ -145,11 +159,11 @@ def _language(name: str) -> Callable[[], nn.Module]:
         kind = masked if type(config) in masked._model_mapping else transformers.AutoModelForCausalLM
         return (transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind).from_config(config)
 
-    return _seeded(build)
+    return seeded(build)
 
 
 def _vision(name: str) -> Callable[[], nn.Module]:
-    return _seeded(lambda: transformers.AutoModel.from_config(small(name)))
+    return seeded(lambda: transformers.AutoModel.from_config(small(name)))
 
 
 def _others() -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]]]:

@@ -6,14 +6,13 @@ refusals.txt lists what is refused, so that what trains today cannot be refused 
 sweep writes what it found to build/sweep/refusals.txt.
 """
 
-import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sweep.comparison import WAYS, Outcome, compare
+from sweep.drawing import drawn_by_commit
 from sweep.model_cases import model_cases
 from sweep.optimizer_cases import optimizer_cases
 
@@ -30,11 +29,7 @@ def drawn(everything: bool) -> list[tuple[str, str]]:
     numbers = {"model": NUM_MODELS, "optimizer": NUM_OPTIMIZERS}
     if everything:
         return [(kind, name) for kind, names in cases.items() for name in names]
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    ).stdout
-    generator = random.Random(commit)
-    return [(kind, name) for kind in cases for name in sorted(generator.sample(cases[kind], numbers[kind]))]
+    return [(kind, name) for kind in cases for name in drawn_by_commit(cases[kind], numbers[kind])]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

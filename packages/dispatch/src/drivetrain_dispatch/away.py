@@ -73,8 +73,9 @@ def _bring_what_is_used(
     if func in _ASKED:
         return plainly(func, *args, **given)
     if func == _SET_DATA:
-        if args[1] is args[0] and is_fixed(args[0]):
-            return None  # moved or converted to what it is; elsewhere, what stays on the device would part from it
+        fetcher = _fetcher_of(args[0])
+        if fetcher is not None and _is_what_it_is(args[0], args[1], fetcher):
+            return None
         raise OffloadedError(CANNOT_BE_CHANGED)
     fetchers = _fetchers_of((args, given))
     if not fetchers:
@@ -92,6 +93,18 @@ def _bring_what_is_used(
         for fetcher, tensors in taken:
             fetcher.let_go(tensors, result)
     return result
+
+
+def _is_what_it_is(tensor: Tensor, value: Tensor, fetcher: Fetcher) -> bool:
+    """Whether a tensor was moved or converted to what it is: in a forward, to what it is computed with."""
+    if value is tensor:
+        return fetcher.stays(tensor)  # elsewhere, what stays on the device would part from it
+    if not fetcher.inside():
+        return False
+    (shown,) = fetcher.fetch([tensor])
+    fetcher.let_go([tensor], None)
+    same_kind = (value.dtype, value.shape, value.stride()) == (shown.dtype, shown.shape, shown.stride())
+    return same_kind and value.data_ptr() == shown.data_ptr()
 
 
 class AwayParameter(nn.Parameter):

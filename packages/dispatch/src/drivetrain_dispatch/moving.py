@@ -41,7 +41,8 @@ def move(value: Any, device: torch.device) -> Any:
             return mapping
         if isinstance(mapping, dict):  # also those that are made of more than their items
             changed = copy(mapping)
-            changed.update(moved)
+            for key, item in moved.items():  # outputs of transformers and diffusers refuse update()
+                changed[key] = item
             return changed
         return cast("Callable[[object], object]", type(mapping))(moved)
     if is_dataclass(value) and not isinstance(value, type):

@@ -3,7 +3,8 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -178,9 +179,23 @@ def _from_diffusers(
 ) -> nn.Module:
     if config is None:
         config = model_class.load_config(path, local_files_only=True)
-    with init_empty_weights():
-        model = model_class.from_config(config, **options)
-    return model if dtype is None else model.to(dtype)
+    with init_empty_weights(), _default_dtype(dtype or torch.get_default_dtype()):
+        model: nn.Module = model_class.from_config(config, **options)
+    for tensor in model.state_dict(keep_vars=True).values():  # not what no file holds
+        if dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+    """Have constructors compute buffers as in the library's own loading: some in this dtype, positions in fp32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _dtype_of(config: Any) -> torch.dtype | None:

@@ -192,6 +192,8 @@ class Seats:
                     seat.value = value
                     seat.version = version_of(value)
                     self._here[seat] = None
+                else:
+                    self._store(seat)  # what autograd saves from now on has not changed since
                 self._show(seat, value)
                 seat.users += 1
                 num_put += 1
@@ -215,8 +217,8 @@ class Seats:
         """Let modules meet the values; with a way back to the parameter where autograd wants one."""
         if seat.owners:
             shown, tracked = seat.shown, torch.is_grad_enabled() and seat.tensor.requires_grad
-            if shown is None or (tracked and not shown.requires_grad):
-                shown = seat.shown = _borrow(seat.tensor, value) if tracked else value
+            if shown is None or (tracked and shown.grad_fn is None):
+                shown = seat.shown = _borrow(seat.tensor, value) if tracked else _alike(seat.tensor, value)
                 for owner in seat.owners:
                     attributes = owner.attributes()
                     # Not another one that somebody has put there.
@@ -231,13 +233,7 @@ class Seats:
 
     def _hide(self, seat: Seat) -> None:
         """Let modules meet what is stored; what was written into the values is stored first."""
-        values = seat.value if seat.owners else seat.tensor
-        assert values is not None
-        if version_of(values) != seat.version and not seat.packed:
-            with torch.no_grad():
-                seat.parcel.home.copy_(values)
-            if seat.owners:
-                increment_version(seat.tensor)
+        self._store(seat)
         for owner in seat.owners:
             attributes = owner.attributes()
             if attributes.get(owner.name) is seat.shown:
@@ -248,6 +244,17 @@ class Seats:
             seat.tensor.data = seat.parcel.home
             seat.tensor.__class__ = seat.away  # type: ignore[assignment]
         seat.value = seat.shown = None
+
+    def _store(self, seat: Seat) -> None:
+        """Store what was written into the values since they came."""
+        values = seat.value if seat.owners else seat.tensor
+        assert values is not None
+        if (version := version_of(values)) != seat.version and not seat.packed:
+            with torch.no_grad():
+                seat.parcel.home.copy_(values)
+            if seat.owners:
+                increment_version(seat.tensor)
+            seat.version = version
 
     def close(self) -> None:
         """Make every tensor an ordinary one again, its values those that are stored."""
@@ -288,6 +295,12 @@ def _borrow(parameter: Tensor, values: Tensor) -> Tensor:
     shown = plainly(_Borrowed.apply, parameter, [values])
     assert isinstance(shown, Tensor)
     return shown
+
+
+def _alike(parameter: Tensor, values: Tensor) -> Tensor:
+    """The values as torch's functions meet the parameter: for one that learns, some add up in another order."""
+    # F.linear does, of inputs that are not contiguous, also where no gradient is computed (torch 2.15).
+    return values.detach().requires_grad_() if parameter.requires_grad else values
 
 
 def version_of(tensor: Tensor) -> int:
