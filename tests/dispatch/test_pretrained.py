@@ -230,5 +230,5 @@ def test_the_map_that_others_see_begins_with_a_device_that_computes(mixtral: Pat
     model = load_pretrained(
         transformers.AutoModelForCausalLM, mixtral, device_map=parts, offload_folder=tmp_path
     )
-    assert list(model.hf_device_map.items())[0] == ("model.embed_tokens", "cpu")
+    assert next(iter(model.hf_device_map.items())) == ("model.embed_tokens", "cpu")
     assert model.hf_device_map == parts
