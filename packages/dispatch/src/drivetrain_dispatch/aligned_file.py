@@ -16,7 +16,7 @@ from drivetrain_dispatch.errors import WeightFilesError
 
 ALIGNMENT_BYTES = 64  # what torch's own allocator gives
 _PADDING = "__drivetrain_padding__/"
-_DTYPES = {
+DTYPES = {  # those that safetensors has a name for
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -79,13 +79,13 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for number, (name, tensor) in enumerate(tensors.items()):
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise WeightFilesError(
                 f"{name!r} is of {tensor.dtype}, which no safetensors file holds: keep it on 'cpu', or convert it"
             )
         if is_padding(name) or name in entries:
             raise WeightFilesError(f"{name!r} is no free name in a file of weights: rename that module")
-        entries[name] = _entry(_DTYPES[tensor.dtype], list(tensor.shape), end, tensor.nbytes)
+        entries[name] = _entry(DTYPES[tensor.dtype], list(tensor.shape), end, tensor.nbytes)
         end += tensor.nbytes
         if filled := _missing(end):
             entries[f"{_PADDING}{number}"] = _entry("U8", [filled], end, filled)

@@ -14,6 +14,7 @@ from drivetrain_dispatch.packed import is_packed, parts_of
 from drivetrain_dispatch.pages import Pages, bring, give_back
 from drivetrain_dispatch.weight_files import MappedFile
 
+_TOGETHER_BYTES = 2 << 20  # the largest folio of the page cache
 _NUM_READERS = 2  # one waits for the disk while the other asks
 
 
@@ -144,7 +145,10 @@ class Reading:
             return
         for stretch in self._units[index]:
             if stretch.is_used() and give_back(stretch.pages) and self._bounds.leaves_cache:
-                stretch.file.forget(*stretch.pages)
+                # What the system keeps together may reach into the one before, which is used no more either.
+                stretch.file.forget(
+                    stretch.pages.first - _TOGETHER_BYTES, stretch.pages.size_bytes + _TOGETHER_BYTES
+                )
 
     def _read(self) -> None:
         while (step := self._take()) is not None:
