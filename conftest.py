@@ -1,15 +1,22 @@
-"""Runs the ```python blocks of the documentation and of every README, page by page, in the page's order."""
+"""Runs the ```python blocks of the documentation and of every README, page by page, in the page's order.
 
+A ```text block right behind one is what it prints, and is compared; `...` stands for anything.
+"""
+
+import doctest
+import io
 import os
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import pytest
-from sybil import Sybil
+from sybil import Example, Sybil
+from sybil.evaluators.python import PythonEvaluator
 from sybil.integration.pytest import SybilItem
-from sybil.parsers.myst import PythonCodeBlockParser
+from sybil.parsers.myst import CodeBlockParser
 
 # Sketches of shapes and protocols, not code that a user copies.
 SKETCHES = ("docs/design.md", "docs/platforms.md")
@@ -48,8 +55,38 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item._traceback_filter = MethodType(pytest.Item._traceback_filter, item)
 
 
+class Printed:
+    """What the last block printed, to be compared with the block behind it."""
+
+    def __init__(self) -> None:
+        self._run = PythonEvaluator()
+
+    def run(self, example: Example) -> None:
+        """Run a block of Python."""
+        text = io.StringIO()
+        with redirect_stdout(text):
+            self._run(example)
+        example.namespace["_printed"] = (example.region.end, text.getvalue())
+
+    def compare(self, example: Example) -> str | None:
+        """Compare a block of text, if nothing but a line's end is between it and the block before."""
+        end, printed = example.namespace.get("_printed", (0, ""))
+        between = example.document.text[end : example.region.start]
+        if between.strip() or not end:
+            return None
+        checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        wanted = doctest.Example("", str(example.parsed))
+        if checker.check_output(wanted.want, printed, flags):
+            return None
+        return f"the block before prints something else. {checker.output_difference(wanted, printed, flags)}"
+
+
+_printed = Printed()
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()],
+    parsers=[
+        CodeBlockParser(language="python", evaluator=_printed.run),
+        CodeBlockParser(language="text", evaluator=_printed.compare),
+    ],
     pattern="*.md",
     excludes=SKETCHES,
     setup=enter_page,

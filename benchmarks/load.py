@@ -8,6 +8,9 @@ of the same bytes into one small buffer that is used again and again; to read th
 longer, since the system must find and clear it, so that this is shown too. safetensors' own `load_file` leaves the
 weights in the files, as Accelerate does where dtypes stay; it is timed until their pages have been touched. Memory
 is what the process itself takes, without pages of files, at most, beyond what it had before.
+
+Then a Llama that transformers saved, loaded by its `from_pretrained` and by drivetrain, which is timed with what builds
+the empty model; until its weights have been touched, and on the disk also until a first forward is over.
 """
 
 import argparse
@@ -27,12 +30,20 @@ from rounds import RESULTS, Table, installed, report, take_turns
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drivetrain_dispatch import init_empty_weights
+from drivetrain_dispatch import init_empty_weights, load_checkpoint_and_dispatch
 from drivetrain_dispatch.load import load_checkpoint_in_model
 
 WIDTH, VOCABULARY, NUM_SHARDS = 4096, 32_000, 4
 BUFFER_BYTES = 8 * 2**20
+LLAMA_WIDTH = 2048
 PLAIN = "plain read into one buffer"
+PRETRAINED = (
+    "from_pretrained",
+    "drivetrain, cpu",
+    "from_pretrained and a forward",
+    "drivetrain, cpu and a forward",
+    "drivetrain, disk and a forward",
+)
 POLL_SECONDS = 0.005
 
 
@@ -100,6 +111,51 @@ def map_and_touch(folder: Path) -> list[dict[str, torch.Tensor]]:
     return held
 
 
+def llama(folder: Path, size_bytes: float) -> None:
+    """A Llama of about as many bytes in bfloat16, as transformers saves it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layer_bytes = 2 * LLAMA_WIDTH**2 * (4 + 3 * 3)
+    config = LlamaConfig(hidden_size=LLAMA_WIDTH, intermediate_size=3 * LLAMA_WIDTH, vocab_size=VOCABULARY)
+    config.num_attention_heads = config.num_key_value_heads = LLAMA_WIDTH // 64
+    config.num_hidden_layers = max(1, round((size_bytes - 4 * VOCABULARY * LLAMA_WIDTH) / layer_bytes))
+    config.dtype = torch.bfloat16
+    with init_empty_weights():
+        model = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.uniform_(-0.05, 0.05)
+    model.save_pretrained(folder, max_shard_size="500MB")
+
+
+def pretrained(name: str, folder: Path) -> Callable[[], Any]:
+    """What a contestant does that loads transformers' model."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    place = "disk" if "disk" in name else "cpu"
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+
+    def theirs() -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    def ours() -> nn.Module:
+        with init_empty_weights():
+            model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).to(torch.bfloat16).eval()
+        return load_checkpoint_and_dispatch(model, folder, {"": place}, strict=False)
+
+    def call() -> nn.Module:
+        model = theirs() if name.startswith("from_pretrained") else ours()
+        with torch.inference_mode():
+            if name.endswith("forward"):
+                model(tokens)
+            else:
+                for parameter in model.parameters():
+                    parameter.view(-1)[::2048].sum()
+        return model
+
+    return call
+
+
 def contestant(
     name: str, folder: Path, num_layers: int, stored: torch.dtype, dtype: torch.dtype
 ) -> Callable[[], Any]:
@@ -110,6 +166,8 @@ def contestant(
         return lambda: read_into_memory(folder)
     if name == "safetensors load_file, touched":
         return lambda: map_and_touch(folder)
+    if name in PRETRAINED:
+        return pretrained(name, folder)
     model = empty_model(num_layers, stored)
     if name == "drivetrain":
         return lambda: load_checkpoint_in_model(model, folder, {"": "cpu"}, dtype=dtype)
@@ -173,6 +231,8 @@ def measure(
     ]
     if installed("accelerate"):
         names.append("Accelerate")
+    if "Llama" in title:
+        names = [PLAIN, *PRETRAINED]
     if case["stored"] != case["dtype"]:
         names.remove("plain read into memory")
         names.remove("safetensors load_file, touched")
@@ -244,6 +304,17 @@ def main() -> None:
             for cold, title in titles.items():
                 if arguments.only in title:
                     tables += measure(title, folder, case, cold=cold, arguments=arguments)
+    titles = {
+        cold: f"A Llama of {arguments.gigabytes:g} GB, from the {'disk' if cold else 'cache'}"
+        for cold in (False, True)
+    }
+    if installed("transformers") and any(arguments.only in title for title in titles.values()):
+        with tempfile.TemporaryDirectory(dir=arguments.disk) as name:
+            llama(Path(name), arguments.gigabytes * 1e9)
+            case = {"stored": "bfloat16", "dtype": "bfloat16", "layers": "0"}
+            for cold, title in titles.items():
+                if arguments.only in title:
+                    tables += measure(title, Path(name), case, cold=cold, arguments=arguments)
     report("load", tables, arguments)
 
 

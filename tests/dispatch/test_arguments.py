@@ -30,9 +30,7 @@ class Kept:
         return None
 
 
-QUANTIZATION = (
-    "give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap torchao's configuration in TorchAO"
-)
+QUANTIZATION = "give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap torchao's "
 
 
 @pytest.mark.parametrize("load", [load_checkpoint_in_model, load_checkpoint_and_dispatch])

@@ -3,10 +3,10 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 import transformers
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from dispatch.models import WIDTH, Coder
@@ -38,7 +38,7 @@ class Cache:
         lambda tensor: OrderedDict(a=tensor),
         lambda tensor: Output(tensor),
         lambda tensor: transformers.modeling_outputs.BaseModelOutput(tensor, (tensor, tensor)),
-        lambda tensor: diffusers.models.modeling_outputs.Transformer2DModelOutput(tensor),
+        lambda tensor: Transformer2DModelOutput(tensor),
     ],
 )
 def test_nested_values_move_and_keep_their_kind(wrap: Any) -> None:
@@ -76,30 +76,30 @@ class Twice(nn.Module):
 
 def test_inputs_follow_their_module_until_the_handles_are_removed() -> None:
     module = Twice()
-    moving = Moving(module, META, ["cache"], returns=False)
+    handles = Moving(META, ["cache"], returns=False).attach(module)
     output = module(torch.ones(1), mask=torch.ones(1), cache=torch.ones(1))
     assert output["devices"] == ["meta", "meta", "cpu"]
     assert output["y"].device == META
-    for handle in moving.handles:
+    for handle in handles:
         handle.remove()
     assert module(torch.ones(1))["devices"] == ["cpu", None, None]
 
 
 def test_a_model_whose_inputs_follow_is_not_copied() -> None:
     module = Twice()
-    moving = Moving(module, META, (), returns=True)
+    handles = Moving(META, (), returns=True).attach(module)
     with pytest.raises(OffloadedError, match="cannot be copied or pickled as a whole"):
         copy.deepcopy(module)
-    for handle in moving.handles:
+    for handle in handles:
         handle.remove()
     copy.deepcopy(module)
 
 
 def test_inputs_of_methods_follow_too() -> None:
     module = Coder().to(META)
-    moving = Moving(module, META, (), returns=False)
+    handles = Moving(META, (), returns=False).attach(module)
     assert module.decode(torch.ones(1, WIDTH), shift=torch.ones(1, WIDTH)).device == META
-    for handle in reversed(moving.handles):
+    for handle in reversed(handles):
         handle.remove()
     assert "decode" not in module.__dict__
     with pytest.raises(RuntimeError, match="device"):
@@ -108,10 +108,10 @@ def test_inputs_of_methods_follow_too() -> None:
 
 def test_a_method_that_was_replaced_is_left_alone() -> None:
     module = Coder().to(META)
-    moving = Moving(module, META, (), returns=False)
+    handles = Moving(META, (), returns=False).attach(module)
     ours = module.encode
     module.encode = theirs = lambda x: ours(x)
-    for handle in reversed(moving.handles):
+    for handle in reversed(handles):
         handle.remove()
     assert module.encode is theirs
     assert module.encode(torch.ones(1, WIDTH, device=META)).device == META
@@ -123,7 +123,7 @@ def test_a_method_that_was_replaced_is_left_alone() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
 def test_outputs_go_back_to_where_the_inputs_came_from() -> None:
     module = Twice()
-    Moving(module, torch.device("cuda", 0), (), returns=True)
+    Moving(torch.device("cuda", 0), (), returns=True).attach(module)
     output = module(torch.ones(1))
     assert output["devices"] == ["cuda", None, None]
     assert output["y"].device.type == "cpu"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from drivetrain_dispatch.pages import Pages, bring, some_missing, together
+from drivetrain_dispatch.pages import Pages, bring, can_give_back, give_back, some_missing, together
 
 PAGE = mmap.PAGESIZE
 _DONTNEED = 4
@@ -64,3 +64,61 @@ def test_pages_that_left_memory_are_missed_and_brought_back(tmp_path: Path) -> N
         pytest.skip("a Linux before 5.14 cannot be asked for pages")
     assert not some_missing(pages)
     assert torch.equal(weight, torch.arange(3 << 20))
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> torch.Tensor:
+    if not can_give_back():
+        pytest.skip("asks Linux which pages were written to")
+    save_file({"weight": torch.arange(1 << 20)}, tmp_path / "weights.safetensors")
+    with safe_open(tmp_path / "weights.safetensors", framework="pt") as reader:
+        return reader.get_tensor("weight")
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """How many of its pages this process has."""
+    pages = Pages.of(tensor)
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        file.seek(pages.first // PAGE * 8)
+        entries = bytearray(file.read(8 * -(-pages.size_bytes // PAGE)))
+    return int((torch.frombuffer(entries, dtype=torch.int64) < 0).sum())
+
+
+def test_pages_that_are_given_back_come_again(weights: torch.Tensor) -> None:
+    weights.sum()
+    assert resident(weights) == 2049 or resident(weights) == 2048
+    assert give_back(Pages.of(weights))
+    assert resident(weights) == 0
+    assert torch.equal(weights, torch.arange(1 << 20))
+
+
+@given(st.sets(st.integers(0, (1 << 20) - 1), max_size=3))
+def test_what_was_written_is_never_lost(tmp_path_factory: pytest.TempPathFactory, written: set[int]) -> None:
+    if not can_give_back():
+        pytest.skip("asks Linux which pages were written to")
+    file = tmp_path_factory.mktemp("pages") / "weights.safetensors"
+    save_file({"weight": torch.arange(1 << 20)}, file)
+    with safe_open(file, framework="pt") as reader:
+        weights = reader.get_tensor("weight")
+    expected = torch.arange(1 << 20)
+    for at in written:
+        weights[at] = expected[at] = -1
+    for begin in range(0, 1 << 20, 1 << 18):
+        part = slice(begin, begin + (1 << 18))
+        given_back = give_back(Pages.of(weights[part]))
+        neighbours = range(begin - PAGE // 8, begin + (1 << 18) + PAGE // 8)
+        assert given_back or any(at in neighbours for at in written)
+    assert torch.equal(weights, expected)
+
+
+def test_a_shared_file_keeps_what_was_written(tmp_path: Path) -> None:
+    if not can_give_back():
+        pytest.skip("asks Linux which pages were written to")
+    shared = torch.from_file(str(tmp_path / "file"), shared=True, size=1 << 16, dtype=torch.int64)
+    shared.copy_(torch.arange(1 << 16))
+    give_back(Pages.of(shared))
+    assert torch.equal(shared, torch.arange(1 << 16))
+
+
+def test_no_pages_are_given_back() -> None:
+    assert give_back(Pages(0, 0)) == can_give_back()

@@ -123,7 +123,9 @@ def test_positions_of_a_diffusers_model_have_the_dtype_that_the_library_gives_th
 ) -> None:
     """No file holds those of DiT, which its constructor makes in fp32; one holds SD3's."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {} if kind.startswith("DiT") else {"joint_attention_dim": 8, "pos_embed_max_size": 8}
+    options: dict[str, Any] = (
+        {} if kind.startswith("DiT") else {"joint_attention_dim": 8, "pos_embed_max_size": 8}
+    )
     model_class = getattr(diffusers, kind)
     model_class(
         num_attention_heads=2, attention_head_dim=8, num_layers=1, in_channels=4, sample_size=8, **options
@@ -196,3 +198,37 @@ def test_budgets_that_cannot_be_met_are_told(mixtral: Path) -> None:
         load_pretrained(transformers.AutoModelForCausalLM, mixtral, max_memory={"cpu": "1kB", "disk": "1kB"})
     with pytest.raises(ValueError, match="dtype"):
         load_pretrained(transformers.AutoModelForCausalLM, mixtral, dtype="bfloat16")  # type: ignore[arg-type]
+
+
+# ---- where transformers looks at what was dispatched
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"device_map": {"": "disk"}}, {"device_map": {"model.embed_tokens": "disk", "": "cpu"}}],
+    ids=["host", "disk", "disk first"],
+)
+def test_a_pipeline_takes_a_dispatched_model(tmp_path: Path, how: dict[str, Any]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, pad_token_id=0)).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+
+    def said(model: Any) -> object:
+        pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        return pipeline("w3 w4", max_new_tokens=5, do_sample=False)
+
+    model_class = transformers.AutoModelForCausalLM
+    assert said(load_pretrained(model_class, tmp_path, **how)) == said(model_class.from_pretrained(tmp_path))
+
+
+def test_the_map_that_others_see_begins_with_a_device_that_computes(mixtral: Path, tmp_path: Path) -> None:
+    parts = {"lm_head": "disk", "model.norm": "disk", "model.embed_tokens": "cpu", "": "disk"}
+    model = load_pretrained(
+        transformers.AutoModelForCausalLM, mixtral, device_map=parts, offload_folder=tmp_path
+    )
+    assert next(iter(model.hf_device_map.items())) == ("model.embed_tokens", "cpu")
+    assert model.hf_device_map == parts

@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from drivetrain_dispatch.errors import WeightFilesError
+from drivetrain_dispatch.pages import Pages, some_missing
 from drivetrain_dispatch.weight_files import MappedFile, find_weights
 
 
@@ -175,3 +177,29 @@ def test_any_elements_of_any_dtype_are_copied(
     wanted = torch.zeros_like(target)
     wanted[7:20] = value.view(-1)[7:20].to(target.dtype)
     assert torch.equal(target.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are in memory")
+def test_a_file_is_opened_without_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    save_file({f"{index}": torch.zeros(1 << 20) for index in range(16)}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    opened = MappedFile(path)
+    pages = [Pages.of(opened.tensor(name)) for name in opened.in_order]
+    if not some_missing(pages[8]):
+        pytest.skip("this file system keeps its pages")
+    # The header is there, and what the system reads ahead of itself.
+    assert all(map(some_missing, pages[4:]))
+    assert torch.equal(opened.tensor("8"), torch.zeros(1 << 20))
+
+
+def test_tensors_of_a_file_are_changed_and_saved_each_for_itself(tmp_path: Path) -> None:
+    save_file({"one": torch.zeros(100), "other": torch.ones(100)}, tmp_path / "some.safetensors")
+    file = MappedFile(tmp_path / "some.safetensors")
+    version = file.tensor("other")._version
+    file.tensor("one").add_(1)
+    assert file.tensor("other")._version == version
+    torch.save({"one": file.tensor("one")}, tmp_path / "one.pt")
+    assert (tmp_path / "one.pt").stat().st_size < 3000

@@ -34,7 +34,9 @@ def read_inexact(file: Path) -> dict[tuple[str, str], Inexact]:
             continue
         parts = [part.strip() for part in line.split("|")]
         if len(parts) != 4 or not all(parts) or (parts[0], parts[1]) in found:
-            raise ValueError(f"{file}: {line!r}: write `case | way | outcome | reason`, each case and way once")
+            raise ValueError(
+                f"{file}: {line!r}: write `case | way | outcome | reason`, each case and way once"
+            )
         found[parts[0], parts[1]] = Inexact(outcome=parts[2], reason=parts[3])
     return found
 
@@ -60,7 +62,8 @@ class Table:
         lines = ["# Dispatched models, held against themselves in memory", ""]
         lines += [_row(head), _row(["---"] * len(head))]
         lines += [
-            _row([name, *(_cell(outcomes[way]) for way in self._ways)]) for name, outcomes in self._rows.items()
+            _row([name, *(_cell(outcomes[way]) for way in self._ways)])
+            for name, outcomes in self._rows.items()
         ]
         num_cells = len(self._rows) * len(self._ways)
         others = [

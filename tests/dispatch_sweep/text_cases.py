@@ -120,7 +120,13 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 _WITHOUT_LABELS = ("splinter", "canine")
 
-_T5 = {"num_layers": 2, "num_heads": 4, "d_ff": 48, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+_T5 = {
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_ff": 48,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
 _SEQUENCES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", _T5),
     "longt5": ("LongT5ForConditionalGeneration", {**_T5, "local_radius": 7}),
@@ -147,7 +153,9 @@ def text_cases() -> dict[str, ModelCase]:
     cases: dict[str, ModelCase] = {}
     for name, (kind, options) in {**_DECODERS, **_ENCODERS}.items():
         batch = tokens if name in _WITHOUT_LABELS else labelled_tokens
-        cases[name] = transformers_case(kind, lambda name=name, options=options: configured(name, options), batch)
+        cases[name] = transformers_case(
+            kind, lambda name=name, options=options: configured(name, options), batch
+        )
     for name, (kind, options) in _SEQUENCES.items():
         cases[name] = transformers_case(
             kind, lambda name=name, options=options: configured(name, options), labelled_tokens

@@ -55,9 +55,7 @@ class Subject:
 
     def load(self, device_map: Mapping[str, str] | str, **options: Any) -> nn.Module:
         """Return the model as it is loaded from the folder."""
-        return loaded(
-            self.plain, self.saved, device_map, offload_folder=self.folder / "offloaded", **options
-        )
+        return loaded(self.plain, self.saved, device_map, offload_folder=self.folder / "offloaded", **options)
 
     @property
     def saved(self) -> Path:

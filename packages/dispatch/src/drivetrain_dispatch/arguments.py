@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.pages import can_give_back
 from drivetrain_dispatch.quantization import StoredFP8
 
 _QUANTIZATION = ("pack", "layer", "size_bytes", "skip_modules")  # the names of a Quantization
@@ -67,6 +68,22 @@ def check_load(dtype: object, quantization: object, progress: object) -> None:
         f"quantization={given}: give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap "
         f"torchao's configuration in TorchAO(...)), or an object with {', '.join(_QUANTIZATION)}{hint}"
     )
+
+
+def check_release(release_pages: object) -> None:
+    """Check that it is a switch, and that the system can do it.
+
+    Raises:
+        ValueError: It is none.
+        DeviceMapError: The system cannot.
+    """
+    if not isinstance(release_pages, bool):
+        raise ValueError(f"release_pages={release_pages!r}: give True or False")
+    if release_pages and not can_give_back():
+        raise DeviceMapError(
+            "release_pages=True: this system does not say which pages were written to (Linux does, in "
+            "/proc/self/pagemap), so that none can be given back without loss: leave it out"
+        )
 
 
 def check_map(device_map: object, otherwise: str = "") -> None:

@@ -6,7 +6,8 @@ flat list) computes with the weight itself, on the device that computes. Elsewhe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ _ASKED = frozenset(
     Tensor.requires_grad_,
 }
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 a descriptor, which types do not know
-_CANNOT_BE_CHANGED = (
+CANNOT_BE_CHANGED = (
     "the weights of this model are offloaded: they cannot be replaced, moved or converted (.data = ..., to, cuda, "
     "half, ...); call remove_hooks(model) first, or give the dtype when the model is dispatched"
 )
@@ -72,10 +73,10 @@ def _bring_what_is_used(
     if func in _ASKED:
         return plainly(func, *args, **given)
     if func == _SET_DATA:
-        fetcher = cast("Fetcher | None", args[0].__dict__.get("_fetcher"))
+        fetcher = _fetcher_of(args[0])
         if fetcher is not None and _is_what_it_is(args[0], args[1], fetcher):
             return None
-        raise OffloadedError(_CANNOT_BE_CHANGED)
+        raise OffloadedError(CANNOT_BE_CHANGED)
     fetchers = _fetchers_of((args, given))
     if not fetchers:
         return plainly(func, *args, **given)
@@ -127,25 +128,6 @@ class AwayBuffer(Tensor):
     __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
 
 
-class Immovable:
-    """Refuses to move or convert a module whose packed weights come and go, until it is removed.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._attributes = module.__dict__
-        self._attributes["_apply"] = self._refuse  # what module.to and its like do to each module
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise OffloadedError(_CANNOT_BE_CHANGED)
-
-    def remove(self) -> None:
-        """Allow it again."""
-        del self._attributes["_apply"]
-
-
 def class_away(tensor: Tensor) -> type[Tensor]:
     """The class by which a parameter or buffer is brought when it is used.
 
@@ -162,12 +144,23 @@ def is_away(tensor: Tensor) -> bool:
     return isinstance(tensor, AwayParameter | AwayBuffer)
 
 
+def is_fixed(tensor: Tensor) -> bool:
+    """Whether a tensor that is away is computed by the device that stores it."""
+    fetcher = _fetcher_of(tensor)
+    return fetcher is not None and fetcher.stays(tensor)
+
+
 def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:
-    """Say who brings a tensor that is away; None for nobody any more."""
+    """Say who brings a tensor that is away, without holding it; None for nobody any more."""
     if fetcher is None:
         del tensor._fetcher  # type: ignore[attr-defined]
     else:
-        tensor._fetcher = fetcher  # type: ignore[attr-defined]
+        tensor._fetcher = ref(fetcher)  # type: ignore[attr-defined]
+
+
+def _fetcher_of(tensor: Tensor) -> Fetcher | None:
+    found = cast("ref[Fetcher] | None", tensor.__dict__.get("_fetcher"))
+    return None if found is None else found()
 
 
 def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
@@ -175,7 +168,7 @@ def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
     found: dict[Fetcher, dict[int, Tensor]] = {}
     for tensor in _tensors_in(value):
         if is_away(tensor):
-            fetcher = cast("Fetcher | None", tensor.__dict__.get("_fetcher"))
+            fetcher = _fetcher_of(tensor)
             if fetcher is not None and fetcher.inside():
                 found.setdefault(fetcher, {})[id(tensor)] = tensor
     return {fetcher: list(tensors.values()) for fetcher, tensors in found.items()}

@@ -6,6 +6,7 @@ Known by the library's module, so that nothing is imported where nobody uses it.
 import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -82,15 +83,15 @@ class KeptLayout:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._attributes = layer.__dict__
-        self._converts = self._attributes.get("support_avx512bf16_for_cpu")
+        self._layer = ref(layer)
+        self._converts = layer.__dict__.get("support_avx512bf16_for_cpu")
         if self._converts:
-            self._attributes["support_avx512bf16_for_cpu"] = False
+            layer.__dict__["support_avx512bf16_for_cpu"] = False
 
     def remove(self) -> None:
         """Have it do as before."""
-        if self._converts:
-            self._attributes["support_avx512bf16_for_cpu"] = True
+        if self._converts and (layer := self._layer()) is not None:
+            layer.__dict__["support_avx512bf16_for_cpu"] = True
 
 
 def _attributes(tensor: Tensor) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import psutil
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from drivetrain_dispatch.arguments import check_budgets
 from drivetrain_dispatch.blocks import blocks_of
+from drivetrain_dispatch.cgroup import free_of_cgroup
 from drivetrain_dispatch.device_map import Device, place_of
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
@@ -19,7 +19,6 @@ _UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
 }
 _LEFT_FREE = 0.05  # of a device: allocators do not fill it to the last byte
-_CGROUP = Path("/sys/fs/cgroup")  # what a container may take, which is less than what the machine has
 
 
 def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
@@ -46,7 +45,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     if accelerator is not None:
         for index in range(torch.accelerator.device_count()):
             free[index] = _free_of(torch.device(accelerator.type, index))
-    free["cpu"] = _free_of_host()
+    free["cpu"] = free_of_host()
     return {device: int(size_bytes * (1 - _LEFT_FREE)) for device, size_bytes in free.items()}
 
 
@@ -123,11 +122,18 @@ def free_bytes(device: torch.device) -> int | None:
     The host's counts what it can take from the cache of files, and what it can swap out.
     """
     if device.type == "cpu":
-        return _free_of_host() + int(psutil.swap_memory().free)
+        return free_of_host() + int(psutil.swap_memory().free)
     try:
         return _free_of(device)
     except ValueError:
         return None
+
+
+def free_of_host() -> int:
+    """What the host has free for this process: of the machine, and of the container."""
+    available = int(psutil.virtual_memory().available)
+    of_container = free_of_cgroup()
+    return available if of_container is None else min(available, of_container)
 
 
 def _is_accelerator(device: Device) -> bool:
@@ -148,16 +154,3 @@ def _free_of(device: torch.device) -> int:
         )
     cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return int(module.mem_get_info(device)[0]) + cached
-
-
-def _free_of_host() -> int:
-    """What the host has free for this process: of the machine, and of the container."""
-    available = int(psutil.virtual_memory().available)
-    limit, used, parts = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        sizes = dict(line.split() for line in parts.read_text().splitlines()) if parts.exists() else {}
-        of_files = int(sizes.get("active_file", 0)) + int(
-            sizes.get("inactive_file", 0)
-        )  # the cache, given back
-        return min(available, max(0, int(most) - int(used.read_text()) + of_files))
-    return available

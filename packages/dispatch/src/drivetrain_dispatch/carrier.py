@@ -79,7 +79,11 @@ class Arrival:
         Raises:
             Exception: Whatever kept the thread from bringing them, such as no memory on the device.
         """
-        tensors, event, _ = self._brought or self._result()
+        try:
+            tensors, event, _ = self._brought or self._result()
+        except BaseException:
+            del self  # an error knows the frames that it came through: it would hold itself, and the model
+            raise
         if event is not None:
             self._order(tensors, event)
         return tensors
@@ -90,7 +94,11 @@ class Arrival:
 
     def _result(self) -> _Brought:
         assert self._work is not None
-        self._brought = self._work.result()
+        try:
+            self._brought = self._work.result()
+        except BaseException:
+            del self
+            raise
         return self._brought
 
     def _order(self, tensors: Sequence[Tensor], event: torch.Event) -> None:

@@ -5,17 +5,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.arguments import check_dtype
-from drivetrain_dispatch.away import Immovable, is_away
+from drivetrain_dispatch.arguments import check_dtype, check_release
+from drivetrain_dispatch.away import is_away
 from drivetrain_dispatch.bitsandbytes_weights import KeptLayout, take_back
 from drivetrain_dispatch.carrier import Parcel
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Around, Listener, NotCopied, check_removable, listen
+from drivetrain_dispatch.immovable import keep_in_place
 from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
 from drivetrain_dispatch.packed import is_packed, takes, why_unready
@@ -57,7 +59,9 @@ class _Dispatch(NotCopied):
         self.handles.extend(listen(model, [unit.module for unit in units] if brings else [], engine))
         for unit in units:
             if any(map(is_packed, unit.tensors.values())):
-                self.handles += [KeptLayout(unit.module), *([Immovable(unit.module)] if brings else [])]
+                self.handles.append(KeptLayout(unit.module))
+        if brings:
+            self.handles += keep_in_place(model, [name for unit in units for name in unit.tensors])
 
     def move(self, model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]) -> None:
         """Have inputs follow: into the model, and from one device's part to the next one's."""
@@ -67,8 +71,8 @@ class _Dispatch(NotCopied):
         modules = dict(model.named_modules())
         for name, device in _parts(modules, placements).items():
             outermost = name == ""
-            moving = Moving(modules[name], device, skip_keys, returns=outermost)
-            self.handles.extend(moving.handles)
+            moving = Moving(device, skip_keys, returns=outermost)
+            self.handles.extend(moving.attach(modules[name]))
 
 
 def dispatch_model(
@@ -78,6 +82,7 @@ def dispatch_model(
     main_device: Device | None = None,
     offload_dir: Path | str | None = None,
     write_back: bool = False,
+    release_pages: bool = False,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
     skip_keys: Collection[str] = (),
@@ -87,7 +92,8 @@ def dispatch_model(
     """Put each part of a model where a device map says; offloaded weights come while those before them compute.
 
     What the map keeps on `"cpu"` or `"disk"` is computed by the accelerator that it names before, or by the host if
-    it names none. The host uses weights of the disk where they are, in the pages of their file.
+    it names none. The host uses weights of the disk where they are, in the pages of their file. After an error the
+    model is what it was.
 
     Args:
         model: The model, with its weights; changed in place.
@@ -95,27 +101,26 @@ def dispatch_model(
         main_device: The accelerator that computes what the map names before any; the map's first unless said.
         offload_dir: Where weights of the disk are written to, if they are in no file yet.
         write_back: Whether training changes that file; else what it changes takes memory.
+        release_pages: Whether pages that the host computed with leave this process's memory, not the system's cache.
         offload_buffers: Whether buffers are kept away too.
         preload_module_classes: Names of module classes whose weights come all at once, such as a compiled layer's.
         skip_keys: Keyword arguments that no device's part of the model moves to itself.
         mapped: Of weights that are the pages of a file already, that file.
-        dtypes: Of weights that are computed in another dtype than they are kept in, that dtype. Running statistics
-            of norms keep theirs.
+        dtypes: What weights are computed in that are kept in another dtype. Running statistics of norms keep theirs.
 
     Returns:
-        The same model. Its attribute `hf_device_map` is the map; transformers' encoder-decoders have none.
+        The same model. Its attribute `hf_device_map` is the map, where other libraries look it up: with a device that
+        computes first, and "cpu" where all is on the disk. transformers' encoder-decoders have none.
 
     Raises:
         DeviceMapError: The map does not fit the model or the machine, a device has no room, or the disk no folder.
         WeightFilesError: The weights could not be written to the disk.
         OffloadedError: The model is dispatched already.
         ValueError: A class or tensor is named that the model does not have, or a dtype is none.
-
-    After an error the model is what it was.
     """
     placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
     tensors = dict(named_tensors(model))
-    _check_use(tensors, placements, dtypes or {}, write_back=write_back)
+    _check_use(tensors, placements, dtypes or {}, write_back=write_back, release_pages=release_pages)
     take_back(model)
     check_dispatchable(model, tensors, placements)
     wanted = _converted(model, tensors, dtypes or {})
@@ -127,7 +132,7 @@ def dispatch_model(
     if coming:
         record.listen(model, coming, _streaming(model, coming, placements, wanted, files, device_map))
     if in_place := units_of(model, _in_place(placements, files, coming)):
-        record.listen(model, in_place, InPlace(in_place, _files_of(in_place, files)))
+        record.listen(model, in_place, InPlace(in_place, files, releases=release_pages))
     record.move(model, placements, skip_keys)
     _show_map(model, device_map)
     return model
@@ -139,7 +144,19 @@ def _show_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     `generate` of an encoder-decoder that has one there looks for Accelerate's hooks (transformers 5.23).
     """
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        model.hf_device_map = dict(device_map)  # type: ignore[assignment] no module
+        model.hf_device_map = _shown(device_map)  # type: ignore[assignment] no module
+
+
+def _shown(device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Return a map whose first device computes: that is where pipelines of transformers put inputs.
+
+    It plans the same: what the disk keeps before the first accelerator is computed by that one. A map that has the
+    disk alone is shown as the host, which computes.
+    """
+    first = next((name for name, device in device_map.items() if device != "disk"), None)
+    if first is None:
+        return dict.fromkeys(device_map, "cpu")
+    return {first: device_map[first]} | dict(device_map)
 
 
 def remove_hooks(model: nn.Module) -> nn.Module:
@@ -221,13 +238,15 @@ def _check_use(
     dtypes: Mapping[str, torch.dtype],
     *,
     write_back: bool,
+    release_pages: bool,
 ) -> None:
     """Check what is said of single tensors, and of those on the disk.
 
     Raises:
-        DeviceMapError: None is on the disk that could be written back.
+        DeviceMapError: None is on the disk that could be written back, or the system cannot release pages.
         ValueError: The model has no such tensor, or a dtype is none.
     """
+    check_release(release_pages)
     if unknown := sorted(dtypes.keys() - tensors.keys()):
         raise ValueError(
             f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
@@ -336,7 +355,7 @@ def _streaming(
     owners: dict[int, list[Owner]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(Owner.of(module, name))
+            owners.setdefault(id(parameter), []).append(Owner(ref(module), name))
     seats: dict[int, Seat] = {}
     for unit in units:
         for name, tensor in unit.tensors.items():

@@ -7,9 +7,10 @@ when a hook before them fails, and know of no method but the forward. Autoencode
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from functools import update_wrapper
+from functools import WRAPPER_ASSIGNMENTS
 from types import MethodType
 from typing import Any, NoReturn, Protocol, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -19,6 +20,11 @@ from drivetrain_dispatch.errors import OffloadedError
 FORWARD = "forward"
 # What others compute with a model by, beside its forward, if it has them.
 _METHODS = ("encode", "decode")
+
+_CANNOT_BE_RECORDED = (
+    "weights of this model come and go, which torch.export and torch.jit.trace cannot record: call "
+    "remove_hooks(model) first, and dispatch the model again afterwards; torch.compile takes it as it is"
+)
 
 
 class Listener(Protocol):
@@ -63,26 +69,88 @@ class NotCopied:
 class Around(NotCopied):
     """Stands in for the forward of a module, or for another method.
 
+    The module holds it, so it must not hold the module: a model that nobody refers to any more is freed at once.
+
     Args:
         module: The module.
         name: The method's.
     """
 
     def __init__(self, module: nn.Module, name: str = FORWARD) -> None:
-        self.inner: Callable[..., Any] = getattr(module, name)
-        self.module = module
+        method: Callable[..., Any] = getattr(module, name)
         self.name = name
+        self._module = ref(module)
         self._was_own = name in module.__dict__
-        # Whoever asks for the signature gets the module's.
-        update_wrapper(cast("Callable[..., Any]", self), self.inner, updated=())
+        self._binds = not self._was_own and isinstance(method, MethodType) and method.__self__ is module
+        self._function = cast("MethodType", method).__func__ if self._binds else method
+        for attribute in WRAPPER_ASSIGNMENTS:
+            if hasattr(method, attribute):
+                setattr(self, attribute, getattr(method, attribute))
         setattr(module, name, self)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None once it is gone."""
+        return self._module()
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """What this stands in for.
+
+        Raises:
+            OffloadedError: The module is gone.
+        """
+        return MethodType(self._function, self._alive()) if self._binds else self._function
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Whoever asks for the signature gets the module's."""
+        return self.inner
+
+    @property
+    def __code__(self) -> Any:
+        """That of the method, from which torch.export takes the names of its arguments."""
+        return cast("Any", self.inner).__code__
+
+    @property
+    def __globals__(self) -> Any:
+        """What torch.jit.script asks for first; torch.fx can do without.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            "torch.jit.script cannot compile a dispatched model: call remove_hooks(model), or remove() of its "
+            "OffloadHook, first; torch.compile takes it as it is"
+        )
+
+    def call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what this stands in for.
+
+        Raises:
+            OffloadedError: The module is gone.
+        """
+        if self._binds:
+            return self._function(self._alive(), *args, **kwargs)
+        return self._function(*args, **kwargs)
 
     def remove(self) -> None:
         """Give the module back its own."""
+        if (module := self._module()) is None:
+            return
         if self._was_own:
-            setattr(self.module, self.name, self.inner)
+            setattr(module, self.name, self._function)
         else:
-            delattr(self.module, self.name)
+            delattr(module, self.name)
+
+    def _alive(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise OffloadedError(
+                f"the {self.name} of a dispatched model, or of a part of it, was called after the model was deleted: "
+                "hold the model itself as long as you call its methods"
+            )
+        return module
 
 
 class AroundMethod(Around):
@@ -111,18 +179,19 @@ class AroundMethod(Around):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
         if self._before is None:
-            return self.inner(*args, **kwargs)
-        args, kwargs = self._before(self.module, args, kwargs)
+            return self.call_inner(args, kwargs)
+        module = self._alive()
+        args, kwargs = self._before(module, args, kwargs)
         try:
-            output = self.inner(*args, **kwargs)
+            output = self.call_inner(args, kwargs)
         except BaseException:
-            self._after(self.module, args, None)
+            self._after(module, args, None)
             raise
-        return self._after(self.module, args, output)
+        return self._after(module, args, output)
 
     def remove(self) -> None:
         """Give the module back its own; where somebody stands around this, do nothing from now on."""
-        if getattr(self.module, self.name) is self:
+        if getattr(self.module, self.name, None) is self:
             super().remove()
         else:
             self._before = None
@@ -138,9 +207,10 @@ class _AroundPart(Around):
         self._index = index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _check_not_recorded()
         self.enter(self._index)
         try:
-            return self.inner(*args, **kwargs)
+            return self.call_inner(args, kwargs)
         finally:
             self.leave(self._index)
 
@@ -162,6 +232,10 @@ class _AroundModel(Around):
         self._hidden = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._parts:
+            _check_not_recorded()
+        elif torch.compiler.is_exporting():
+            return self.call_inner(args, kwargs)  # what is used in place, a program holds as it is
         # Where nothing was compiled yet, to ask torch for it would import the compiler: seconds.
         if not self._hidden and "torch._dynamo" in sys.modules:
             self._hidden = True
@@ -170,11 +244,21 @@ class _AroundModel(Around):
         whole = False
         self._listener.begin(self.name)
         try:
-            output = self.inner(*args, **kwargs)
+            output = self.call_inner(args, kwargs)
             whole = True
         finally:
             self._listener.end(whole=whole)
         return output
+
+
+def _check_not_recorded() -> None:
+    """Check that no program is made of this call: it would hold what is stored, and bring nothing.
+
+    Raises:
+        OffloadedError: One is.
+    """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise OffloadedError(_CANNOT_BE_RECORDED)
 
 
 def methods_of(module: nn.Module) -> list[str]:
@@ -209,6 +293,8 @@ def check_removable(arounds: Sequence[Around]) -> None:
     met: dict[tuple[nn.Module, str], object] = {}
     for around in reversed(arounds):
         module, name = around.module, around.name
+        if module is None:
+            continue
         if met.get((module, name), getattr(module, name)) is not around:
             raise OffloadedError(
                 f"the {name} of {type(module).__name__} was replaced after the model was dispatched: undo that "

@@ -1,20 +1,20 @@
-"""Weights that the host computes with where they are: in the pages of their files, read ahead of the forward."""
+"""Weights that the host computes with where they are: in the pages of their files."""
 
 import threading
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from weakref import ref
 
-import psutil
-from torch import nn
-
-from drivetrain_dispatch.order import Order, Orders
-from drivetrain_dispatch.packed import parts_of
-from drivetrain_dispatch.pages import Pages, bring, some_missing, together
+from drivetrain_dispatch.budget import free_of_host
+from drivetrain_dispatch.order import Orders
+from drivetrain_dispatch.pages import some_missing, together
+from drivetrain_dispatch.reading import Bounds, Reading, Stretch
 from drivetrain_dispatch.units import Unit
 from drivetrain_dispatch.weight_files import MappedFile
 
-_NUM_READERS = 2  # one waits for the disk while the other asks
 _SHARE_AHEAD = 0.5  # of the host's free memory: pages beyond it would push out others before they were used
+_SHARE_USED = 0.8  # what a model may take of it; a larger one comes and goes
+_SHARE_KEPT = 0.4  # of it, by what stays of such a model
+_MOST_AHEAD_BYTES = 128 << 20  # where pages are given back: as much as a disk needs to be always at work
 
 
 class InPlace:
@@ -24,23 +24,33 @@ class InPlace:
     threads read them in the order in which the last such forward used them; its modules are watched for that. Of a
     forward that finds all of them there, nothing is watched: it costs what it costs in memory.
 
+    Where the host has no room for all of them, by its own memory or by the limit of a container, a part stays and the
+    others are given back behind the forward, so that none is pushed out before it was used.
+
     Args:
         units: In the order in which they are expected; their tensors are the pages of files.
-        files: Those.
+        files: The file of each tensor, by its name.
+        releases: Whether pages always are given back, and none of them stays.
     """
 
-    def __init__(self, units: Sequence[Unit], files: Collection[MappedFile]) -> None:
-        self._modules = [unit.module for unit in units]
-        self._pages = [
-            [Pages.of(part) for tensor in unit.tensors.values() for part in parts_of(tensor)]
+    def __init__(self, units: Sequence[Unit], files: Mapping[str, MappedFile], *, releases: bool) -> None:
+        self._modules = [ref(unit.module) for unit in units]  # which hold this
+        self._units = [
+            [
+                stretch
+                for name, tensor in unit.tensors.items()
+                for stretch in Stretch.each_of(tensor, files[name])
+            ]
             for unit in units
         ]
-        self._all = together(pages for unit in self._pages for pages in unit)
-        self._files = files
+        self._all = together(stretch.pages for unit in self._units for stretch in unit)
+        self._size_bytes = sum(pages.size_bytes for pages in self._all)
+        self._files = list(dict.fromkeys(files[name] for unit in units for name in unit.tensors))
+        self._releases = releases
         self._orders = Orders(range(len(units)))
         self._own = _Own()
         self._lock = threading.Lock()
-        self._reading: _ReadAhead | None = None
+        self._reading: Reading | None = None
 
     def begin(self, way: str) -> None:
         """The model is used, by its forward or another method.
@@ -52,17 +62,19 @@ class InPlace:
             file.check_unchanged()
         self._own.depth += 1
         with self._lock:
-            if self._own.depth == 1 and self._reading is None and self._some_are_missing():
-                room = int(psutil.virtual_memory().available * _SHARE_AHEAD)
-                self._reading = self._own.reading = _ReadAhead(
-                    self._modules, self._pages, self._orders.of(way), room
-                )
+            if self._own.depth == 1 and self._reading is None:
+                missing = any(map(some_missing, self._all))
+                if missing or self._releases:
+                    modules = [module() for module in self._modules]
+                    self._reading = self._own.reading = Reading(
+                        modules, self._units, self._orders.of(way), self._bounds(), brings=missing
+                    )
 
     def enter(self, index: int) -> None:
         """Nothing to do: a forward that reads ahead watches by itself."""
 
     def leave(self, index: int) -> None:
-        """Nothing to do: what is used no more, the system may take."""
+        """Nothing to do: as before."""
 
     def end(self, *, whole: bool) -> None:
         """The forward is over."""
@@ -85,8 +97,14 @@ class InPlace:
             if self._reading is not None:
                 self._reading.stop()
 
-    def _some_are_missing(self) -> bool:
-        return any(map(some_missing, self._all))
+    def _bounds(self) -> Bounds:
+        """How much of the files is in memory during a forward."""
+        room = free_of_host()
+        ahead_bytes = min(int(room * _SHARE_AHEAD / 2), _MOST_AHEAD_BYTES)
+        if self._size_bytes > room * _SHARE_USED:
+            kept_bytes = 0 if self._releases else int(room * _SHARE_KEPT)
+            return Bounds(ahead_bytes, kept_bytes, leaves_cache=True)
+        return Bounds(ahead_bytes, 0) if self._releases else Bounds(int(room * _SHARE_AHEAD))
 
 
 class _Own(threading.local):
@@ -94,82 +112,4 @@ class _Own(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.reading: _ReadAhead | None = None
-
-
-class _ReadAhead:
-    """Threads that bring the pages of one forward, in order, at most so many bytes before it.
-
-    Args:
-        modules: Of the units.
-        units: Their pages.
-        order: In which they are expected.
-        room_bytes: How far to go before the unit that is used.
-
-    Attributes:
-        order: That.
-        used: The units that the forward has used.
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        units: Sequence[Sequence[Pages]],
-        order: Order,
-        room_bytes: int,
-    ) -> None:
-        self.order = order
-        self.used: list[int] = []
-        self._room_bytes = room_bytes
-        self._ends: dict[int, int] = {}  # of each unit, the bytes up to its end when it is first used
-        self._steps: list[tuple[int, int, int]] = []  # address, bytes, bytes before it
-        total = 0
-        for index in dict.fromkeys(order.parts):
-            for pages in units[index]:
-                for address, size_bytes in pages.steps():
-                    self._steps.append((address, size_bytes, total))
-                    total += size_bytes
-            self._ends[index] = total
-        self._next = 0
-        self._used_bytes = 0
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._handles = [
-            module.register_forward_pre_hook(partial(self._reached, index))
-            for index, module in enumerate(modules)
-        ]
-        for number in range(_NUM_READERS):
-            threading.Thread(target=self._read, name=f"drivetrain-read-ahead-{number}", daemon=True).start()
-
-    def _reached(self, index: int, _module: nn.Module, _args: object) -> None:
-        """The forward uses a unit."""
-        self.used.append(index)
-        used_bytes = self._ends.get(index, 0)
-        if used_bytes > self._used_bytes:
-            with self._changed:
-                self._used_bytes = used_bytes
-                self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Read nothing more, and watch nothing; what a thread is reading it still reads."""
-        for handle in self._handles:
-            handle.remove()
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def _read(self) -> None:
-        while (step := self._take()) is not None:
-            if not bring(*step):
-                return  # the forward reads for itself
-
-    def _take(self) -> tuple[int, int] | None:
-        """The next piece, once there is room for it."""
-        with self._changed:
-            while not self._stopped and self._next < len(self._steps):
-                address, size_bytes, before = self._steps[self._next]
-                if before <= self._used_bytes + self._room_bytes:
-                    self._next += 1
-                    return address, size_bytes
-                self._changed.wait()
-        return None
+        self.reading: Reading | None = None

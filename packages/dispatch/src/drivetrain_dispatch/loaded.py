@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, TypedDict, get_args
 import torch
 from torch import nn
 
-from drivetrain_dispatch.arguments import check_load, check_map
+from drivetrain_dispatch.arguments import check_load, check_map, check_release
 from drivetrain_dispatch.budget import get_balanced_memory, get_max_memory
 from drivetrain_dispatch.conversion import stored_sizes
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
@@ -40,6 +40,7 @@ def load_checkpoint_and_dispatch(
     rename: Callable[[str], str | None] | None = None,
     progress: Progress | None = None,
     offload_folder: Path | str | None = None,
+    release_pages: bool = False,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
     skip_keys: Collection[str] = (),
@@ -59,6 +60,7 @@ def load_checkpoint_and_dispatch(
         rename: From a name of the checkpoint to the model's; None leaves a tensor out.
         progress: Called with the bytes that were read and all that are.
         offload_folder: For what the map keeps on the disk and no file holds, as it holds no packed weights.
+        release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
         offload_buffers: Whether buffers are kept away from the device that computes too.
         preload_module_classes: Names of module classes whose weights come all at once.
         skip_keys: Keyword arguments of a forward that stay where they are.
@@ -74,7 +76,7 @@ def load_checkpoint_and_dispatch(
     """
     kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
     check_load(dtype, quantization, progress)
-    _check_early(model, device_map, max_memory, preload_module_classes)
+    _check_early(model, device_map, max_memory, preload_module_classes, release_pages=release_pages)
     if isinstance(device_map, str):
         device_map = _planned(
             model, checkpoint, device_map, max_memory, no_split_module_classes, kinds, quantization
@@ -83,11 +85,10 @@ def load_checkpoint_and_dispatch(
     report = load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder=offload_folder, **kinds, **how
     )
-    if device_map is None:
-        return model
-    return dispatch_model(
+    return model if device_map is None else dispatch_model(
         model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
         preload_module_classes=preload_module_classes, mapped=report.mapped, dtypes=report.converted_at_use,
+        release_pages=release_pages,
     )  # fmt: skip
 
 
@@ -112,8 +113,11 @@ def _check_early(
     device_map: Mapping[str, Device] | str | None,
     max_memory: Mapping[Device, int | str] | None,
     whole: str | Collection[str],
+    *,
+    release_pages: bool,
 ) -> None:
     """Refuse what cannot be, and what `dispatch_model` would, before anything is loaded."""
+    check_release(release_pages)
     if device_map is not None and device_map not in get_args(Way):
         check_map(device_map, f", or {_WAYS} to plan one")
     if max_memory is not None:

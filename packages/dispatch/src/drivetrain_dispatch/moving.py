@@ -61,26 +61,27 @@ class Moving(NotCopied):
     So it does with the inputs of its methods that compute.
 
     Args:
-        module: The module.
-        device: Where it computes.
+        device: Where the module computes.
         skip_keys: Keyword arguments that stay where they are.
         returns: Whether outputs go back; else they stay, for the module that comes next.
     """
 
-    def __init__(
-        self, module: nn.Module, device: torch.device, skip_keys: Collection[str], *, returns: bool
-    ) -> None:
+    def __init__(self, device: torch.device, skip_keys: Collection[str], *, returns: bool) -> None:
         self._device = device
         self._returns = returns
         self._skip_keys = frozenset(listed(skip_keys))
         self._own = _Own()
-        self.handles: list[RemovableHandle | Around] = [
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle | Around]:
+        """Begin with a module, until what is returned is removed, the last one first."""
+        handles: list[RemovableHandle | Around] = [
             module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         ]
-        if returns:
-            self.handles.append(module.register_forward_hook(self._after, always_call=True))
-        after = [self._after] if returns else []
-        self.handles.extend(AroundMethod(module, name, self._before, *after) for name in methods_of(module))
+        if self._returns:
+            handles.append(module.register_forward_hook(self._after, always_call=True))
+        after = [self._after] if self._returns else []
+        handles.extend(AroundMethod(module, name, self._before, *after) for name in methods_of(module))
+        return handles
 
     def _before(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -5,10 +5,9 @@ from pathlib import Path
 from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from drivetrain_dispatch.aligned_file import write_aligned
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.packed import parts_of
 from drivetrain_dispatch.weight_files import MappedFile
@@ -71,25 +70,14 @@ def write_offloaded(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(_of_their_own(tensors), path)
+            write_aligned(tensors, path)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise WeightFilesError(
             f"{size / 1e9:.2f} GB of weights could not be written to {path.parent} ({error}): free the disk, or name "
             "another folder"
         ) from error
     return WritableFile(path) if write_back else MappedFile(path)
-
-
-def _of_their_own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same values as a file takes them: no two in one memory, as the tables of quantised weights are."""
-    own: dict[str, Tensor] = {}
-    memories: set[int] = set()
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        own[name] = tensor.detach().clone() if memory in memories else tensor.detach().contiguous()
-        memories.add(memory)
-    return own

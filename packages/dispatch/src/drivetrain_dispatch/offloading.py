@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -57,6 +58,7 @@ def disk_offload(
     execution_device: Device | None = None,
     *,
     write_back: bool = False,
+    release_pages: bool = False,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
 ) -> nn.Module:
@@ -70,6 +72,7 @@ def disk_offload(
         offload_dir: Where the file is written.
         execution_device: Where it computes; the first accelerator, or the host, unless said.
         write_back: Whether training changes the file; else what it changes takes memory.
+        release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
         offload_buffers: Whether buffers are kept away too.
         preload_module_classes: Names of module classes whose weights come all at once.
 
@@ -88,6 +91,7 @@ def disk_offload(
         main_device=_chosen(execution_device),
         offload_dir=offload_dir,
         write_back=write_back,
+        release_pages=release_pages,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
     )
@@ -96,6 +100,8 @@ def disk_offload(
 class OffloadHook(NotCopied):
     """What `cpu_offload_with_hook` returns: when a model leaves the device.
 
+    It does not hold the model, which is freed when nobody else refers to it.
+
     Args:
         model: The model.
         device: Where it computes.
@@ -103,34 +109,44 @@ class OffloadHook(NotCopied):
     """
 
     def __init__(self, model: nn.Module, device: torch.device, previous: "OffloadHook | None") -> None:
-        self._model = model
-        self._device = device
-        self._previous = previous
+        self._model = ref(model)
+        coming = _Coming(device, previous)
         self._handles: list[RemovableHandle | Around] = [
-            model.register_forward_pre_hook(self._come, with_kwargs=True, prepend=True),
-            *(AroundMethod(model, name, self._come) for name in methods_of(model)),
+            model.register_forward_pre_hook(coming.come, with_kwargs=True, prepend=True),
+            *(AroundMethod(model, name, coming.come) for name in methods_of(model)),
         ]
         # Registered last, and so called first: it sees where the inputs came from.
-        self._handles.extend(Moving(model, device, (), returns=False).handles)
+        self._handles.extend(Moving(device, (), returns=False).attach(model))
         setattr(model, _MARK, self)
 
     def offload(self) -> None:
-        """Put the model into the host's memory."""
-        self._model.to("cpu")
+        """Put the model into the host's memory, if it is not gone."""
+        if (model := self._model()) is not None:
+            model.to("cpu")
 
     def remove(self) -> None:
         """Leave the model where it is from now on."""
         for handle in reversed(self._handles):
             handle.remove()
-        if self._model.__dict__.get(_MARK) is self:
-            delattr(self._model, _MARK)
+        model = self._model()
+        if model is not None and model.__dict__.get(_MARK) is self:
+            delattr(model, _MARK)
 
-    def _come(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+
+class _Coming(NotCopied):
+    """Brings a model to its device when it is called, once the one before it has left."""
+
+    def __init__(self, device: torch.device, previous: OffloadHook | None) -> None:
+        self._device = device
+        self._previous = previous
+
+    def come(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring it."""
         if self._previous is not None:
             self._previous.offload()
-        self._model.to(self._device)
+        module.to(self._device)
         return args, kwargs
 
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +20,17 @@ class Owner(NamedTuple):
     """A module that has a parameter, and its name there.
 
     Attributes:
-        attributes: The module's own: what stands there comes before its parameters.
-        parameters: The module's.
+        module: Gives the module, None once it is gone: what the module refers to must not hold it.
         name: The parameter's.
     """
 
-    attributes: dict[str, Any]
-    parameters: dict[str, Any]
+    module: ref[nn.Module]
     name: str
 
-    @classmethod
-    def of(cls, module: nn.Module, name: str) -> "Owner":
-        """That of a module."""
-        return cls(module.__dict__, module.__dict__["_parameters"], name)
+    def attributes(self) -> dict[str, Any]:
+        """The module's own: what stands there comes before its parameters."""
+        module = self.module()
+        return {} if module is None else module.__dict__
 
 
 class Seat:
@@ -104,6 +103,8 @@ class Seats:
         self._carrier = Carrier()
         self._of_tensors = {id(seat.tensor): seat for seat in seats}
         self._here: dict[Seat, None] = {}  # those that are in use
+        self._ordinary = finalize(self, _make_ordinary, list(self._of_tensors.values()))
+        self._ordinary.atexit = False
         for seat in self._of_tensors.values():
             if not seat.packed:
                 seat.tensor.data = seat.parcel.home
@@ -218,9 +219,11 @@ class Seats:
             shown, tracked = seat.shown, torch.is_grad_enabled() and seat.tensor.requires_grad
             if shown is None or (tracked and shown.grad_fn is None):
                 shown = seat.shown = _borrow(seat.tensor, value) if tracked else _alike(seat.tensor, value)
-                for attributes, parameters, name in seat.owners:
-                    if parameters.get(name) is seat.tensor:  # not another one that somebody has put there
-                        attributes[name] = shown
+                for owner in seat.owners:
+                    attributes = owner.attributes()
+                    # Not another one that somebody has put there.
+                    if attributes and attributes["_parameters"].get(owner.name) is seat.tensor:
+                        attributes[owner.name] = shown
                         if seat.packed:
                             lend_state(attributes, shown)
         elif seat.users == 0:
@@ -231,9 +234,10 @@ class Seats:
     def _hide(self, seat: Seat) -> None:
         """Let modules meet what is stored; what was written into the values is stored first."""
         self._store(seat)
-        for attributes, _, name in seat.owners:
-            if attributes.get(name) is seat.shown:
-                del attributes[name]
+        for owner in seat.owners:
+            attributes = owner.attributes()
+            if attributes.get(owner.name) is seat.shown:
+                del attributes[owner.name]
                 if seat.packed:
                     return_state(attributes)
         if not seat.owners:
@@ -255,12 +259,17 @@ class Seats:
     def close(self) -> None:
         """Make every tensor an ordinary one again, its values those that are stored."""
         self._carrier.close()
-        for seat in self._of_tensors.values():
-            if not seat.packed:
-                seat.tensor.__class__ = seat.here  # type: ignore[assignment]
-                set_fetcher(seat.tensor, None)
-                seat.tensor.data = seat.parcel.home
-            seat.arrival = None
+        self._ordinary()
+
+
+def _make_ordinary(seats: Iterable[Seat]) -> None:
+    """Also those tensors of a model that is gone that somebody holds."""
+    for seat in seats:
+        if not seat.packed:
+            seat.tensor.__class__ = seat.here  # type: ignore[assignment]
+            set_fetcher(seat.tensor, None)
+            seat.tensor.data = seat.parcel.home
+        seat.arrival = None
 
 
 class _Borrowed(torch.autograd.Function):

@@ -3,8 +3,9 @@
 A tensor of such a file is the file's pages: it takes no memory of its own, and nothing is read before it is used.
 """
 
-import ctypes
+import errno
 import json
+import mmap
 import os
 import re
 import weakref
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drivetrain_dispatch.aligned_file import DTYPES, bytes_of, is_padding
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.pickled_files import PICKLED_SUFFIXES, map_pickled
 
@@ -74,16 +76,22 @@ class MappedFile:
             if path.suffix in PICKLED_SUFFIXES:
                 self._tensors = map_pickled(path)
             else:
-                reader: Any = safe_open(path, framework="pt", device="cpu")  # checks the header and the size
-                self._starts = _starts(path)
-                self._tensors: dict[str, Tensor] = {name: reader.get_tensor(name) for name in self._starts}
+                with safe_open(
+                    path, framework="pt", device="cpu"
+                ) as reader:  # checks the header and the size
+                    entries = _entries(path)
+                    self._starts = {name: entry.start for name, entry in entries.items()}
+                    self._tensors = _mapped(self._file, entries, reader)
         except FileNotFoundError as error:
             raise WeightFilesError(f"{path} is missing") from error
         except (SafetensorError, IsADirectoryError) as error:
             raise WeightFilesError(
                 f"{path} is no whole safetensors file ({error}): it was cut or damaged; fetch it again"
             ) from error
-        except RuntimeError as error:  # Linux maps no file larger than memory and swap, unless it is told to
+        except (
+            MemoryError,
+            RuntimeError,
+        ) as error:  # Linux maps no file larger than memory and swap, unless it is told to
             raise WeightFilesError(
                 f"{path} cannot be mapped ({error}): store it as several files that are each smaller than the memory"
             ) from error
@@ -141,7 +149,7 @@ class MappedFile:
         direct = target.device.type == "cpu" and target.dtype == mapped.dtype
         size = mapped.element_size()
         read = target if direct else buffer[: target.numel() * size].view(mapped.dtype)
-        self._fill(_bytes_of(read), self._starts[name] + start * size)
+        self._fill(bytes_of(read), self._starts[name] + start * size)
         if not direct:
             target.copy_(read)
 
@@ -155,6 +163,19 @@ class MappedFile:
             if not count:
                 raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
             memory, start = memory[count:], start + count
+
+    def forget(self, address: int, size_bytes: int) -> None:
+        """Have the system drop a part of the file from its cache, but for pages that anybody has mapped.
+
+        Args:
+            address: Where the part is in memory. Nothing is done where the format hides where that is in the file.
+            size_bytes: Of the part.
+        """
+        known = next((name for name in self._starts if self._tensors[name].nbytes), None)
+        if known is not None and hasattr(os, "posix_fadvise"):
+            begin = self.tensor(known).data_ptr() - self._starts[known]
+            start = max(0, address - begin)
+            os.posix_fadvise(self._file, start, address - begin + size_bytes - start, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
         """Check that nobody wrote into the file since it was opened; it may have been deleted or replaced by another.
@@ -258,18 +279,54 @@ def _indexed(index: Path) -> dict[str, MappedFile]:
     return {name: file for said, file in held.items() for name in file.in_order if names.get(name) == said}
 
 
-def _starts(path: Path) -> dict[str, int]:
-    """Where each tensor of a safetensors file begins, in bytes and in that order; its header has been checked."""
+class _Entry(NamedTuple):
+    """What a header says of a tensor; where it begins is counted from the file's begin."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+
+def _entries(path: Path) -> dict[str, _Entry]:
+    """The tensors of a safetensors file, in the order in which they lie there; its header has been checked."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    begins = {name: 8 + length + int(entry["data_offsets"][0]) for name, entry in header.items()}
-    return dict(sorted(begins.items(), key=lambda item: item[1]))
+    found: dict[str, _Entry] = {}
+    for name, entry in header.items():
+        if not is_padding(name):
+            begin, end = entry["data_offsets"]
+            found[name] = _Entry(entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
+    return dict(sorted(found.items(), key=lambda item: item[1].start))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive the view; without NumPy, which knows no bfloat16."""
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+def _mapped(file: int, entries: Mapping[str, _Entry], reader: Any) -> dict[str, Tensor]:
+    """The tensors as the file's pages, of which none is read.
+
+    Not by the library's own `get_tensor`, which has the system read each tensor at once (safetensors 0.8).
+
+    Raises:
+        MemoryError: The system maps no file of this size.
+    """
+    if not any(entry.size_bytes for entry in entries.values()):
+        return {name: reader.get_tensor(name) for name in entries}
+    try:
+        pages = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(str(error)) from error
+        raise
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        dtype = dtypes.get(entry.dtype)
+        if dtype is None or entry.size_bytes == 0:
+            tensors[name] = reader.get_tensor(name)
+        else:
+            count = entry.size_bytes // dtype.itemsize
+            tensors[name] = torch.frombuffer(pages, dtype=dtype, count=count, offset=entry.start).view(
+                entry.shape
+            )
+    return tensors
