@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sweep",
         choices=("sample", "all"),
         default="sample",
-        help="the models and optimizers that tests/sweep trains: drawn by the commit, or all",
+        help="what tests/sweep trains and tests/dispatch_sweep dispatches: drawn by the commit, or all",
     )
 
 

@@ -207,6 +207,25 @@ def test_what_a_forward_writes_by_a_view_is_stored() -> None:
     remove_hooks(around)  # nothing is in use any more
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("keys", ["own", "others"])
+def test_attention_of_torch_takes_the_kernel_that_it_takes_in_memory(
+    context: Callable[[], object], keys: str
+) -> None:
+    """A fused one where queries and keys are the same, as in `nn.TransformerEncoder`; else those of layers."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+    plain = nn.ModuleDict(
+        {"attention": nn.MultiheadAttention(WIDTH, 2, batch_first=True), "encoder": nn.TransformerEncoder(layer, 2)}
+    ).eval()
+    model, x = streamed(copy.deepcopy(plain)), torch.randn(4, 16, WIDTH)
+    others = x if keys == "own" else torch.randn(4, 5, WIDTH)
+    with context():
+        assert torch.equal(model["encoder"](x), plain["encoder"](x))
+        attended = [one["attention"](x, others, others)[0] for one in (model, plain)]
+        assert torch.equal(*attended)
+
+
 class Rescaled(nn.Module):
     """Changes a weight in its forward before it is used, as RWKV does when it goes from inference to training."""
 
