@@ -18,7 +18,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accelerator import device
-from dispatch.models import WIDTH, Checkpointed, Coder, Gate, Recurrent, Stack, Tree, same_values, trees
+from dispatch.models import (
+    WIDTH,
+    Checkpointed,
+    Coder,
+    Converts,
+    Gate,
+    Recurrent,
+    Stack,
+    Tree,
+    same_values,
+    trees,
+)
 from drivetrain_dispatch import (
     DeviceMapError,
     LoadError,
@@ -96,6 +107,17 @@ def test_training_gives_the_same_gradients(build: Callable[[], nn.Module], place
             optimizer.zero_grad()
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own, other.cpu())
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_layer_may_be_converted_in_a_forward_to_what_it_is(context: Callable[[], Any]) -> None:
+    plain = Converts(torch.float32)
+    model, x = copy.deepcopy(plain), torch.randn(2, WIDTH)
+    dispatch_model(model, {"": "cpu"}, main_device=0)
+    plain = on_device(plain)
+    with context():
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x.to(FIRST)).cpu())
 
 
 class Large(nn.Module):

@@ -196,6 +196,19 @@ class Writes(nn.Module):
         return self.embed(tokens)
 
 
+class Converts(nn.Module):
+    """Converts a layer in its forward to a dtype that it has, as routers of mixtures of experts do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self.layer.to(self.dtype)
+        return self.layer(x)
+
+
 def streamed(model: nn.Module, **options: object) -> nn.Module:
     """The model with all weights copied before their use."""
     names = [name for name, _ in model.named_parameters()]

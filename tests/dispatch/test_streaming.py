@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dispatch.models import WIDTH, Coder, Stack, Writes, same_values, streamed
+from dispatch.models import WIDTH, Coder, Converts, Stack, Writes, same_values, streamed
 from drivetrain_dispatch.dispatching import (
     dispatch_model,
     offload_stats,
@@ -263,19 +263,6 @@ def test_a_weight_that_is_changed_after_its_use_is_refused_in_the_backward() -> 
     loss = model(torch.randn(2, WIDTH, requires_grad=True)).square().sum()
     with pytest.raises(OffloadedError, match="was changed after the forward"):
         loss.backward()
-
-
-class Converts(nn.Module):
-    """Converts a layer in its forward to a dtype that it has, as routers of mixtures of experts do."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.dtype = dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.layer = self.layer.to(self.dtype)
-        return self.layer(x)
 
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -22,7 +22,7 @@ from sweep.model_cases import ModelCase, loss_of
 
 device.make()
 FIRST = torch.device(device.NAME, 0)
-NUM_DRAWN = 40  # for a commit
+NUM_DRAWN = 20  # for a commit
 # What this device cannot compute, and nothing of ours is about.
 NOT_ON_IT = (
     "deepseek_v2", "llama4_text",  # complex numbers

@@ -24,7 +24,7 @@ from dispatch_sweep.table import EXACT, Table, read_inexact
 from dispatch_sweep.ways import ADDRESSES, WAYS, Subject, outcome_of
 from sweep.drawing import drawn_by_commit
 
-NUM_DRAWN = 60  # for a commit
+NUM_DRAWN = 40  # for a commit
 FAST = "llama"  # the case of every run
 LISTED = Path(__file__).with_name("inexact.txt")
 CHECKS = Path(__file__).with_name("accelerator_checks.py")

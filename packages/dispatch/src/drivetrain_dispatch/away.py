@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import OffloadedError
@@ -144,10 +145,16 @@ def is_away(tensor: Tensor) -> bool:
     return isinstance(tensor, AwayParameter | AwayBuffer)
 
 
-def is_fixed(tensor: Tensor) -> bool:
-    """Whether a tensor that is away is computed by the device that stores it."""
+def kind_in_use(tensor: Tensor) -> tuple[torch.dtype, torch.device] | None:
+    """What a tensor that is away is computed with in a forward, else what it is; None if another device stores it."""
     fetcher = _fetcher_of(tensor)
-    return fetcher is not None and fetcher.stays(tensor)
+    if fetcher is None:
+        return None
+    if fetcher.inside():
+        (shown,) = fetcher.fetch([tensor])
+        fetcher.let_go([tensor], None)
+        return shown.dtype, shown.device
+    return (tensor.dtype, tensor.device) if fetcher.stays(tensor) else None
 
 
 def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.away import CANNOT_BE_CHANGED, is_away, is_fixed
+from drivetrain_dispatch.away import CANNOT_BE_CHANGED, is_away, kind_in_use
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.hooks import Around
 from drivetrain_dispatch.packed import is_packed
@@ -64,8 +64,10 @@ def keep_in_place(model: nn.Module, coming: Collection[str]) -> list[Immovable]:
 
 def _changes(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:
     """Whether a function gives anything but the tensor itself, tried on a few elements of its kind."""
-    if not is_fixed(tensor):
+    kind = kind_in_use(tensor)
+    if kind is None:
         return True  # kept on one device, computed by another
+    dtype, device = kind
     with torch.no_grad():
-        probe = torch.empty([min(size, 2) for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
+        probe = torch.empty([min(size, 2) for size in tensor.shape], dtype=dtype, device=device)
         return fn(probe) is not probe
