@@ -216,7 +216,10 @@ def test_attention_of_torch_takes_the_kernel_that_it_takes_in_memory(
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
     plain = nn.ModuleDict(
-        {"attention": nn.MultiheadAttention(WIDTH, 2, batch_first=True), "encoder": nn.TransformerEncoder(layer, 2)}
+        {
+            "attention": nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+            "encoder": nn.TransformerEncoder(layer, 2),
+        }
     ).eval()
     model, x = streamed(copy.deepcopy(plain)), torch.randn(4, 16, WIDTH)
     others = x if keys == "own" else torch.randn(4, 5, WIDTH)
