@@ -32,6 +32,7 @@ from drivetrain_dispatch import (
     offload_stats,
     remove_hooks,
 )
+from drivetrain_dispatch.block_scaled import BlockScaledTensor
 
 toy = device.make()
 FIRST, SECOND = (torch.device(device.NAME, index) for index in range(2))
@@ -361,3 +362,26 @@ def test_quantised_weights_come_as_they_are_packed() -> None:
     stats = offload_stats(model)
     assert stats.num_missed == 0
     assert stats.bytes_brought < 2 * 4 * LAYER / 3  # a quarter of fp32, and scales
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", 0])
+def test_weights_that_are_kept_in_fp8_come_as_they_are(place: Any) -> None:
+    def kept() -> Stack:
+        torch.manual_seed(0)
+        model = Stack(2)
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                values = layer.weight.detach().to(torch.float8_e4m3fn)
+                scales = torch.full((1, 1), 0.5)
+                layer.weight = nn.Parameter(BlockScaledTensor(values, scales, torch.float32), requires_grad=False)
+        return model
+
+    model, plain = kept(), kept()
+    inputs = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        wanted = plain(inputs)
+    dispatch_model(model, {"": place}, main_device=FIRST, offload_dir=folder())
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(inputs.to(FIRST)).cpu(), wanted)
+    remove_hooks(model)
