@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.offloading import disk_offload as disk_offload
     from drivetrain_dispatch.optimizer_state import OptimizerOffload as OptimizerOffload
     from drivetrain_dispatch.optimizer_state import disk_offload_optimizer as disk_offload_optimizer
-    from drivetrain_dispatch.plan import Cost as Cost
+    from drivetrain_dispatch.groups import Cost as Cost
     from drivetrain_dispatch.quantization import Quantization as Quantization
     from drivetrain_dispatch.quantization import quantized_sizes as quantized_sizes
     from drivetrain_dispatch.quantizers import BitsAndBytes4Bit as BitsAndBytes4Bit
@@ -58,7 +58,7 @@ _ROOMS = {
     "BitsAndBytes4Bit": "quantizers",
     "BitsAndBytes8Bit": "quantizers",
     "ComputeRate": "cost",
-    "Cost": "plan",
+    "Cost": "groups",
     "CostError": "errors",
     "DeviceMap": "device_map",
     "DeviceMapError": "errors",

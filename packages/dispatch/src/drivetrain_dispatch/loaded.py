@@ -74,7 +74,8 @@ def load_checkpoint_and_dispatch(
     check_load(dtype, quantization, progress)
     _check_early(model, device_map, max_memory, preload_module_classes)
     if isinstance(device_map, str):
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds, quantization)
+        away = _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes)
+        device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds, quantization, away)
     how = _How(strict=strict, rename=rename, progress=progress, quantization=quantization)
     report = load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder=offload_folder, **kinds, **how
@@ -92,6 +93,13 @@ class _Dtypes(TypedDict):
 
     dtype: torch.dtype | None
     special_dtypes: Mapping[str, torch.dtype]
+
+
+class _Away(TypedDict):
+    """What a plan must know of how weights come and go."""
+
+    offload_buffers: bool
+    preload_module_classes: Collection[str]
 
 
 class _How(TypedDict):
@@ -134,6 +142,7 @@ def _planned(
     no_split: Collection[str],
     kinds: _Dtypes,
     quantization: Quantization | None,
+    away: _Away,
 ) -> DeviceMap:
     """A map that keeps within the budgets."""
     sizes = {} if quantization is None else quantized_sizes(model, quantization, **kinds)
@@ -147,7 +156,7 @@ def _planned(
             **kinds,
         )
     return infer_auto_device_map(
-        model, max_memory, no_split_module_classes=no_split, special_sizes=sizes, **kinds
+        model, max_memory, no_split_module_classes=no_split, special_sizes=sizes, **kinds, **away
     )
 
 

@@ -1,7 +1,7 @@
 """Tensors that come and go: who claims them, and what modules meet in their place."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from drivetrain_dispatch.away import Fetcher, class_away, plainly, set_fetcher
 from drivetrain_dispatch.bitsandbytes_weights import lend_state, return_state
 from drivetrain_dispatch.carrier import Arrival, Carrier, Parcel
 from drivetrain_dispatch.packed import is_packed
+from drivetrain_dispatch.room import Room
 
 
 class Owner(NamedTuple):
@@ -53,14 +54,16 @@ class Seat:
         users: How many are using it.
         value: Its values, while it is in use.
         shown: What modules meet.
+        asked_version: The stored values', when they were asked for.
+        room_bytes: What it takes on the device that computes, while it comes and while it is there.
         size_bytes: Of what is stored.
         version: The values', when they came.
         packed: Whether they are several tensors.
     """
 
     __slots__ = (
-        "arrival", "at", "away", "claims", "here", "owners", "packed", "parcel", "shown", "size_bytes", "tensor",
-        "users", "value", "version",
+        "arrival", "asked_version", "at", "away", "claims", "here", "owners", "packed", "parcel", "room_bytes", "shown",
+        "size_bytes", "tensor", "users", "value", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, parcel: Parcel, owners: Sequence[Owner] = ()) -> None:
@@ -71,7 +74,8 @@ class Seat:
         self.value: Tensor | None = None
         self.shown: Tensor | None = None
         self.size_bytes = parcel.size_bytes
-        self.at = self.claims = self.users = self.version = 0
+        self.room_bytes = parcel.room_bytes
+        self.at = self.claims = self.users = self.version = self.asked_version = 0
         self.away, self.here = class_away(tensor), type(tensor)
         self.packed = is_packed(tensor)
 
@@ -82,7 +86,8 @@ class OffloadStats:
 
     Attributes:
         num_used: How often a unit was used.
-        num_missed: How often it was not on its way when its turn came: the forward stood still.
+        num_missed: How often it was not on its way when its turn came, be it that nobody expected it or that the
+            window had no room: the forward stood still.
         bytes_brought: In all.
     """
 
@@ -97,12 +102,16 @@ class Seats:
     Args:
         seats: Each once.
         fetcher: Who is asked for one that nobody has brought.
+        window_bytes: Of each device that computes, what may be there of them at once.
     """
 
-    def __init__(self, seats: Iterable[Seat], fetcher: Fetcher) -> None:
+    def __init__(
+        self, seats: Iterable[Seat], fetcher: Fetcher, *, window_bytes: Mapping[torch.device, int]
+    ) -> None:
         self.stats = OffloadStats()
         self._carrier = Carrier()
         self._of_tensors = {id(seat.tensor): seat for seat in seats}
+        self._rooms = {device: Room(device, most) for device, most in window_bytes.items()}
         self._here: dict[Seat, None] = {}  # those that are in use
         for seat in self._of_tensors.values():
             if not seat.packed:
@@ -139,8 +148,18 @@ class Seats:
         """Whether anything is."""
         return bool(self._here)
 
+    def fits(self, seats: Sequence[Seat]) -> bool:
+        """Whether there is room for seats that one device computes."""
+        missing = sum([seat.room_bytes for seat in seats if seat.arrival is None])
+        return not missing or self._rooms[seats[0].parcel.device].fits(missing)
+
+    def wait_for_room(self, seats: Sequence[Seat]) -> bool:
+        """Wait until there is room for seats, or all that is there is in use; whether the device was behind."""
+        missing = sum([seat.room_bytes for seat in seats if seat.arrival is None])
+        return missing > 0 and self._rooms[seats[0].parcel.device].wait_for(missing)
+
     def claim(self, seats: Sequence[Seat]) -> bool:
-        """Ask for seats; whether any was not there or on its way."""
+        """Ask for seats, whatever room there is; whether any was not there or on its way."""
         parcels: list[Parcel] = []
         for seat in seats:
             seat.claims += 1
@@ -157,15 +176,19 @@ class Seats:
         for seat in seats:
             if seat.arrival is None:
                 seat.arrival = arrival
+                seat.asked_version = version_of(seat.tensor)
+                self._rooms[seat.parcel.device].take(seat.room_bytes)
                 self.stats.bytes_brought += seat.size_bytes
         return True
 
     def give_up(self, seats: Sequence[Seat]) -> None:
         """Need seats no more; what nobody claims gives its memory back."""
+        given: dict[torch.device, int] = {}
         for seat in seats:
             seat.claims -= 1
             if seat.claims == 0:
-                seat.arrival = None
+                _leave(seat, given)
+        self._give_back(given)
 
     def value(self, seat: Seat) -> Tensor:
         """The values of a claimed seat, once they are there.
@@ -201,6 +224,7 @@ class Seats:
 
     def release(self, seats: Sequence[Seat]) -> None:
         """Nobody computes with them for now: what is stored takes their place. The claim goes too."""
+        given: dict[torch.device, int] = {}
         for seat in seats:
             seat.users -= 1
             if seat.users == 0:
@@ -208,7 +232,12 @@ class Seats:
                 self._hide(seat)
             seat.claims -= 1
             if seat.claims == 0:
-                seat.arrival = None
+                _leave(seat, given)
+        self._give_back(given)
+
+    def _give_back(self, given: Mapping[torch.device, int]) -> None:
+        for device, size_bytes in given.items():
+            self._rooms[device].give_back(size_bytes)
 
     def _show(self, seat: Seat, value: Tensor) -> None:
         """Let modules meet the values; with a way back to the parameter where autograd wants one."""
@@ -254,6 +283,13 @@ class Seats:
                 set_fetcher(seat.tensor, None)
                 seat.tensor.data = seat.parcel.home
             seat.arrival = None
+
+
+def _leave(seat: Seat, given: dict[torch.device, int]) -> None:
+    """Let go of what nobody claims, and note what memory that gives back."""
+    if seat.arrival is not None:
+        seat.arrival = None
+        given[seat.parcel.device] = given.get(seat.parcel.device, 0) + seat.room_bytes
 
 
 class _Borrowed(torch.autograd.Function):
