@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
@@ -85,6 +86,32 @@ class Arrival:
         """Not bring what nobody waits for any more, unless that has begun."""
         if self._work is not None:
             self._work.cancel()
+
+    @property
+    def used(self) -> bool:
+        """Whether anybody has waited for it."""
+        return self._waited is not None
+
+    def query(self) -> bool:
+        """Whether the device is through with copying it, or has not begun and will not; of one that nobody uses."""
+        if self._work is None or self._brought is not None:
+            event = None if self._brought is None else self._brought[1]
+            return event is None or event.query()
+        if self._work.cancel():
+            return True
+        if not self._work.done():
+            return False
+        if self._work.exception() is None:
+            self._brought = self._work.result()
+            return self.query()
+        return True  # nothing has come
+
+    def synchronize(self) -> None:
+        """Wait until that is so."""
+        if self._work is not None and not self._work.cancel():
+            futures.wait([self._work])
+        if not self.query() and self._brought is not None and self._brought[1] is not None:
+            self._brought[1].synchronize()
 
     def wait(self) -> list[Tensor]:
         """The tensors, ready for what this thread computes next on their device.

@@ -1,15 +1,27 @@
 """How many bytes of coming weights a device may hold at once, and how many it does."""
 
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 
-class _Leaving(NamedTuple):
-    """Memory that the host has given back while the device may still compute with it."""
+class Done(Protocol):
+    """Something that the device does in its own time."""
 
-    event: torch.Event
+    def query(self) -> bool:
+        """Whether it is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+        ...
+
+
+class _Leaving(NamedTuple):
+    """Memory that the host has given back while the device may still compute with it, or copy to it."""
+
+    event: Done
     size_bytes: int
 
 
@@ -48,10 +60,18 @@ class Room:
         """So much more comes."""
         self._held_bytes += size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
-        """So much is needed no more, and nobody holds it; the thread that calls is the one that computed with it."""
+    def give_back(self, size_bytes: int, copied: Done | None = None) -> None:
+        """So much is needed no more, and nobody holds it; the thread that calls is the one that computed with it.
+
+        Args:
+            size_bytes: How much.
+            copied: What has asked for it, if nobody has used it.
+        """
         if self._device.type == "cpu":
             self._held_bytes -= size_bytes
+            return
+        if copied is not None:
+            self._leaving.append(_Leaving(copied, size_bytes))
             return
         # Recorded after the memory was let go: when it has happened, torch's allocator lends that memory again.
         event = torch.Event(self._device)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +183,7 @@ class Seats:
 
     def give_up(self, seats: Sequence[Seat]) -> None:
         """Need seats no more; what nobody claims gives its memory back."""
-        given: dict[torch.device, int] = {}
+        given: _Given = {}
         for seat in seats:
             seat.claims -= 1
             if seat.claims == 0:
@@ -224,7 +224,7 @@ class Seats:
 
     def release(self, seats: Sequence[Seat]) -> None:
         """Nobody computes with them for now: what is stored takes their place. The claim goes too."""
-        given: dict[torch.device, int] = {}
+        given: _Given = {}
         for seat in seats:
             seat.users -= 1
             if seat.users == 0:
@@ -235,9 +235,9 @@ class Seats:
                 _leave(seat, given)
         self._give_back(given)
 
-    def _give_back(self, given: Mapping[torch.device, int]) -> None:
-        for device, size_bytes in given.items():
-            self._rooms[device].give_back(size_bytes)
+    def _give_back(self, given: "_Given") -> None:
+        for (device, unused), size_bytes in given.items():
+            self._rooms[device].give_back(size_bytes, unused)
 
     def _show(self, seat: Seat, value: Tensor) -> None:
         """Let modules meet the values; with a way back to the parameter where autograd wants one."""
@@ -285,11 +285,17 @@ class Seats:
             seat.arrival = None
 
 
-def _leave(seat: Seat, given: dict[torch.device, int]) -> None:
+# What is given back of each device, and of each arrival that nobody has used.
+_Given: TypeAlias = dict[tuple[torch.device, Arrival | None], int]
+
+
+def _leave(seat: Seat, given: _Given) -> None:
     """Let go of what nobody claims, and note what memory that gives back."""
-    if seat.arrival is not None:
+    arrival = seat.arrival
+    if arrival is not None:
         seat.arrival = None
-        given[seat.parcel.device] = given.get(seat.parcel.device, 0) + seat.room_bytes
+        key = (seat.parcel.device, None if arrival.used else arrival)
+        given[key] = given.get(key, 0) + seat.room_bytes
 
 
 class _Borrowed(torch.autograd.Function):
