@@ -43,6 +43,7 @@ from drivetrain_dispatch import (
     offload_stats,
     remove_hooks,
 )
+from drivetrain_dispatch.block_scaled import BlockScaledTensor
 
 toy = device.make()
 FIRST, SECOND = (torch.device(device.NAME, index) for index in range(2))
@@ -383,3 +384,107 @@ def test_quantised_weights_come_as_they_are_packed() -> None:
     stats = offload_stats(model)
     assert stats.num_missed == 0
     assert stats.bytes_brought < 2 * 4 * LAYER / 3  # a quarter of fp32, and scales
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", 0])
+def test_weights_that_are_kept_in_fp8_come_as_they_are(place: Any) -> None:
+    def kept() -> Stack:
+        torch.manual_seed(0)
+        model = Stack(2)
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                values = layer.weight.detach().to(torch.float8_e4m3fn)
+                scales = torch.full((1, 1), 0.5)
+                layer.weight = nn.Parameter(
+                    BlockScaledTensor(values, scales, torch.float32), requires_grad=False
+                )
+        return model
+
+    model, plain = kept(), kept()
+    inputs = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        wanted = plain(inputs)
+    dispatch_model(model, {"": place}, main_device=FIRST, offload_dir=folder())
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(inputs.to(FIRST)).cpu(), wanted)
+    remove_hooks(model)
+
+
+class Mixture(nn.Module):
+    """Layers of a router and eight experts, of which each forward uses others."""
+
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "attention": nn.Linear(256, 256, bias=False),
+                    "experts": nn.ModuleList(
+                        nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
+                        for _ in range(8)
+                    ),
+                }
+            )
+            for _ in range(num_layers)
+        )
+
+    def forward(self, x: Tensor, chosen: list[list[int]]) -> Tensor:
+        for layer, experts in zip(self.layers, chosen, strict=True):
+            x = layer["attention"](x)
+            for index in experts:
+                x = x + layer["experts"][index](x)
+        return x
+
+
+def most_during(act: Callable[[], object]) -> int:
+    """The bytes that the device holds at the peak of something."""
+    gc.collect()
+    toy.finish()
+    toy.reset_most()
+    act()
+    return toy.counts()["most"]
+
+
+@pytest.mark.parametrize("share", [0.15, 0.4, 0.8])
+@pytest.mark.parametrize("kind", ["layers", "experts"])
+@pytest.mark.parametrize("host_share", [1.0, 0.2])
+def test_what_is_on_the_device_keeps_to_what_stays_and_the_window(
+    kind: str, share: float, host_share: float
+) -> None:
+    model: nn.Module = Large(12) if kind == "layers" else Mixture()
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    budget = max(int(total * share), LAYER)
+    x = torch.randn(2, 512 if kind == "layers" else 256)
+    everything = [list(range(8))] * 4
+    backward_bytes = LAYER // 4  # gradients of activations
+    plain = on_device(model)
+    gc.collect()
+    toy.finish()
+    here = toy.counts()["in_use"]
+    # What operations take for themselves, and activations, which a plan counts by `costs`.
+    with torch.no_grad():
+        y = x.to(FIRST)
+        own = most_during(lambda: plain(y) if kind == "layers" else plain(y, everything)) - here
+    del plain, y
+    gc.collect()
+    toy.finish()
+    empty = toy.counts()["in_use"]
+    device_map = infer_auto_device_map(
+        model, {0: budget, "cpu": int(total * host_share)}, rates=Rates(to_device=1e9, from_disk=1e9)
+    )
+    dispatch_model(model, device_map, offload_dir=folder())
+    gc.collect()
+    toy.finish()
+    stays = toy.counts()["in_use"] - empty
+    assert stays + device_map.window_bytes[0] <= budget
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(6):
+        chosen = [torch.randperm(8, generator=generator)[: 1 + turn % 3].tolist() for _ in range(4)]
+        with torch.no_grad():
+            most = most_during(lambda chosen=chosen: model(x) if kind == "layers" else model(x, chosen))
+        assert most - empty <= stays + device_map.window_bytes[0] + own
+    model.requires_grad_(False)  # the gradients of what stays would stay too
+    x.requires_grad_(True)
+    most = most_during(lambda: (model(x) if kind == "layers" else model(x, chosen)).sum().backward())
+    assert most - empty <= stays + device_map.window_bytes[0] + own + backward_bytes

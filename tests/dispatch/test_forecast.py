@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from drivetrain_dispatch.blocks import Block
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.forecast import forecast
-from drivetrain_dispatch.plan import Cost
+from drivetrain_dispatch.groups import Cost
 from drivetrain_dispatch.timeline import Rates
 
 RATES = Rates(to_device=100.0, from_disk=50.0)

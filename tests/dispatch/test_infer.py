@@ -9,8 +9,8 @@ from torch import nn
 
 from drivetrain_dispatch.device_map import places_of_tensors
 from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.groups import Cost
 from drivetrain_dispatch.infer import infer_auto_device_map
-from drivetrain_dispatch.plan import Cost
 from drivetrain_dispatch.rate_cache import default_cache
 from drivetrain_dispatch.sizes import compute_module_sizes
 from drivetrain_dispatch.timeline import Rates

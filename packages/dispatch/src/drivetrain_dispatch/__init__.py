@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.errors import TiedParametersError as TiedParametersError
     from drivetrain_dispatch.errors import WeightFilesError as WeightFilesError
     from drivetrain_dispatch.errors import WeightsMismatchError as WeightsMismatchError
+    from drivetrain_dispatch.groups import Cost as Cost
     from drivetrain_dispatch.infer import infer_auto_device_map as infer_auto_device_map
     from drivetrain_dispatch.load import LoadReport as LoadReport
     from drivetrain_dispatch.load import load_checkpoint_in_model as load_checkpoint_in_model
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.offloading import disk_offload as disk_offload
     from drivetrain_dispatch.optimizer_state import OptimizerOffload as OptimizerOffload
     from drivetrain_dispatch.optimizer_state import disk_offload_optimizer as disk_offload_optimizer
-    from drivetrain_dispatch.plan import Cost as Cost
     from drivetrain_dispatch.pretrained import load_pretrained as load_pretrained
     from drivetrain_dispatch.quantization import Quantization as Quantization
     from drivetrain_dispatch.quantization import StoredFP8 as StoredFP8
@@ -60,7 +60,7 @@ _ROOMS = {
     "BitsAndBytes4Bit": "quantizers",
     "BitsAndBytes8Bit": "quantizers",
     "ComputeRate": "cost",
-    "Cost": "plan",
+    "Cost": "groups",
     "CostError": "errors",
     "DeviceMap": "device_map",
     "DeviceMapError": "errors",

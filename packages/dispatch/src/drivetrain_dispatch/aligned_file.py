@@ -6,6 +6,7 @@ format has no holes between tensors: what is left up to the next multiple is a t
 
 import ctypes
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -65,6 +66,37 @@ def write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
             whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             file.write(bytes_of(whole))
             file.write(b"\0" * _missing(whole.nbytes))
+
+
+def create_aligned(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Create such a file for tensors whose values come later, and return them as its pages.
+
+    What is written to them is written to the file; until then they are zeros.
+
+    Args:
+        tensors: By name. Shapes and dtypes alone are looked at: those of the meta device will do.
+        path: The file; one that is there is replaced.
+
+    Raises:
+        WeightFilesError: A tensor is of a dtype that the format does not have, or has a name that is not free.
+        OSError: The disk has no room.
+    """
+    header = _header(tensors)
+    starts: dict[str, int] = {}
+    end = len(header)
+    for name, tensor in tensors.items():
+        starts[name] = end
+        end += tensor.nbytes + _missing(tensor.nbytes)
+    with path.open("wb") as file:
+        file.write(header)
+        os.posix_fallocate(
+            file.fileno(), 0, end
+        )  # a full disk is told here, not by a signal when pages are written
+    pages = torch.from_file(str(path), shared=True, size=end, dtype=torch.uint8)
+    return {
+        name: pages[starts[name] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for name, tensor in tensors.items()
+    }
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
+from drivetrain_dispatch.ahead import Ahead
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.order import Cursor, Order
 from drivetrain_dispatch.seats import Seat, Seats, version_of
@@ -43,9 +44,9 @@ class Backward:
         units: The seats of each unit.
         seats: All of them.
         lock: Held while seats are claimed.
-        depth: How many units may be on their way beside the one in use.
 
     Attributes:
+        ahead: What was asked for before its turn.
         order: Of the units in the last forward.
     """
 
@@ -54,20 +55,19 @@ class Backward:
         units: Sequence[Sequence[Seat]],
         seats: Seats,
         lock: threading.RLock,
-        *,
-        depth: int,
     ) -> None:
         self._units = units
         self._seats = seats
         self.order = Order(())
         self._lock = lock
-        self._depth = depth
         self._unit_of: dict[Seat, int] = {}
         for index, unit in enumerate(units):
             for seat in unit:
                 self._unit_of.setdefault(seat, index)
-        self._claimed: dict[int, list[int]] = {}  # of each unit, the versions of its weights at that time
-        self._learnt = Order((), depth)  # of the units in a backward
+        self.ahead = Ahead(units, seats)
+        self._current: int | None = None  # the unit that is claimed for its use
+        self._learnt = Order(())  # of the units in a backward
+        self._opposite: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # an order, and the other way
         self._learnt_after: tuple[int, ...] | None = None  # the order of the forward before it
         self._cursor = Cursor()  # in a backward of whose end torch will tell
         self._last: int | None = None  # what it has used
@@ -87,11 +87,15 @@ class Backward:
 
     def drop_stale(self, unit: int) -> None:
         """Give up what is claimed of a unit if it has changed: an optimizer may step within the backward."""
-        if self._claimed.get(unit, versions := self._versions(unit)) != versions:
-            self._claim([index for index in self._claimed if index != unit])
+        stale = [seat.asked_version != version_of(seat.tensor) for seat in self._units[unit] if seat.arrival]
+        if any(stale):
+            self.ahead.drop(unit)
+            if self._current == unit:
+                self._current = None
+                self._give_up(unit)
 
     def use(self, unit: int, *, again: bool) -> None:
-        """A backward uses a unit: claim it with those that follow, and no others.
+        """A backward uses a unit: claim it with those that follow and find room, and no others.
 
         Args:
             unit: Its index.
@@ -100,14 +104,17 @@ class Backward:
         cursor, learnt = self._cursor, self._learnt
         if cursor.depth == 0:
             cursor.begin(learnt)
-        if unit != self._last:  # autograd saves each weight for itself
+        if unit == self._last == self._current:
+            return  # autograd saves each weight for itself
+        if unit != self._last:
             self._last = unit
             cursor.use(unit)
         if self._learnt_after is self.order.parts and learnt.expects(unit):
-            ahead = cursor.ahead
+            upcoming, position = learnt.parts, cursor.position
         else:
-            ahead = () if again else self._before(unit)
-        self._claim([unit, *(index for index in ahead if index != unit)])
+            upcoming, position = ((), 0) if again else self._before(unit)
+        self._claim(unit, upcoming, position)
+        self.ahead.ask(upcoming, position)
 
     def end(self, *, whole: bool = False) -> None:
         """No backward goes on: what it has claimed may be changed now, by an optimizer for example.
@@ -121,8 +128,9 @@ class Backward:
                 self._last = None
                 if whole:
                     self._learnt_after = self.order.parts
-            if self._claimed:
-                self._claim([])
+            current, self._current = self._current, None
+            self._give_up(current)
+            self.ahead.clear()
 
     def _await_end(self) -> None:
         """As DistributedDataParallel has it: torch calls when this backward is over."""
@@ -159,21 +167,32 @@ class Backward:
             value = self._seats.value(saved.seat)
         return value.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _before(self, unit: int) -> list[int]:
-        """The units that a backward needs after this one: those that the forward used before it."""
-        position = self.order.last_position(unit)
-        return self.order.before(position, self._depth)
+    def _before(self, unit: int) -> tuple[tuple[int, ...], int]:
+        """What a backward needs after a unit: what the forward used before it, as an order and a position in it."""
+        parts = self.order.parts
+        if self._opposite[0] is not parts:
+            self._opposite = (parts, parts[::-1])
+        return self._opposite[1], len(parts) - self.order.last_position(unit)
 
-    def _versions(self, unit: int) -> list[int]:
-        return [version_of(seat.tensor) for seat in self._units[unit]]
+    def _claim(self, unit: int, upcoming: Sequence[int], position: int) -> None:
+        """Claim a unit that is used, in place of the one before."""
+        before, self._current = self._current, None
+        asked, seats = self.ahead.use(unit, upcoming, position), self._units[unit]
+        try:
+            if asked or before == unit:
+                before = before if asked else None  # that claim goes on
+            elif not self._seats.fits(seats):
+                self._give_up(before)
+                before = None
+                self.ahead.make_room(seats)
+                self._seats.wait_for_room(seats)
+                self._seats.claim(seats)
+            else:
+                self._seats.claim(seats)
+            self._current = unit
+        finally:
+            self._give_up(before)
 
-    def _claim(self, units: Sequence[int]) -> None:
-        """Claim these units and no others."""
-        for index in units:
-            if index not in self._claimed:
-                self._seats.claim(self._units[index])
-                self._claimed[index] = self._versions(index)
-        for index in tuple(self._claimed):
-            if index not in units:
-                del self._claimed[index]
-                self._seats.give_up(self._units[index])
+    def _give_up(self, unit: int | None) -> None:
+        if unit is not None:
+            self._seats.give_up(self._units[unit])

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.sizes import Sizes, identity, listed, named_tensors
+from drivetrain_dispatch.placement import running_statistics
+from drivetrain_dispatch.sizes import Sizes, enclosing_modules, identity, listed
+from drivetrain_dispatch.units import UnitNames
 
 
 class Block(NamedTuple):
@@ -18,11 +20,29 @@ class Block(NamedTuple):
         name: As the model calls it; `""` is the model itself.
         size_bytes: Of its tensors; one that an earlier block has too is counted there alone.
         group: The index of the first block that it shares a tensor with, be it through others; its own without any.
+        units: The bytes of each unit in it, as they come if it does not stay; () for all of it at once.
+        stay_bytes: Of its tensors, those that stay on the device that computes wherever the others are kept.
+        around_bytes: Of units that have others inside them: they come first, and are in use while those are.
+        end: The index of the block with which those leave; -1 for itself.
     """
 
     name: str
     size_bytes: int
     group: int
+    units: tuple[int, ...] = ()
+    stay_bytes: int = 0
+    around_bytes: int = 0
+    end: int = -1
+
+    @property
+    def coming(self) -> tuple[int, ...]:
+        """The bytes of each unit that comes by itself."""
+        return self.units or (self.size_bytes - self.stay_bytes - self.around_bytes,)
+
+    @property
+    def need_bytes(self) -> int:
+        """The window that it needs to come."""
+        return self.around_bytes + max(self.coming)
 
 
 def blocks_of(
@@ -32,11 +52,13 @@ def blocks_of(
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
     special_sizes: Mapping[str, int] | None = None,
+    whole: Collection[str] = (),
+    offload_buffers: bool = True,
 ) -> list[Block]:
     """The blocks of a model, in its order. Pure; works on the meta device.
 
-    A module is a block if its class is not to be split, or if it has no modules of its own. Of any other, its own
-    tensors and its modules are looked at.
+    A module is a block if its class is not to be split, if its weights come at once, or if it has no modules of its
+    own. Of any other, its own tensors and its modules are looked at.
 
     Args:
         model: The model.
@@ -45,17 +67,16 @@ def blocks_of(
         dtype: What floating-point and complex tensors will be converted to; None takes them as they are.
         special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
         special_sizes: Bytes of single tensors by name, which win over dtypes.
+        whole: Names of module classes whose weights come all at once.
+        offload_buffers: Whether buffers come and go too; else they stay on the device that computes.
 
     Raises:
-        ValueError: A tensor is named that the model does not have.
+        ValueError: A tensor is named that the model does not have, or a class in `whole`.
     """
     kept = frozenset(listed(no_split))
-    names: list[str] = []
-    classes: list[str] = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.append(name)
-        classes.append(type(module).__name__)
-    if absent := sorted(kept.difference(classes)):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unit_of = UnitNames(modules, whole)
+    if absent := sorted(kept.difference({type(module).__name__ for module in modules.values()})):
         warnings.warn(
             f"no_split_module_classes: the model has no module of class {', '.join(absent)}; classes are named as "
             "type(module).__name__ does",
@@ -63,34 +84,101 @@ def blocks_of(
         )
     tensors: list[Tensor] = []
     names_of_tensors: list[str] = []  # two lists and no pairs: of 100,000 the collector would take long
-    for name, tensor in named_tensors(model):
-        names_of_tensors.append(name)
-        tensors.append(tensor)
-    found, places = _numbered(names, classes, kept, names_of_tensors)
+    _append(modules, "_parameters", names_of_tensors, tensors)
+    num_parameters = len(tensors)
+    _append(modules, "_buffers", names_of_tensors, tensors)
+    stays = set(names_of_tensors[num_parameters:])
+    if stays and offload_buffers:
+        stays = running_statistics(model)
+    names = list(modules)
+    undivided = unit_of.at_once.union(
+        name for name, module in modules.items() if kept and type(module).__name__ in kept
+    )
+    found, places = _numbered(names, undivided, names_of_tensors)
     size_of = Sizes(names_of_tensors, dtype, special_dtypes, special_sizes)
-    sizes = [0] * len(found)
+    sizes, stay_sizes = [0] * len(found), [0] * len(found)
+    units: list[dict[str, int]] = [{} for _ in found]
     groups = list(range(len(found)))
     holders: dict[object, int] = {}  # of each tensor, the first block that has it
     for name, tensor in zip(names_of_tensors, tensors, strict=True):
         index = places[name] if name in places else places[name.rpartition(".")[0]]
-        key = identity(tensor)
+        key, size_bytes, staying = identity(tensor), size_of(name, tensor), name in stays
         if key in holders:
             _join(groups, holders[key], index)
         else:
             holders[key] = index
-            sizes[index] += size_of(name, tensor)
-    return [Block(name, sizes[index], _first(groups, index)) for index, name in enumerate(found)]
+            sizes[index] += size_bytes
+            stay_sizes[index] += size_bytes if staying else 0
+        if not staying:
+            unit = unit_of(name)
+            units[index][unit] = units[index].get(unit, 0) + size_bytes
+    ends = _ends(found, units)
+    return [
+        Block(
+            name,
+            sizes[index],
+            _first(groups, index),
+            *_nested(name, units[index], sizes[index], stay_sizes[index], ends),
+        )
+        for index, name in enumerate(found)
+    ]
+
+
+def _append(
+    modules: Mapping[str, nn.Module], attribute: str, names: list[str], tensors: list[Tensor]
+) -> None:
+    """Append the tensors of modules, and their names; what torch's iterators do, without going through the modules."""
+    for outer, module in modules.items():
+        for name, tensor in vars(module)[attribute].items():
+            if tensor is not None:
+                names.append(f"{outer}.{name}" if outer else name)
+                tensors.append(tensor)
+
+
+def _ends(found: Sequence[str], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Of each unit that is around blocks, the index of the last of them."""
+    wanted = {unit for name, each in zip(found, units, strict=True) for unit in each if unit != name}
+    ends: dict[str, int] = {}
+    for index in range(len(found) - 1, -1, -1) if wanted else ():
+        for outer in enclosing_modules(found[index]):
+            if outer in wanted:
+                ends.setdefault(outer, index)
+    return ends
+
+
+def _nested(
+    name: str, units: Mapping[str, int], size_bytes: int, stay_bytes: int, ends: Mapping[str, int]
+) -> tuple[tuple[int, ...], int, int, int]:
+    """What a block says of its units, behind its group.
+
+    Args:
+        name: The block's.
+        units: The bytes of each.
+        size_bytes: Of the block.
+        stay_bytes: Of it, what stays.
+        ends: Of units around blocks, the last one.
+    """
+    if len(units) == 1:
+        ((unit, unit_bytes),) = units.items()
+        if unit == name or unit.startswith(_prefix(name)):
+            return (() if unit_bytes + stay_bytes == size_bytes else (unit_bytes,)), stay_bytes, 0, -1
+        return (0,), stay_bytes, unit_bytes, ends[unit]
+    if not units:
+        return (), stay_bytes, 0, -1
+    ordered = sorted(units, key=lambda unit: unit.split("."))  # what is inside a unit follows it
+    around = {unit for unit, after in pairwise(ordered) if after.startswith(_prefix(unit))}
+    alone = tuple(unit_bytes for unit, unit_bytes in units.items() if unit not in around)
+    return alone or (0,), stay_bytes, sum(units[unit] for unit in around), -1
 
 
 def _numbered(
-    names: Sequence[str], classes: Sequence[str], kept: Collection[str], tensors: Sequence[str]
+    names: Sequence[str], undivided: Collection[str], tensors: Sequence[str]
 ) -> tuple[list[str], dict[str, int]]:
     """The names of the blocks, and the index of the block in which each module and divided module's tensor is.
 
     Args:
         names: Of the modules, each followed by those in it; those of one that stands in two places twice.
-        classes: Of the modules, the names.
-        kept: Classes that stay whole.
+        undivided: Those that stay whole.
         tensors: The names of all tensors.
     """
     divided = {name for name, after in pairwise(names) if after.startswith(_prefix(name))}
@@ -101,10 +189,10 @@ def _numbered(
     found: list[str] = []
     places: dict[str, int] = {}
     inside: str | None = None  # how the names begin that are part of the last block
-    for name, kind in zip(names, classes, strict=True):
+    for name in names:
         if inside is not None and name.startswith(inside):
             places[name] = len(found) - 1
-        elif name not in divided or kind in kept:
+        elif name not in divided or name in undivided:
             inside, places[name] = _prefix(name), len(found)
             found.append(name)
         else:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
@@ -27,6 +28,8 @@ class Parcel(NamedTuple):
         dtype: As what.
         quick: Whether to bring it takes this thread less time than to ask another one.
         by_host: Whether the host computes it.
+        size_bytes: Of what is stored.
+        room_bytes: What it takes where it is computed, also while it is converted there.
     """
 
     home: Tensor
@@ -36,6 +39,7 @@ class Parcel(NamedTuple):
     quick: bool
     by_host: bool
     size_bytes: int
+    room_bytes: int
 
     @classmethod
     def of(cls, home: Tensor, device: torch.device, dtype: torch.dtype) -> "Parcel":
@@ -45,7 +49,12 @@ class Parcel(NamedTuple):
         by_host = device.type == "cpu"
         direct = all(part.is_pinned() or part.device.type != "cpu" for part in parts)
         quick = (by_host and size_bytes <= _SMALL_BYTES) or direct
-        return cls(home, parts, device, dtype, quick, by_host, size_bytes)
+        room_bytes = size_bytes
+        if parts[0] is home and home.dtype != dtype:
+            room_bytes = home.numel() * dtype.itemsize
+            if home.device != device and not by_host:
+                room_bytes += size_bytes  # it is converted once it is there
+        return cls(home, parts, device, dtype, quick, by_host, size_bytes, room_bytes)
 
     def made(self, bring: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
         """The tensor, of what each of its parts becomes; parts of one that is packed keep their dtypes."""
@@ -72,6 +81,37 @@ class Arrival:
         self._brought = brought
         self._work = work
         self._waited: set[int] | None = None  # streams that the copies come before
+
+    def __del__(self) -> None:
+        """Not bring what nobody waits for any more, unless that has begun."""
+        if self._work is not None:
+            self._work.cancel()
+
+    @property
+    def used(self) -> bool:
+        """Whether anybody has waited for it."""
+        return self._waited is not None
+
+    def query(self) -> bool:
+        """Whether the device is through with copying it, or has not begun and will not; of one that nobody uses."""
+        if self._work is None or self._brought is not None:
+            event = None if self._brought is None else self._brought[1]
+            return event is None or event.query()
+        if self._work.cancel():
+            return True
+        if not self._work.done():
+            return False
+        if self._work.exception() is None:
+            self._brought = self._work.result()
+            return self.query()
+        return True  # nothing has come
+
+    def synchronize(self) -> None:
+        """Wait until that is so."""
+        if self._work is not None and not self._work.cancel():
+            futures.wait([self._work])
+        if not self.query() and self._brought is not None and self._brought[1] is not None:
+            self._brought[1].synchronize()
 
     def wait(self) -> list[Tensor]:
         """The tensors, ready for what this thread computes next on their device.

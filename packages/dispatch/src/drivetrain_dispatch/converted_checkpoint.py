@@ -10,9 +10,9 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.aligned_file import create_aligned
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.lazy_tensor import LazyTensor, TensorInFile
-from drivetrain_dispatch.new_file import create_file
 from drivetrain_dispatch.weight_files import MappedFile
 
 logger = logging.getLogger(__name__)
@@ -106,12 +106,15 @@ class ConvertedCheckpoint:
         if path.exists():
             logger.info("reading converted weights from %s", path)
             return MappedFile(path)
-        shapes = {name: (tuple(self._tensors[name].shape), dtype) for name, dtype in dtypes.items()}
+        like = {
+            name: torch.empty(self._tensors[name].shape, dtype=dtype, device="meta")
+            for name, dtype in dtypes.items()
+        }
         unfinished = path.with_name(f".{uuid4().hex[:12]}-{path.name}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._write(unfinished, shapes)
+                self._write(unfinished, like)
                 os.replace(unfinished, path)
             except BaseException:
                 unfinished.unlink(missing_ok=True)
@@ -129,8 +132,8 @@ class ConvertedCheckpoint:
         )
         return file
 
-    def _write(self, path: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        for name, target in create_file(path, shapes).items():
+    def _write(self, path: Path, like: Mapping[str, Tensor]) -> None:
+        for name, target in create_aligned(like, path).items():
             self._tensors[name].read_into(target)
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # writes the pages that were changed through the mapping too

@@ -28,7 +28,8 @@ class DeviceMap(dict[str, Device]):
         devices: Device by name.
         sizes: Bytes by name, for the table.
         seconds: Predicted time of one forward by name, for the table.
-        depth: How many offloaded parts may be on their way beside the one that computes; None if not planned.
+        window_bytes: By device, what may be there at once of weights that come and go, those in use among them. A
+            device that is not named keeps room for any three parts that follow each other.
     """
 
     def __init__(
@@ -37,14 +38,18 @@ class DeviceMap(dict[str, Device]):
         *,
         sizes: Mapping[str, int] | None = None,
         seconds: Mapping[str, float] | None = None,
-        depth: int | None = None,
+        window_bytes: Mapping[Device, int] | None = None,
     ) -> None:
         super().__init__(devices)
         self.sizes = dict(sizes or {})
         self.seconds = dict(seconds or {})
-        if depth is not None and depth < 0:
-            raise ValueError(f"depth={depth}: must be at least 0, how many parts may be on their way")
-        self.depth = depth
+        self.window_bytes = dict(window_bytes or {})
+        for device, size_bytes in self.window_bytes.items():
+            if type(size_bytes) is not int or size_bytes < 0:
+                raise ValueError(
+                    f"window_bytes[{device!r}]={size_bytes!r}: give a number of bytes, 0 or more, or leave the device "
+                    "out: it keeps room for any three parts that follow each other"
+                )
 
     def __str__(self) -> str:
         """A line a name: module, device, size, predicted time."""

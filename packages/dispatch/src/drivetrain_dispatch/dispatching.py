@@ -14,7 +14,7 @@ from drivetrain_dispatch.arguments import check_dtype, check_release
 from drivetrain_dispatch.away import is_away
 from drivetrain_dispatch.bitsandbytes_weights import KeptLayout, take_back
 from drivetrain_dispatch.carrier import Parcel
-from drivetrain_dispatch.device_map import Device, DeviceMap, check_places
+from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Around, Listener, NotCopied, check_removable, listen
 from drivetrain_dispatch.immovable import keep_in_place
@@ -22,6 +22,7 @@ from drivetrain_dispatch.in_place import InPlace
 from drivetrain_dispatch.moving import Moving
 from drivetrain_dispatch.packed import is_packed, takes, why_unready
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics
+from drivetrain_dispatch.room import usual_windows
 from drivetrain_dispatch.seats import OffloadStats, Owner, Seat
 from drivetrain_dispatch.settling import settle
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
@@ -31,7 +32,6 @@ from drivetrain_dispatch.units import Unit, check_devices, units_of
 from drivetrain_dispatch.weight_files import MappedFile
 
 _CPU = torch.device("cpu")
-_DEPTH = 2  # units on their way where a map does not say: one is copied while one is read
 _RECORD = "_drivetrain_dispatch"  # the model's attribute
 
 
@@ -322,9 +322,22 @@ def _converted(
     return {name: dtype for name, dtype in dtypes.items() if name not in statistics}
 
 
-def _depth(device_map: Mapping[str, Device]) -> int:
-    # A plan without offloading has none; what is converted at its use comes all the same.
-    return (device_map.depth if isinstance(device_map, DeviceMap) else None) or _DEPTH
+def _windows(
+    device_map: Mapping[str, Device], units: Sequence[Unit], seats: Sequence[Sequence[Seat]]
+) -> dict[torch.device, int]:
+    """What may be of coming weights on each device that computes some: as the map says, or as is usual."""
+    windows = usual_windows(
+        [
+            (unit.name, each[0].parcel.device, sum(seat.room_bytes for seat in each))
+            for unit, each in zip(units, seats, strict=True)
+        ]
+    )
+    said = device_map.window_bytes if isinstance(device_map, DeviceMap) else {}
+    for device, size_bytes in said.items():
+        place = place_of(device)
+        if isinstance(place, torch.device) and place in windows:
+            windows[place] = size_bytes
+    return windows
 
 
 def _coming(placements: Mapping[str, Placement], dtypes: Mapping[str, torch.dtype]) -> list[str]:
@@ -363,11 +376,11 @@ def _streaming(
                 home = tensor if is_packed(tensor) else tensor.data
                 parcel = Parcel.of(home, placements[name].device, dtypes.get(name, tensor.dtype))
                 seats[id(tensor)] = Seat(tensor, parcel, owners.get(id(tensor), ()))
-    each = [[seats[id(tensor)] for tensor in unit.tensors.values()] for unit in units]
+    each = [list(dict.fromkeys(seats[id(tensor)] for tensor in unit.tensors.values())) for unit in units]
     return Streaming(
-        [list(dict.fromkeys(unit)) for unit in each],
+        each,
         names=[unit.name for unit in units],
-        depth=_depth(device_map),
+        window_bytes=_windows(device_map, units, each),
         files=_files_of(units, files),
     )
 

@@ -1,12 +1,13 @@
 """What it will be to generate with a model: where its parts are, what each device holds, seconds a token. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain_dispatch.blocks import Block
 from drivetrain_dispatch.device_map import Device, DeviceMap
+from drivetrain_dispatch.groups import Cost
 from drivetrain_dispatch.infer import map_of, rooms_of
-from drivetrain_dispatch.plan import Cost, PlacePlan, plan_places, predicted_seconds
+from drivetrain_dispatch.plan import PlacePlan, plan_places, predicted_seconds
 from drivetrain_dispatch.timeline import Rates
 
 
@@ -16,8 +17,8 @@ class Holding:
 
     Attributes:
         budget_bytes: What it may; None for as much as there is.
-        weight_bytes: Of weights that stay there.
-        moving_bytes: Room for weights that come when it is their turn.
+        weight_bytes: Of weights that stay there, and of buffers.
+        moving_bytes: Room for weights that come when it is their turn: its window.
         kept_bytes: Keys and values, and whatever else a forward leaves.
         activation_bytes: Of activations at their peak.
     """
@@ -79,15 +80,17 @@ def forecast(
     }
     for device, source in (("cpu", "host"), ("disk", "disk")):
         held = sum(
-            block.size_bytes for block, where in zip(blocks, plan.sources, strict=True) if where == source
+            block.size_bytes - block.stay_bytes
+            for block, where in zip(blocks, plan.sources, strict=True)
+            if where == source
         )
         if device not in holdings and (held or device in budgets):
             holdings[device] = Holding(budget_bytes=budgets.get(device), weight_bytes=held)
     return Forecast(
         device_map=map_of(plan, blocks, computing, token),
         holdings=holdings,
-        prefill_seconds=predicted_seconds(plan, blocks, prefill, rates),
-        token_seconds=predicted_seconds(plan, blocks, token, rates),
+        prefill_seconds=predicted_seconds(plan, blocks, prefill, rates, in_place=room.in_place),
+        token_seconds=predicted_seconds(plan, blocks, token, rates, in_place=room.in_place),
     )
 
 
@@ -106,19 +109,13 @@ def _holding(
     """What a device that computes holds."""
     mine = [index for index, device in enumerate(plan.devices) if device == at]
     each = [costs.get(blocks[index].name, Cost()) for index in mine]
-    coming = _sizes_of_groups(blocks[index] for index in mine if plan.sources[index] != "device")
     return Holding(
         budget_bytes=budget_bytes,
-        weight_bytes=sum(blocks[index].size_bytes for index in mine if plan.sources[index] == "device"),
-        moving_bytes=(plan.depth + 1) * max(coming, default=0),
+        weight_bytes=sum(
+            blocks[index].size_bytes if plan.sources[index] == "device" else blocks[index].stay_bytes
+            for index in mine
+        ),
+        moving_bytes=plan.windows[at],
         kept_bytes=sum(cost.kept_bytes for cost in each),
         activation_bytes=max((cost.peak_bytes for cost in each), default=0),
     )
-
-
-def _sizes_of_groups(blocks: Iterable[Block]) -> list[int]:
-    """The bytes of blocks that move together."""
-    sizes: dict[int, int] = {}
-    for block in blocks:
-        sizes[block.group] = sizes.get(block.group, 0) + block.size_bytes
-    return list(sizes.values())

@@ -9,8 +9,11 @@ from drivetrain_dispatch.blocks import Block, blocks_of
 from drivetrain_dispatch.budget import get_max_memory
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.plan import Budgets, Cost, PlacePlan, plan_places
+from drivetrain_dispatch.groups import Cost
+from drivetrain_dispatch.plan import PlacePlan, plan_places
 from drivetrain_dispatch.rates import measure_rates
+from drivetrain_dispatch.sizes import dtype_after, named_tensors
+from drivetrain_dispatch.spread import Budgets
 from drivetrain_dispatch.timeline import Rates
 
 _CPU = torch.device("cpu")
@@ -26,6 +29,8 @@ def infer_auto_device_map(
     special_dtypes: Mapping[str, torch.dtype] | None = None,
     special_sizes: Mapping[str, int] | None = None,
     costs: Mapping[str, Cost] | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] = (),
 ) -> DeviceMap:
     """Plan where each part of a model goes, and predict how long a forward takes. Nothing is moved or loaded.
 
@@ -44,9 +49,12 @@ def infer_auto_device_map(
         special_dtypes: Dtypes of single tensors by name.
         special_sizes: Bytes of single tensors by name, as `quantized_sizes` gives them.
         costs: What each part does in a forward, by its name.
+        offload_buffers: Whether the model will be dispatched so that buffers are kept away too; else they stay on the
+            device that computes, and take its budget.
+        preload_module_classes: Names of module classes whose weights will come all at once.
 
     Returns:
-        The map, with sizes and predicted times.
+        The map, with sizes, predicted times, and the room that each device keeps for weights that come.
 
     Raises:
         DeviceMapError: The budgets cannot hold the model, and the message says what would; or rates are to be
@@ -60,8 +68,10 @@ def infer_auto_device_map(
         dtype=dtype,
         special_dtypes=special_dtypes,
         special_sizes=special_sizes,
+        whole=preload_module_classes,
+        offload_buffers=offload_buffers,
     )
-    computing, room = rooms_of(budgets)
+    computing, room = rooms_of(budgets, in_place=not _converts(model, dtype, special_dtypes))
 
     def measured() -> Rates:
         return _measured(computing[0])
@@ -70,14 +80,29 @@ def infer_auto_device_map(
     return map_of(plan, blocks, computing, costs or {})
 
 
-def rooms_of(budgets: Mapping[Device, int]) -> tuple[list[Device], Budgets]:
-    """Which devices compute, in the order given, and what each may hold; without accelerators the host computes."""
+def _converts(
+    model: nn.Module, dtype: torch.dtype | None, special_dtypes: Mapping[str, torch.dtype] | None
+) -> bool:
+    """Whether a tensor becomes another dtype: what is on the disk is then computed with as a copy, not in place."""
+    special = special_dtypes or {}
+    return (dtype is not None or bool(special)) and any(
+        dtype_after(tensor, dtype, special.get(name)) != tensor.dtype for name, tensor in named_tensors(model)
+    )
+
+
+def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
+    """Which devices compute, in the order given, and what each may hold; without accelerators the host computes.
+
+    Args:
+        budgets: Bytes by device.
+        in_place: Whether a host that computes uses weights of the disk where they are.
+    """
     places = {device: place_of(device) for device in budgets}
     host = sum(budgets[device] for device, place in places.items() if place == _CPU)
     computing = [device for device, place in places.items() if place not in ("disk", _CPU)]
     rooms = [budgets[device] for device in computing]
     if not computing:
-        return ["cpu"], Budgets(devices=(host,), host=0, disk=budgets.get("disk"))
+        return ["cpu"], Budgets(devices=(host,), host=0, disk=budgets.get("disk"), in_place=in_place)
     return computing, Budgets(devices=tuple(rooms), host=host, disk=budgets.get("disk"))
 
 
@@ -97,7 +122,8 @@ def map_of(
         sizes[outermost[block.name]] += block.size_bytes
         if block.name in costs:
             seconds[outermost[block.name]] += costs[block.name].seconds
-    return DeviceMap(merged, sizes=sizes, seconds=seconds, depth=plan.depth)
+    windows = {device: size for device, size in zip(computing, plan.windows, strict=True) if size}
+    return DeviceMap(merged, sizes=sizes, seconds=seconds, window_bytes=windows)
 
 
 def _measured(device: Device) -> Rates:

@@ -78,8 +78,9 @@ def load_checkpoint_and_dispatch(
     check_load(dtype, quantization, progress)
     _check_early(model, device_map, max_memory, preload_module_classes, release_pages=release_pages)
     if isinstance(device_map, str):
+        away = _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes)
         device_map = _planned(
-            model, checkpoint, device_map, max_memory, no_split_module_classes, kinds, quantization
+            model, checkpoint, device_map, max_memory, no_split_module_classes, kinds, quantization, away
         )
     how = _How(strict=strict, rename=rename, progress=progress, quantization=quantization)
     report = load_checkpoint_in_model(
@@ -97,6 +98,13 @@ class _Dtypes(TypedDict):
 
     dtype: torch.dtype | None
     special_dtypes: Mapping[str, torch.dtype]
+
+
+class _Away(TypedDict):
+    """What a plan must know of how weights come and go."""
+
+    offload_buffers: bool
+    preload_module_classes: Collection[str]
 
 
 class _How(TypedDict):
@@ -143,6 +151,7 @@ def _planned(
     no_split: Collection[str],
     kinds: _Dtypes,
     quantization: Quantization | StoredFP8 | None,
+    away: _Away,
 ) -> DeviceMap:
     """A map that keeps within the budgets."""
     sizes: Mapping[str, int] = {}
@@ -160,7 +169,7 @@ def _planned(
             **kinds,
         )
     return infer_auto_device_map(
-        model, max_memory, no_split_module_classes=no_split, special_sizes=sizes, **kinds
+        model, max_memory, no_split_module_classes=no_split, special_sizes=sizes, **kinds, **away
     )
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import nn
 
-from drivetrain_dispatch.device_map import Device, Place, place_of, places_of_tensors
+from drivetrain_dispatch.device_map import Device, DeviceMap, Place, place_of, places_of_tensors
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 
@@ -65,6 +65,9 @@ def placements_of(
     """
     homes = places_of_tensors(model, device_map)
     places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
+    if main_device is None and isinstance(device_map, DeviceMap) and not any(map(_computes, places.values())):
+        # A plan by which everything comes names its device by the window alone.
+        main_device = next(iter(device_map.window_bytes), None)
     main = None if main_device is None else place_of(main_device)
     if main == "disk":
         raise DeviceMapError("main_device='disk' does not compute: give an accelerator or 'cpu'")

@@ -1,9 +1,9 @@
 """Tensors that come and go: who claims them, and what modules meet in their place."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import finalize, ref
 
 import torch
@@ -14,6 +14,7 @@ from drivetrain_dispatch.away import Fetcher, class_away, plainly, set_fetcher
 from drivetrain_dispatch.bitsandbytes_weights import lend_state, return_state
 from drivetrain_dispatch.carrier import Arrival, Carrier, Parcel
 from drivetrain_dispatch.packed import is_packed
+from drivetrain_dispatch.room import Room
 
 
 class Owner(NamedTuple):
@@ -52,14 +53,16 @@ class Seat:
         users: How many are using it.
         value: Its values, while it is in use.
         shown: What modules meet.
+        asked_version: The stored values', when they were asked for.
+        room_bytes: What it takes on the device that computes, while it comes and while it is there.
         size_bytes: Of what is stored.
         version: The values', when they came.
         packed: Whether they are several tensors.
     """
 
     __slots__ = (
-        "arrival", "at", "away", "claims", "here", "owners", "packed", "parcel", "shown", "size_bytes", "tensor",
-        "users", "value", "version",
+        "arrival", "asked_version", "at", "away", "claims", "here", "owners", "packed", "parcel", "room_bytes", "shown",
+        "size_bytes", "tensor", "users", "value", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, parcel: Parcel, owners: Sequence[Owner] = ()) -> None:
@@ -70,7 +73,8 @@ class Seat:
         self.value: Tensor | None = None
         self.shown: Tensor | None = None
         self.size_bytes = parcel.size_bytes
-        self.at = self.claims = self.users = self.version = 0
+        self.room_bytes = parcel.room_bytes
+        self.at = self.claims = self.users = self.version = self.asked_version = 0
         self.away, self.here = class_away(tensor), type(tensor)
         self.packed = is_packed(tensor)
 
@@ -81,7 +85,8 @@ class OffloadStats:
 
     Attributes:
         num_used: How often a unit was used.
-        num_missed: How often it was not on its way when its turn came: the forward stood still.
+        num_missed: How often it was not on its way when its turn came, be it that nobody expected it or that the
+            window had no room: the forward stood still.
         bytes_brought: In all.
     """
 
@@ -96,12 +101,16 @@ class Seats:
     Args:
         seats: Each once.
         fetcher: Who is asked for one that nobody has brought.
+        window_bytes: Of each device that computes, what may be there of them at once.
     """
 
-    def __init__(self, seats: Iterable[Seat], fetcher: Fetcher) -> None:
+    def __init__(
+        self, seats: Iterable[Seat], fetcher: Fetcher, *, window_bytes: Mapping[torch.device, int]
+    ) -> None:
         self.stats = OffloadStats()
         self._carrier = Carrier()
         self._of_tensors = {id(seat.tensor): seat for seat in seats}
+        self._rooms = {device: Room(device, most) for device, most in window_bytes.items()}
         self._here: dict[Seat, None] = {}  # those that are in use
         self._ordinary = finalize(self, _make_ordinary, list(self._of_tensors.values()))
         self._ordinary.atexit = False
@@ -140,8 +149,18 @@ class Seats:
         """Whether anything is."""
         return bool(self._here)
 
+    def fits(self, seats: Sequence[Seat]) -> bool:
+        """Whether there is room for seats that one device computes."""
+        missing = sum([seat.room_bytes for seat in seats if seat.arrival is None])
+        return not missing or self._rooms[seats[0].parcel.device].fits(missing)
+
+    def wait_for_room(self, seats: Sequence[Seat]) -> bool:
+        """Wait until there is room for seats, or all that is there is in use; whether the device was behind."""
+        missing = sum([seat.room_bytes for seat in seats if seat.arrival is None])
+        return missing > 0 and self._rooms[seats[0].parcel.device].wait_for(missing)
+
     def claim(self, seats: Sequence[Seat]) -> bool:
-        """Ask for seats; whether any was not there or on its way."""
+        """Ask for seats, whatever room there is; whether any was not there or on its way."""
         parcels: list[Parcel] = []
         for seat in seats:
             seat.claims += 1
@@ -158,15 +177,19 @@ class Seats:
         for seat in seats:
             if seat.arrival is None:
                 seat.arrival = arrival
+                seat.asked_version = version_of(seat.tensor)
+                self._rooms[seat.parcel.device].take(seat.room_bytes)
                 self.stats.bytes_brought += seat.size_bytes
         return True
 
     def give_up(self, seats: Sequence[Seat]) -> None:
         """Need seats no more; what nobody claims gives its memory back."""
+        given: _Given = {}
         for seat in seats:
             seat.claims -= 1
             if seat.claims == 0:
-                seat.arrival = None
+                _leave(seat, given)
+        self._give_back(given)
 
     def value(self, seat: Seat) -> Tensor:
         """The values of a claimed seat, once they are there.
@@ -204,6 +227,7 @@ class Seats:
 
     def release(self, seats: Sequence[Seat]) -> None:
         """Nobody computes with them for now: what is stored takes their place. The claim goes too."""
+        given: _Given = {}
         for seat in seats:
             seat.users -= 1
             if seat.users == 0:
@@ -211,7 +235,12 @@ class Seats:
                 self._hide(seat)
             seat.claims -= 1
             if seat.claims == 0:
-                seat.arrival = None
+                _leave(seat, given)
+        self._give_back(given)
+
+    def _give_back(self, given: "_Given") -> None:
+        for (device, unused), size_bytes in given.items():
+            self._rooms[device].give_back(size_bytes, unused)
 
     def _show(self, seat: Seat, value: Tensor) -> None:
         """Let modules meet the values; with a way back to the parameter where autograd wants one."""
@@ -270,6 +299,19 @@ def _make_ordinary(seats: Iterable[Seat]) -> None:
             set_fetcher(seat.tensor, None)
             seat.tensor.data = seat.parcel.home
         seat.arrival = None
+
+
+# What is given back of each device, and of each arrival that nobody has used.
+_Given: TypeAlias = dict[tuple[torch.device, Arrival | None], int]
+
+
+def _leave(seat: Seat, given: _Given) -> None:
+    """Let go of what nobody claims, and note what memory that gives back."""
+    arrival = seat.arrival
+    if arrival is not None:
+        seat.arrival = None
+        key = (seat.parcel.device, None if arrival.used else arrival)
+        given[key] = given.get(key, 0) + seat.room_bytes
 
 
 class _Borrowed(torch.autograd.Function):

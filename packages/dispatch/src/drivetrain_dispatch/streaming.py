@@ -1,13 +1,14 @@
 """Weights that come while others compute: each unit of a model is brought before its turn and leaves after it."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.ahead import Ahead
 from drivetrain_dispatch.backward import Backward
 from drivetrain_dispatch.order import Cursor, Orders
 from drivetrain_dispatch.seats import Seat, Seats
@@ -18,13 +19,14 @@ from drivetrain_dispatch.weight_files import MappedFile
 class Streaming:
     """Brings the units of a model, in its forward and in its backward.
 
+    What is on a device or on its way there keeps to the device's window; a unit in use is brought whatever its size.
     Threads may share a model: a weight stays while one of them uses it. A lock is held while a unit is waited for.
     Between forwards nothing is kept or on its way, since what is stored may be changed then; what a backward that
     failed has claimed goes when the next forward begins.
 
     Args:
         units: The seats of each unit, in the order in which they are expected.
-        depth: How many units may be on their way beside those in use.
+        window_bytes: Of each device that computes, what may be there of them at once.
         files: That some of them are the pages of.
         names: Of the units, for a trace.
 
@@ -38,21 +40,20 @@ class Streaming:
         units: Sequence[Sequence[Seat]],
         *,
         names: Sequence[str],
-        depth: int,
+        window_bytes: Mapping[torch.device, int],
         files: Collection[MappedFile] = (),
     ) -> None:
         self.trace: OffloadTrace | None = None
         self._names = names
         self._units = units
         self._files = files
-        self._orders = Orders(range(len(units)), depth)
+        self._orders = Orders(range(len(units)))
         self._lock = threading.RLock()
         self._threads = _Threads()  # before the seats, which ask whether a thread is inside
-        self._seats = Seats({seat: None for unit in units for seat in unit}, self)
+        self._seats = Seats({seat: None for unit in units for seat in unit}, self, window_bytes=window_bytes)
         self.stats = self._seats.stats
-        self._backward = Backward(units, self._seats, self._lock, depth=depth)
-        self._forwards: list[Cursor] = []  # of the threads that are in one
-        self._expected: set[int] = set()  # units that a thread will use next
+        self._backward = Backward(units, self._seats, self._lock)
+        self._forwards: list[_Own] = []  # of the threads that are in one, once for each
 
     def begin(self, way: str) -> None:
         """The whole model is used, by its forward or another method.
@@ -66,14 +67,16 @@ class Streaming:
         own.saving.append(ExitStack())
         with self._lock:
             own.cursor.begin(self._orders.of(way))
-            self._forwards.append(own.cursor)
+            if own.cursor.depth == 1:
+                own.ahead = Ahead(self._units, self._seats)
+            self._forwards.append(own)
             self._backward.end()
             self._backward.order = own.cursor.order
         try:
             if torch.is_grad_enabled():
                 own.saving[-1].enter_context(self._backward.saving())
             with self._lock:
-                self._look_ahead()
+                _look_ahead(own)
         except BaseException:
             self.end(whole=False)
             raise
@@ -84,9 +87,10 @@ class Streaming:
         own.saving.pop().close()
         with self._lock:
             own.cursor.end(whole=whole)
-            self._forwards.remove(own.cursor)
+            self._forwards.remove(own)
             self._leave_views(own)
-            self._look_ahead()
+            if own.cursor.depth == 0 and own.ahead is not None:
+                own.ahead.clear()
 
     def enter(self, index: int) -> None:
         """A unit is used: bring it, and begin to bring those that follow."""
@@ -94,13 +98,11 @@ class Streaming:
         start = perf_counter() if trace is not None else 0.0
         with self._lock:
             if own.cursor.depth:
-                own.cursor.use(index)
-                self._take(self._units[index], index)
+                self._take_expected(own, index)
+            elif self._backward.is_under_way():
+                self._take_again(index)
             else:
-                again = self._backward.is_under_way()
-                if again:
-                    self._backward.drop_stale(index)
-                self._take(self._units[index], index, again=again)
+                self._take(self._units[index])
             own.num_inside += 1
         if trace is not None:
             own.turns.append((start, perf_counter()))
@@ -115,6 +117,8 @@ class Streaming:
             self._seats.release(self._units[index])
             if own.viewed:
                 self._leave_views(own)
+            if own.cursor.depth:
+                _look_ahead(own)
 
     def inside(self) -> bool:
         """Whether this thread computes with the model."""
@@ -152,51 +156,57 @@ class Streaming:
             self._backward.end()
             self._seats.close()
 
-    def _take(self, seats: Sequence[Seat], index: int | None = None, *, again: bool = False) -> None:
-        """Put tensors in place; what comes next is asked for before they are waited for.
-
-        Args:
-            seats: The tensors'.
-            index: The unit that they are.
-            again: Whether a backward computes it once more.
-        """
-        stats = self.stats
-        stats.num_used += 1
-        if index in self._expected:
-            self._expected.remove(index)  # its claim is this use's from now on
-        elif self._seats.claim(seats):
-            stats.num_missed += 1
+    def _take_expected(self, own: "_Own", index: int) -> None:
+        """Put a unit of a forward in place; what comes next is asked for before it is waited for."""
+        cursor, seats = own.cursor, self._units[index]
+        cursor.use(index)
+        assert own.ahead is not None
+        if own.ahead.use(index, cursor.order.parts, cursor.position):
+            self.stats.num_used += 1
+        else:
+            self._claim_now(seats)
         try:
-            self._look_ahead()
-            if again and index is not None:
-                self._backward.use(index, again=True)
+            _look_ahead(own)
         except BaseException:
             self._seats.give_up(seats)
             raise
         self._seats.put(seats)
+
+    def _take_again(self, index: int) -> None:
+        """Put a unit in place that a backward computes once more."""
+        seats = self._units[index]
+        self._backward.drop_stale(index)
+        self._claim_now(seats)
+        try:
+            self._backward.use(index, again=True)
+        except BaseException:
+            self._seats.give_up(seats)
+            raise
+        self._seats.put(seats)
+
+    def _take(self, seats: Sequence[Seat]) -> None:
+        """Put tensors in place that nobody expected."""
+        self._claim_now(seats)
+        self._seats.put(seats)
+
+    def _claim_now(self, seats: Sequence[Seat]) -> None:
+        """Claim what is used at once: what was asked for ahead makes room for it, the last first."""
+        self.stats.num_used += 1
+        behind = False
+        if not self._seats.fits(seats):
+            for own in self._forwards:
+                if own.ahead is not None:
+                    own.ahead.make_room(seats)
+            self._backward.ahead.make_room(seats)
+            behind = self._seats.wait_for_room(seats)
+        if self._seats.claim(seats) and not behind:
+            self.stats.num_missed += 1
 
     def _leave_views(self, own: "_Own") -> None:
         """Once this thread is in no forward, what its operations have viewed is written to no more."""
         if own.viewed and not own.inside():
             viewed, own.viewed = own.viewed, []
             self._seats.release(viewed)
-
-    def _look_ahead(self) -> None:
-        """Ask for what the threads will use next, and give up what they will not."""
-        expected, forwards = self._expected, self._forwards
-        if len(forwards) == 1:
-            wanted = forwards[0].ahead
-        else:
-            wanted = tuple({index: None for cursor in forwards for index in cursor.ahead})
-        for index in wanted:
-            if index not in expected:
-                self._seats.claim(self._units[index])
-                expected.add(index)
-        if len(expected) > len(wanted):
-            for index in tuple(expected):
-                if index not in wanted:
-                    expected.discard(index)
-                    self._seats.give_up(self._units[index])
 
     def _write_down(self, trace: OffloadTrace, index: int, waited: tuple[float, float]) -> None:
         arrival = self._units[index][0].arrival
@@ -207,10 +217,11 @@ class Streaming:
 class _Own:
     """What a thread has for itself: how far it is, how many units it is in, and what its forwards save."""
 
-    __slots__ = ("cursor", "num_inside", "saving", "turns", "viewed")
+    __slots__ = ("ahead", "cursor", "num_inside", "saving", "turns", "viewed")
 
     def __init__(self) -> None:
         self.cursor = Cursor()
+        self.ahead: Ahead | None = None  # of the forward that it is in, or of the last one
         self.num_inside = 0
         self.saving: list[ExitStack] = []
         self.viewed: list[Seat] = []  # of which the forward has views
@@ -226,3 +237,9 @@ class _Threads(threading.local):
 
     def __init__(self) -> None:
         self.own = _Own()
+
+
+def _look_ahead(own: _Own) -> None:
+    """Ask for what a thread's forward uses next."""
+    if own.ahead is not None:
+        own.ahead.ask(own.cursor.order.parts, own.cursor.position)

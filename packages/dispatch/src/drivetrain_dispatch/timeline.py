@@ -9,17 +9,22 @@ Source = Literal["device", "host", "disk"]
 
 
 class Work(NamedTuple):
-    """A part of a model in the order of its forward.
+    """A part of a model that comes at once, or stays, in the order of the forward.
 
     Attributes:
         compute_seconds: What it computes, its weights being there.
         size_bytes: Of its weights.
         source: Where they are when it is not its turn.
+        device: The one that computes it, by its index.
+        left_bytes: Of weights that came, what the device holds no more when it has been computed; None for its own.
+            A part inside another one leaves that one's weights behind, and the last of them takes them along.
     """
 
     compute_seconds: float
     size_bytes: int
     source: Source = "device"
+    device: int = 0
+    left_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +54,20 @@ class Turn(NamedTuple):
     computed: tuple[float, float]
 
 
-def play(works: Sequence[Work], rates: Rates, *, depth: int) -> list[Turn]:
+def play(works: Sequence[Work], rates: Rates, *, windows: Sequence[float]) -> list[Turn]:
     """The time line of one forward that begins with nothing on its way.
 
     Reading, copying and computing go on side by side, each in the order of the works. The weights of an offloaded
-    part are read or copied once there is room: when that part has been computed which is `depth` + 1 offloaded ones
-    before it.
+    part are read or copied once its device's window has room beside those that came before and have not left: when
+    enough of them have been computed. One that the window does not hold comes when it is alone there.
 
     Args:
         works: The parts, in order.
         rates: How fast weights come.
-        depth: How many offloaded parts may be on their way beside the one that is computed: from 0 on.
+        windows: The bytes of coming weights that each device may hold at once.
     """
     turns: list[Turn] = []
-    _run(works, rates, depth, turns)
+    _run(works, rates, windows, turns)
     return turns
 
 
@@ -71,37 +76,55 @@ def seconds_of(turns: Sequence[Turn]) -> float:
     return turns[-1].computed[1] if turns else 0.0
 
 
-def forward_seconds(works: Iterable[tuple[float, int, Source]], rates: Rates, *, depth: int) -> float:
+def forward_seconds(
+    works: Iterable[tuple[float, int, Source, int, int | None]], rates: Rates, *, windows: Sequence[float]
+) -> float:
     """How long the time line is that `play` gives, found without making it.
 
     Args:
         works: What `Work` says of the parts, in order; plain tuples will do.
         rates: How fast weights come.
-        depth: How many offloaded parts may be on their way.
+        windows: The bytes of coming weights that each device may hold at once.
     """
-    return _run(works, rates, depth, None)
+    return _run(works, rates, windows, None)
 
 
 def _run(
-    works: Iterable[tuple[float, int, Source]], rates: Rates, depth: int, turns: list[Turn] | None
+    works: Iterable[tuple[float, int, Source, int, int | None]],
+    rates: Rates,
+    windows: Sequence[float],
+    turns: list[Turn] | None,
 ) -> float:
     """Go through a forward and note the turns, if they are asked for; the end of the last one."""
     disk = link = compute = 0.0
-    leaving: deque[float] = deque(maxlen=depth + 1)  # when the last offloaded parts were done
-    for seconds, size_bytes, source in works:
-        read = copied = (0.0, 0.0)
-        start = compute
-        if source != "device":
-            room = leaving[0] if len(leaving) == depth + 1 else 0.0
-            begin = max(link, room)
+    seconds_a_byte, read_seconds_a_byte = 1 / rates.to_device, 1 / rates.from_disk
+    held = [0] * len(windows)
+    rooms = [0.0] * len(windows)  # since when each window has had the room that it was last asked for
+    leaving: list[deque[tuple[float, int]]] = [deque() for _ in windows]  # when weights leave, how many bytes
+    for seconds, size_bytes, source, device, left_bytes in works:
+        if source == "device":
+            if turns is not None:
+                turns.append(Turn((0.0, 0.0), (0.0, 0.0), (compute, compute + seconds)))
+            compute += seconds
+        else:
+            queue, most = leaving[device], windows[device]
+            now_held = held[device] + size_bytes
+            while now_held > most and queue:
+                rooms[device], bytes_left = queue.popleft()
+                now_held -= bytes_left
+            held[device], room = now_held, rooms[device]
+            begin, read = max(link, room), (0.0, 0.0)
             if source == "disk":
                 from_disk = max(disk, room)
-                disk = from_disk + size_bytes / rates.from_disk
+                disk = from_disk + size_bytes * read_seconds_a_byte
                 read, begin = (from_disk, disk), max(begin, disk)
-            link = begin + size_bytes / rates.to_device
-            copied, start = (begin, link), max(compute, link)
-            leaving.append(start + seconds)
-        compute = start + seconds
-        if turns is not None:
-            turns.append(Turn(read, copied, (start, compute)))
+            link = begin + size_bytes * seconds_a_byte
+            start = max(compute, link)
+            compute = start + seconds
+            if turns is not None:
+                turns.append(Turn(read, (begin, link), (start, compute)))
+            if left_bytes is None:
+                left_bytes = size_bytes
+        if left_bytes:
+            leaving[device].append((compute, left_bytes))
     return compute

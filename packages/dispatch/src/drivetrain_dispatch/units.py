@@ -41,24 +41,12 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
     Raises:
         ValueError: `whole` names a class that the model does not have.
     """
-    whole = listed(whole)
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if unknown := sorted(set(whole) - kinds):
-        raise ValueError(
-            f"preload_module_classes={unknown}: the model has no module of such a class; name classes as "
-            "type(module).__name__ does"
-        )
     modules = dict(model.named_modules(remove_duplicate=False))
-    chosen = set(offloaded)
-    stay = {
-        name
-        for name, module in modules.items()
-        if isinstance(module, REACH_INSIDE) or any(kind.__name__ in whole for kind in type(module).__mro__)
-    }
+    unit_of, chosen = UnitNames(modules, whole), set(offloaded)
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named_tensors(model):
         if name in chosen:
-            held.setdefault(_unit_of(name, modules, stay), {})[name] = tensor
+            held.setdefault(unit_of(name), {})[name] = tensor
     units = {
         # A module that stands in two places is one unit: it is called under either name.
         id(modules[name]): Unit(name, modules[name], held[name])
@@ -88,8 +76,39 @@ def check_devices(units: Iterable[Unit], devices: Mapping[str, torch.device]) ->
             )
 
 
-def _unit_of(tensor: str, modules: Mapping[str, nn.Module], stay: Collection[str]) -> str:
-    """The outermost module around a tensor that stays whole, or the innermost that is called."""
-    around = list(enclosing_modules(tensor))
-    called = [name for name in around if not isinstance(modules[name], _ONLY_HOLD)]
-    return next((name for name in around if name in stay), called[-1] if called else "")
+class UnitNames:
+    """Which unit each tensor of a model is part of: the outermost module around it whose weights come at once.
+
+    Args:
+        modules: Of the model, by every name.
+        whole: Names of module classes of which all weights come at once.
+
+    Raises:
+        ValueError: `whole` names a class that the model does not have.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], whole: Collection[str] = ()) -> None:
+        whole = listed(whole)
+        kinds = {type(module) for module in modules.values()}
+        if unknown := sorted(set(whole) - {each.__name__ for kind in kinds for each in kind.__mro__}):
+            raise ValueError(
+                f"preload_module_classes={unknown}: the model has no module of such a class; name classes as "
+                "type(module).__name__ does"
+            )
+        at_once = {
+            kind
+            for kind in kinds
+            if issubclass(kind, REACH_INSIDE) or any(each.__name__ in whole for each in kind.__mro__)
+        }
+        self.at_once = {name for name, module in modules.items() if type(module) in at_once}
+        only_hold = {kind for kind in kinds if issubclass(kind, _ONLY_HOLD)}
+        self._only_hold = {name for name, module in modules.items() if type(module) in only_hold}
+        self._plain = not (self.at_once or self._only_hold)
+
+    def __call__(self, tensor: str) -> str:
+        """The name of the unit: a module that stays whole, or the innermost that is called."""
+        if self._plain:
+            return tensor.rpartition(".")[0]
+        around = list(enclosing_modules(tensor))
+        called = [name for name in around if name not in self._only_hold]
+        return next((name for name in around if name in self.at_once), called[-1] if called else "")

@@ -189,7 +189,7 @@ def _forecast(
 ) -> Forecast:
     quantization = None if arguments.quantize is None else _QUANTIZATIONS[arguments.quantize]()
     sizes = None if quantization is None else quantized_sizes(model, quantization)
-    blocks = blocks_of(model, no_split=whole_classes(model), special_sizes=sizes)
+    blocks = blocks_of(model, no_split=whole_classes(model), special_sizes=sizes, offload_buffers=False)
     try:
         prompt = prompt_of(model, arguments.batch, seq)
         token = token_after(model, arguments.batch, seq)
