@@ -124,6 +124,10 @@ def fill(
         while True:
             # Few are handed over at a time, so that an error or an interrupt ends the load at once.
             while len(running) < 2 * threads and (piece := next(waiting, None)) is not None:
+                if piece.box is None:
+                    files[piece.name].expect(
+                        piece.name, start=piece.skipped + piece.start, size_bytes=piece.size_bytes
+                    )
                 running.add(pool.submit(read, piece))
             if not running:
                 return
