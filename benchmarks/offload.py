@@ -274,6 +274,9 @@ def asked(command: list[str], rounds: int) -> list[float]:
                 break
             found.append(float(line))
             print(f"{command[3]}: {line.strip()} s", file=sys.stderr)
+        process.stdin.close()
+    if process.returncode:
+        print(f"{command[3]}: ended with {process.returncode}", file=sys.stderr)
     return found[1:] + [math.inf] * (rounds - max(0, len(found) - 1))
 
 
