@@ -9,8 +9,8 @@ from torch import nn
 
 from drivetrain_dispatch.device_map import places_of_tensors
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.infer import infer_auto_device_map
 from drivetrain_dispatch.groups import Cost
+from drivetrain_dispatch.infer import infer_auto_device_map
 from drivetrain_dispatch.rate_cache import default_cache
 from drivetrain_dispatch.sizes import compute_module_sizes
 from drivetrain_dispatch.timeline import Rates
@@ -110,8 +110,11 @@ def test_a_model_without_memory_will_do() -> None:
 def test_rates_are_asked_for_only_if_something_is_offloaded() -> None:
     # A device that no machine has, so that nothing can be measured of it.
     assert infer_auto_device_map(Model(), {"cuda:99": 10_000}) == {"": "cuda:99"}
-    with pytest.raises(DeviceMapError, match=r"cuda:99 is not here, so .*rates=Rates\(to_device="):
-        infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000})
+    found = infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000})
+    assert found.rates == "link 25 GB/s, disk 3 GB/s (assumed, as cuda:99 is not here)"
+    assert str(found).endswith(found.rates)
+    given = infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000}, rates=RATES)
+    assert given.rates == "link 0.001 GB/s, disk 0.0001 GB/s (given)"
 
 
 def test_without_rates_those_of_this_machine_are_measured(

@@ -134,7 +134,9 @@ def test_a_layer_that_is_placed_whole_needs_the_window_of_its_largest_unit_alone
 def test_a_mixture_of_experts_uses_the_room_that_one_of_its_units_leaves() -> None:
     """DeepSeek-V3 on two devices of 80 GB: 58 layers, of which all experts are one unit."""
     giga = 10**9
-    layers = [Block(f"{index}", 23 * giga, index, units=(4 * giga // 10, 226 * giga // 10)) for index in range(58)]
+    layers = [
+        Block(f"{index}", 23 * giga, index, units=(4 * giga // 10, 226 * giga // 10)) for index in range(58)
+    ]
     costs = {block.name: Cost(seconds=0.004) for block in layers}
     rates = Rates(to_device=25e9, from_disk=3e9)
     plan = plan_places(layers, costs, Budgets(devices=(75 * giga,) * 2, host=2000 * giga), rates)
@@ -144,7 +146,9 @@ def test_a_mixture_of_experts_uses_the_room_that_one_of_its_units_leaves() -> No
 
 def test_buffers_that_stay_take_their_room() -> None:
     blocks = [Block(f"{index}", 125, index, stay_bytes=100) for index in range(8)]
-    with pytest.raises(DeviceMapError, match=r"'0' takes 25 B, .* 800 B stay for the whole model.* at least 825 B"):
+    with pytest.raises(
+        DeviceMapError, match=r"'0' takes 25 B, .* 800 B stay for the whole model.* at least 825 B"
+    ):
         plan_places(blocks, {}, Budgets(devices=(800,), host=10_000), RATES)
     plan = plan_places(blocks, {}, Budgets(devices=(900,), host=10_000), RATES)
     assert drawn(plan).count("D") == 3
@@ -164,7 +168,10 @@ def test_a_host_that_uses_the_disk_in_place_keeps_no_window() -> None:
 
 models = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 150), min_size=1, max_size=3), st.integers(0, 60), st.integers(0, 20), st.integers(0, 40)
+        st.lists(st.integers(0, 150), min_size=1, max_size=3),
+        st.integers(0, 60),
+        st.integers(0, 20),
+        st.integers(0, 40),
     ),
     min_size=1,
     max_size=25,

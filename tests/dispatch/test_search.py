@@ -36,12 +36,20 @@ class Case:
             whole = size()
             part = draw.randint(10, whole - 20) if whole >= 40 and draw.random() < 0.4 else 0
             self.blocks.append(Block(f"{index}", whole, index, (part, whole - part) if part else ()))
-        total, need = sum(block.size_bytes for block in self.blocks), max(block.need_bytes for block in self.blocks)
+        total, need = (
+            sum(block.size_bytes for block in self.blocks),
+            max(block.need_bytes for block in self.blocks),
+        )
         count = draw.choice([1, 1, 2])
-        devices = [max(int(total * draw.uniform(0.15, 0.8) / count), need // draw.choice([1, 2])) for _ in range(count)]
+        devices = [
+            max(int(total * draw.uniform(0.15, 0.8) / count), need // draw.choice([1, 2]))
+            for _ in range(count)
+        ]
         host = draw.choice([10**6, int(total * draw.uniform(0, 0.5))])
         self.budgets = Budgets(devices=tuple(devices), host=host)
-        self.rates = Rates(to_device=draw.choice([30.0, 100.0, 300.0]), from_disk=draw.choice([20.0, 60.0, 200.0]))
+        self.rates = Rates(
+            to_device=draw.choice([30.0, 100.0, 300.0]), from_disk=draw.choice([20.0, 60.0, 200.0])
+        )
         self.costs = {
             block.name: Cost(seconds=1.0 if kind == "even" else draw.choice([0.0, draw.uniform(0, 4)]))
             for block in self.blocks

@@ -64,7 +64,11 @@ def test_a_part_around_others_leaves_with_the_last_of_them() -> None:
     inside = [Work(1.0, 10, "host"), Work(1.0, 10, "host", 0, 20)]
     turns = play([around, *inside, Work(1.0, 20, "host")], RATES, windows=[30])
     assert [turn.copied for turn in turns] == [(0, 1), (1, 2), (2, 3), (4, 6)]
-    stays = play([Work(0.0, 10, "host", 0, 0), Work(5.0, 0, "device", 0, 10), Work(1.0, 20, "host")], RATES, windows=[20])
+    stays = play(
+        [Work(0.0, 10, "host", 0, 0), Work(5.0, 0, "device", 0, 10), Work(1.0, 20, "host")],
+        RATES,
+        windows=[20],
+    )
     assert stays[2].copied == (6, 8)  # also where what is inside stays
 
 
@@ -107,16 +111,15 @@ def test_no_window_ever_holds_more_than_it_may(parts: list[Work], window: tuple[
             other.size_bytes
             for turn, other in come
             if other.device == part.device
-            and min(turn.copied[0], turn.read[0] if other.source == "disk" else turn.copied[0]) <= begun.copied[0]
+            and min(turn.copied[0], turn.read[0] if other.source == "disk" else turn.copied[0])
+            <= begun.copied[0]
             and turn.computed[1] > begun.copied[0] + 1e-9
         ]
         assert sum(there) <= max(window[part.device], part.size_bytes) or len(there) == 1
 
 
 @given(works, windows)
-def test_it_is_bounded_by_the_busiest_and_by_all_in_turn(
-    parts: list[Work], window: tuple[int, int]
-) -> None:
+def test_it_is_bounded_by_the_busiest_and_by_all_in_turn(parts: list[Work], window: tuple[int, int]) -> None:
     compute = sum(part.compute_seconds for part in parts)
     copy = sum(part.size_bytes for part in parts if part.source != "device") / RATES.to_device
     read = sum(part.size_bytes for part in parts if part.source == "disk") / RATES.from_disk

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.blocks import Block
 from drivetrain_dispatch.errors import CostError
+from drivetrain_dispatch.groups import Cost
 from drivetrain_dispatch.meta_copy import meta_copy
 from drivetrain_dispatch.packed import is_packed
-from drivetrain_dispatch.groups import Cost
 from drivetrain_dispatch.recording import FusedAttention, Recorder, kept_memories, peaks
 from drivetrain_dispatch.sizes import enclosing_modules, named_tensors
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from drivetrain_dispatch.blocks import Block
 from drivetrain_dispatch.device_map import Device, DeviceMap
-from drivetrain_dispatch.infer import map_of, rooms_of
 from drivetrain_dispatch.groups import Cost
+from drivetrain_dispatch.infer import map_of, rooms_of
 from drivetrain_dispatch.plan import PlacePlan, plan_places, predicted_seconds
 from drivetrain_dispatch.timeline import Rates
 

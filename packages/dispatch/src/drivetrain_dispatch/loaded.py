@@ -74,8 +74,8 @@ def load_checkpoint_and_dispatch(
     check_load(dtype, quantization, progress)
     _check_early(model, device_map, max_memory, preload_module_classes)
     if isinstance(device_map, str):
-        away = _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes)
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, kinds, quantization, away)
+        said = (kinds, _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes))
+        device_map = _planned(model, device_map, max_memory, no_split_module_classes, said, quantization)
     how = _How(strict=strict, rename=rename, progress=progress, quantization=quantization)
     report = load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder=offload_folder, **kinds, **how
@@ -140,11 +140,11 @@ def _planned(
     way: str,
     max_memory: Mapping[Device, int | str] | None,
     no_split: Collection[str],
-    kinds: _Dtypes,
+    said: tuple[_Dtypes, _Away],
     quantization: Quantization | None,
-    away: _Away,
 ) -> DeviceMap:
     """A map that keeps within the budgets."""
+    kinds, away = said
     sizes = {} if quantization is None else quantized_sizes(model, quantization, **kinds)
     if way != "sequential":
         max_memory = get_balanced_memory(

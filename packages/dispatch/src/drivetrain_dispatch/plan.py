@@ -14,7 +14,10 @@ from drivetrain_dispatch.timeline import Rates, Source, forward_seconds
 
 _UNUSED = Rates(to_device=inf, from_disk=inf)  # of a forward to which nothing comes
 _NUM_IMPROVED = 8  # placements that better ones are looked for from
-_FEW, _SHIFTED = 200, 4  # groups of a model for which other parts of it for each device are tried: how far off
+_FEW, _SHIFTED = (
+    200,
+    4,
+)  # groups of a model for which other parts of it for each device are tried: how far off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,12 @@ def plan_places(
 
 
 def predicted_seconds(
-    plan: PlacePlan, blocks: Sequence[Block], costs: Mapping[str, Cost], rates: Rates, *, in_place: bool = False
+    plan: PlacePlan,
+    blocks: Sequence[Block],
+    costs: Mapping[str, Cost],
+    rates: Rates,
+    *,
+    in_place: bool = False,
 ) -> float:
     """The predicted time of a forward under a plan, be it another forward than the one it was made for.
 
@@ -138,8 +146,8 @@ def _why_not(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
     block = blocks[groups.firsts[groups.needs.index(need)]]
     part = "" if len(block.coming) == 1 else "a part of "
     return (
-        f"max_memory: {part}{block.name!r} takes {_shown(need)}, activations up to {_shown(peak)}, {_shown(kept)} stay "
-        f"for the whole model (buffers, keys and values), and no device may hold more than "
+        f"max_memory: {part}{block.name!r} takes {_shown(need)}, activations up to {_shown(peak)}, {_shown(kept)} "
+        f"stay for the whole model (buffers, keys and values), and no device may hold more than "
         f"{_shown(max(budgets.devices))}: give one at least {_shown(need + peak + kept)}"
     )
 

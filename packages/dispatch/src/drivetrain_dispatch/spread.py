@@ -1,4 +1,4 @@
-"""Placements to begin a plan with: as much as fits stays, and what does not is spread evenly over the forward. Pure."""
+"""Placements to begin a plan with: as much as fits stays, the rest is spread evenly over the forward. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -88,7 +88,11 @@ def ways_of(groups: Groups, budgets: Budgets) -> list[Way]:
     for largest in sorted(sizes):
         pairs = zip(groups.needs, groups.sizes, strict=True)
         need = max([need for need, size in pairs if size <= largest], default=0)
-        windows = {0} if budgets.in_place else {need, *(max(need, largest * count) for count in ((1, 3) if many else (1, 2, 3, 5)))}
+        windows = (
+            {0}
+            if budgets.in_place
+            else {need, *(max(need, largest * count) for count in ((1, 3) if many else (1, 2, 3, 5)))}
+        )
         ways += [Way(window, largest) for window in sorted(windows)]
     return ways
 
@@ -134,9 +138,7 @@ def _segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] = ()
     return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
-def _spread(
-    groups: Groups, segment: range, room: int, way: Way, *, first_stays: bool
-) -> list[Source] | None:
+def _spread(groups: Groups, segment: range, room: int, way: Way, *, first_stays: bool) -> list[Source] | None:
     """What of a device's groups stays, and what comes from the host, evenly between; None if the room is too small.
 
     Args:
@@ -147,15 +149,16 @@ def _spread(
         first_stays: Whether the first one has to stay: a map says by it which device computes those behind it.
     """
     sizes = groups.sizes[segment.start : segment.stop]
+    sources: list[Source] = []
     if sum(sizes) <= room:
-        return ["device"] * len(sizes)
+        sources.extend("device" for _ in sizes)
+        return sources
     fixed = sum([size_bytes for size_bytes in sizes if size_bytes > way.largest])
     free = sum(sizes) - fixed
     room -= fixed + way.window_bytes
     if room < 0:
         return None
     coming = 1 - min(1, room / free) if free else 0.0
-    sources: list[Source] = []
     owed = 0.0
     if first_stays and sizes[0] <= way.largest:
         if sizes[0] > room:
