@@ -135,7 +135,7 @@ def fill(
                     progress(done_bytes, all_bytes)
 
 
-def _expect(piece: Piece, file: MappedFile) -> None:
+def _expect(piece: Piece, file: WeightSource) -> None:
     """Have the system begin to read a piece, of which it knows where it lies."""
     if piece.box is None:
         file.expect(piece.name, start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
