@@ -147,10 +147,6 @@ class LazyTensor(Tensor):
         places = ((str(found.file.path), found.file.start_of(found.name) or 0) for found in self.inputs())
         return min(places, default=("", 0))
 
-    def size_in_files(self) -> int:
-        """Return the bytes of the tensors of files that it is made of."""
-        return sum(found.file.tensor(found.name).nbytes for found in dict.fromkeys(self.inputs()))
-
     def is_mapped(self) -> bool:
         """Return whether the values are pages of one file: nothing has to be computed, copied or written."""
         if isinstance(self.origin, TensorInFile):
