@@ -9,11 +9,12 @@ longer, since the system must find and clear it, so that this is shown too. safe
 weights in the files, as Accelerate does where dtypes stay; it is timed until their pages have been touched. Memory
 is what the process itself takes, without pages of files, at most, beyond what it had before.
 
-Then a Llama that transformers saved, loaded by its `from_pretrained` and by drivetrain, which is timed with what builds
-the empty model; until its weights have been touched, and on the disk also until a first forward is over.
+Then a Llama that transformers saved, loaded by its `from_pretrained` and by drivetrain, with what builds the empty
+model, all in one process: until the weights have been touched, or until a first forward is over.
 """
 
 import argparse
+import gc
 import json
 import select
 import subprocess
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 from plain_files import bytes_of, evict, level_memory
-from rounds import RESULTS, Table, installed, report, take_turns
+from rounds import RESULTS, Table, installed, repeated, report, take_turns
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -166,8 +167,6 @@ def contestant(
         return lambda: read_into_memory(folder)
     if name == "safetensors load_file, touched":
         return lambda: map_and_touch(folder)
-    if name in PRETRAINED:
-        return pretrained(name, folder)
     model = empty_model(num_layers, stored)
     if name == "drivetrain":
         return lambda: load_checkpoint_in_model(model, folder, {"": "cpu"}, dtype=dtype)
@@ -231,8 +230,6 @@ def measure(
     ]
     if installed("accelerate"):
         names.append("Accelerate")
-    if "Llama" in title:
-        names = [PLAIN, *PRETRAINED]
     if case["stored"] != case["dtype"]:
         names.remove("plain read into memory")
         names.remove("safetensors load_file, touched")
@@ -266,6 +263,28 @@ def measure(
     ]
 
 
+def measure_llama(arguments: argparse.Namespace) -> list[Table]:
+    """The tables of a model of transformers, from the disk and from the cache."""
+    tables: list[Table] = []
+    with tempfile.TemporaryDirectory(dir=arguments.disk) as name:
+        folder = Path(name)
+        llama(folder, arguments.gigabytes * 1e9)
+        calls: dict[str, Callable[[], Any]] = {PLAIN: lambda: read_plainly(folder)}
+        calls |= {name: pretrained(name, folder) for name in PRETRAINED}
+        for place, before in {"disk": evict, "cache": read_plainly}.items():
+
+            def ready(before: Callable[[Path], object] = before) -> None:
+                gc.collect()
+                before(folder)
+                time.sleep(arguments.pause)
+
+            turns = {name: repeated(call, times=1, before=ready) for name, call in calls.items()}
+            seconds = take_turns(turns, rounds=arguments.rounds)
+            title = f"A Llama of {arguments.gigabytes:g} GB, from the {place}"
+            tables.append(Table(title=title, unit="s", measured=seconds))
+    return tables
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -277,6 +296,12 @@ def main() -> None:
     )
     parser.add_argument(
         "--disk", type=Path, help="a folder on the disk to measure; by default that of temporary files"
+    )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0,
+        help="seconds before a turn: a disk that is rented may save up its rate",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -304,17 +329,8 @@ def main() -> None:
             for cold, title in titles.items():
                 if arguments.only in title:
                     tables += measure(title, folder, case, cold=cold, arguments=arguments)
-    titles = {
-        cold: f"A Llama of {arguments.gigabytes:g} GB, from the {'disk' if cold else 'cache'}"
-        for cold in (False, True)
-    }
-    if installed("transformers") and any(arguments.only in title for title in titles.values()):
-        with tempfile.TemporaryDirectory(dir=arguments.disk) as name:
-            llama(Path(name), arguments.gigabytes * 1e9)
-            case = {"stored": "bfloat16", "dtype": "bfloat16", "layers": "0"}
-            for cold, title in titles.items():
-                if arguments.only in title:
-                    tables += measure(title, Path(name), case, cold=cold, arguments=arguments)
+    if installed("transformers") and arguments.only in "A Llama":
+        tables += measure_llama(arguments)
     report("load", tables, arguments)
 
 

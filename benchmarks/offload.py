@@ -4,26 +4,39 @@
 
 2.15 GB of weights in 128 layers, computed by the host: in memory; by drivetrain and by Accelerate from the disk,
 first with the files in the page cache, then with all of them dropped from it before each turn; a plain read of the
-same bytes beside them. Then 193 tiny modules, whose forward is all overhead: with weights in place, with weights
-copied before their use, and by Accelerate.
+same bytes beside them. Then a mixture of experts, of which each item uses others. Then 1.5 GB of weights, each
+contestant in a process of its own, whose control group has half of that beside what the process takes without a
+model. Then 193 tiny modules, whose forward is all overhead: with weights in place, with weights copied before their
+use, and by Accelerate.
 """
 
 import argparse
 import ctypes
+import math
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from control_group import join, limited_group
 from plain_files import evict
 from rounds import Table, installed, parse_arguments, repeated, report, take_turns
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drivetrain_dispatch import disk_offload, dispatch_model, offload_stats
+from drivetrain_dispatch import (
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    offload_stats,
+)
 
 WIDTH, LAYERS, ITEMS = (
     2048,
@@ -31,6 +44,9 @@ WIDTH, LAYERS, ITEMS = (
     4,
 )  # weights as large as the caches are small: memory decides, as in generation
 NUM_TINY, TINY = 193, 16
+MIXTURES, NUM_EXPERTS, EXPERT = 8, 32, 1024
+LIMITED_LAYERS = 90  # 1.5 GB
+BESIDE_BYTES = 400 * 2**20  # what Python, torch and the activations take
 BUFFER_BYTES = 8 * 2**20
 _DONTNEED = 4  # madvise: pages that are mapped are not dropped from the cache
 
@@ -131,6 +147,139 @@ def from_the_disk(arguments: Namespace, root: Path) -> list[Table]:
     ]
 
 
+class Mixture(nn.Module):
+    """A layer of experts, of which each item uses two."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix what the two give that the router prefers."""
+        shares, chosen = self.router(x).topk(2)
+        rows = [
+            sum(share * self.experts[int(index)](row) for share, index in zip(*pair, strict=True))
+            for row, *pair in zip(x, shares.softmax(-1), chosen, strict=True)
+        ]
+        return x + torch.stack([torch.as_tensor(row) for row in rows])
+
+
+def mixture() -> nn.Module:
+    """Layers of experts: the same ones whenever they are made."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Mixture(EXPERT, NUM_EXPERTS) for _ in range(MIXTURES))).eval()
+
+
+def of_experts(arguments: Namespace, root: Path) -> list[Table]:
+    """The forward of a mixture of experts, of one item after the other."""
+    models = {"in memory": mixture(), "drivetrain, disk": disk_offload(mixture(), root / "experts")}
+    if installed("accelerate"):
+        models["Accelerate, disk"] = accelerate_model(mixture(), root / "experts-theirs")
+    items = [torch.randn(1, EXPERT, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+
+    def turn(model: nn.Module) -> Callable[[], list[Tensor]]:
+        def call() -> list[Tensor]:
+            with torch.inference_mode():
+                return [model(item) for item in items]
+
+        return call
+
+    calls = {name: turn(model) for name, model in models.items()}
+    expected = calls["in memory"]()
+    assert all(
+        torch.equal(one, other) for one, other in zip(expected, calls["drivetrain, disk"](), strict=True)
+    )
+    seconds = take_turns(
+        {name: repeated(call, times=1) for name, call in calls.items()}, rounds=arguments.rounds
+    )
+    each = {name: [value / len(items) for value in values] for name, values in seconds.items()}
+    gigabytes = sum(parameter.nbytes for parameter in models["in memory"].parameters()) / 1e9
+    title = (
+        f"An item through {MIXTURES} layers of {NUM_EXPERTS} experts, {gigabytes:.2f} GB, in the page cache"
+    )
+    return [Table(title=title, unit="ms", measured=each)]
+
+
+def limited_worker(name: str, folder: Path, group: Path | None) -> None:
+    """A contestant's process: a forward for each line that it is sent, and the seconds it took."""
+    if group is not None:
+        join(group)
+    if name == "plain read":
+        call: Callable[[], object] = plain_read(folder)
+    elif name == "in memory":
+        call = forward(stack(WIDTH, LIMITED_LAYERS), ITEMS)
+    elif name == "drivetrain, disk":
+        with init_empty_weights():
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LIMITED_LAYERS)))
+        call = forward(load_checkpoint_and_dispatch(model.eval(), folder, {"": "disk"}), ITEMS)
+    else:
+        from accelerate import init_empty_weights as peer_empty
+        from accelerate import load_checkpoint_and_dispatch as peer
+
+        with peer_empty():
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LIMITED_LAYERS)))
+        devices = {"0": "cpu"} | {str(index): "disk" for index in range(1, LIMITED_LAYERS)}
+        call = forward(
+            peer(model.eval(), str(folder), device_map=devices, offload_folder=str(folder / "theirs")), ITEMS
+        )
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        call()
+        print(time.perf_counter() - start, flush=True)
+
+
+def in_a_group(arguments: Namespace, root: Path) -> list[Table]:
+    """The forward of a model that is twice as large as what the process may take."""
+    folder = root / "limited"
+    folder.mkdir()
+    save_file(stack(WIDTH, LIMITED_LAYERS).state_dict(), folder / "model.safetensors")
+    evict(folder)
+    size_bytes = (folder / "model.safetensors").stat().st_size
+    names = ["in memory", "plain read", "drivetrain, disk"]
+    names += ["Accelerate, disk"] if installed("accelerate") else []
+    seconds: dict[str, list[float]] = {}
+    for name in names:  # one process at a time has the machine
+        with limited_group(size_bytes // 2 + BESIDE_BYTES) as group:
+            if group is None:
+                print("no control group can be made here: nothing is measured in one", file=sys.stderr)
+                return []
+            words = [sys.executable, __file__, "--worker", name, "--folder", str(folder)]
+            words += [] if name == "in memory" else ["--group", str(group)]
+            seconds[name] = asked(words, arguments.rounds)
+        evict(folder)
+    bound = [max(one, other) for one, other in zip(seconds["in memory"], seconds["plain read"], strict=True)]
+    gigabytes = size_bytes / 1e9
+    return [
+        Table(
+            title=f"A forward of {gigabytes:.2f} GB in a control group of {gigabytes / 2:.2f} GB",
+            unit="s",
+            measured={"the slower of memory and read": bound, **seconds},
+        )
+    ]
+
+
+def asked(command: list[str], rounds: int) -> list[float]:
+    """The seconds of a worker's calls, after one that does not count; infinite once it was ended for its memory."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ready = process.stdout.readline() == "ready\n"
+        found: list[float] = []
+        for _ in range(rounds + 1 if ready else 0):
+            process.stdin.write("\n")
+            process.stdin.flush()
+            if not (line := process.stdout.readline()):
+                break
+            found.append(float(line))
+            print(f"{command[3]}: {line.strip()} s", file=sys.stderr)
+        process.stdin.close()
+    if process.returncode:
+        print(f"{command[3]}: ended with {process.returncode}", file=sys.stderr)
+    return found[1:] + [math.inf] * (rounds - max(0, len(found) - 1))
+
+
 def a_module(arguments: Namespace, root: Path) -> Table:
     """What dispatching adds to a module's forward."""
     copied = stack(TINY, NUM_TINY)
@@ -155,13 +304,28 @@ def a_module(arguments: Namespace, root: Path) -> Table:
 def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", choices=["a module", "the disk"], help="a part of the tables")
+    parser.add_argument(
+        "--only", choices=["a module", "the disk", "experts", "a group"], help="a part of the tables"
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
     chosen, sys.argv[1:] = parser.parse_known_args()
+    if chosen.worker:
+        limited_worker(chosen.worker, chosen.folder, chosen.group)
+        return
     arguments = parse_arguments(__doc__ or "", rounds=7)
-    with tempfile.TemporaryDirectory(prefix="offload-", dir=Path.cwd()) as folder:
-        tables = [] if chosen.only == "a module" else from_the_disk(arguments, Path(folder))
-        if chosen.only != "the disk":
-            tables.append(a_module(arguments, Path(folder)))
+    parts: dict[str, Callable[[Namespace, Path], list[Table]]] = {
+        "the disk": from_the_disk,
+        "experts": of_experts,
+        "a group": in_a_group,
+        "a module": lambda arguments, root: [a_module(arguments, root)],
+    }
+    tables: list[Table] = []
+    for name, part in parts.items():
+        if chosen.only in (None, name):
+            with tempfile.TemporaryDirectory(prefix="offload-", dir=Path.cwd()) as folder:
+                tables += part(arguments, Path(folder))
     report("offload", tables, arguments)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -464,9 +465,9 @@ def test_what_is_on_the_device_keeps_to_what_stays_and_the_window(
     here = toy.counts()["in_use"]
     # What operations take for themselves, and activations, which a plan counts by `costs`.
     with torch.no_grad():
-        y = x.to(FIRST)
-        own = most_during(lambda: plain(y) if kind == "layers" else plain(y, everything)) - here
-    del plain, y
+        given = (x.to(FIRST),) if kind == "layers" else (x.to(FIRST), everything)
+        own = most_during(partial(plain, *given)) - here
+    del plain, given
     gc.collect()
     toy.finish()
     empty = toy.counts()["in_use"]

@@ -11,8 +11,9 @@ from drivetrain_dispatch.device_map import places_of_tensors
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.groups import Cost
 from drivetrain_dispatch.infer import infer_auto_device_map
+from drivetrain_dispatch.placement import placements_of
 from drivetrain_dispatch.rate_cache import default_cache
-from drivetrain_dispatch.sizes import compute_module_sizes
+from drivetrain_dispatch.sizes import compute_module_sizes, named_tensors
 from drivetrain_dispatch.timeline import Rates
 
 RATES = Rates(to_device=1e6, from_disk=1e5)
@@ -110,8 +111,11 @@ def test_a_model_without_memory_will_do() -> None:
 def test_rates_are_asked_for_only_if_something_is_offloaded() -> None:
     # A device that no machine has, so that nothing can be measured of it.
     assert infer_auto_device_map(Model(), {"cuda:99": 10_000}) == {"": "cuda:99"}
-    with pytest.raises(DeviceMapError, match=r"cuda:99 is not here, so .*rates=Rates\(to_device="):
-        infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000})
+    found = infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000})
+    assert found.rates == "link 25 GB/s, disk 3 GB/s (assumed, as cuda:99 is not here)"
+    assert str(found).endswith(found.rates)
+    given = infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000}, rates=RATES)
+    assert given.rates == "link 0.001 GB/s, disk 0.0001 GB/s (given)"
 
 
 def test_without_rates_those_of_this_machine_are_measured(
@@ -165,3 +169,82 @@ def test_the_fewest_names_say_where_every_part_is(first: int, second: int) -> No
 
 def is_in(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+class Seven(nn.Module):
+    """A layer of seven linears, as a language model has."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.wide = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(2))
+        self.down = nn.Linear(4 * width, width)
+
+
+def test_layers_that_stay_whole_leave_no_room_unused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Seven() for _ in range(20)))
+    sizes = compute_module_sizes(model)
+    budget = sizes[""] // 2
+    found = infer_auto_device_map(
+        model, {0: budget, "cpu": sizes[""]}, rates=RATES, no_split_module_classes=["Seven"]
+    )
+    stays = sum(found.sizes[name] for name, there in found.items() if there == 0)
+    assert found.window_bytes[0] >= sizes["0.down"]
+    assert budget - sizes["0"] < stays + found.window_bytes[0] <= budget
+    assert stays == 9 * sizes["0"]  # the tenth gives its room to the window
+
+
+def test_buffers_of_offloaded_modules_count_unless_they_are_offloaded() -> None:
+    class Tabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)  # 256 bytes
+            self.register_buffer("table", torch.zeros(256))  # 1024 bytes
+
+    model = nn.Sequential(*(Tabled() for _ in range(8)))
+    given = {"rates": RATES, "no_split_module_classes": ["Tabled"]}
+    with pytest.raises(
+        DeviceMapError, match=r"8.19 kB stay for the whole model \(buffers.* at least 8.45 kB"
+    ):
+        infer_auto_device_map(model, {0: 4000, "cpu": 100_000}, **given)
+    for offload_buffers, most in ((False, 9000), (True, 4000)):
+        found = infer_auto_device_map(
+            model, {0: most, "cpu": 100_000}, offload_buffers=offload_buffers, **given
+        )
+        assert set(found.values()) == {0, "cpu"}
+        placed = placements_of(model, found, offload_buffers=offload_buffers)
+        tensors = dict(named_tensors(model))
+        stays = sum(tensors[name].nbytes for name, placement in placed.items() if placement.stays)
+        assert stays + found.window_bytes[0] <= most
+
+
+@pytest.mark.parametrize(("count", "width", "budget", "fit"), [(9, 1790, "40MB", 3), (16, 1024, "20MB", 4)])
+def test_a_host_alone_uses_all_that_it_may(count: int, width: int, budget: str, fit: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+    found = infer_auto_device_map(model, {"cpu": budget}, rates=RATES)
+    assert list(found.values()).count("cpu") == fit
+    assert found.window_bytes == {}
+    converted = infer_auto_device_map(model, {"cpu": budget}, rates=RATES, dtype=torch.float64)
+    assert converted.window_bytes["cpu"] > 0  # what is converted comes as a copy
+
+
+def test_weights_that_come_all_at_once_have_their_window() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Seven() for _ in range(6)))
+    sizes = compute_module_sizes(model)
+    found = infer_auto_device_map(
+        model, {0: 3 * sizes["0"], "cpu": sizes[""]}, rates=RATES, preload_module_classes=["Seven"]
+    )
+    assert found.window_bytes[0] >= sizes["0"]
+
+
+def test_a_map_by_which_everything_comes_names_its_device_by_the_window() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    found = infer_auto_device_map(model, {"cuda:0": 300, "cpu": 10_000}, rates=RATES)
+    assert set(found.values()) == {"cpu"}
+    assert {placement.device for placement in placements_of(model, found).values()} == {
+        torch.device("cuda:0")
+    }

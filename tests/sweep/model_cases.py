@@ -79,9 +79,7 @@ def model_cases() -> dict[str, ModelCase]:
     cases |= {
         name: ModelCase(build=_vision(name), batch=_images("pixel_values", 16)) for name in VISION_MODELS
     }
-    cases |= {
-        name: ModelCase(build=seeded(build), batch=batch) for name, (build, batch) in _others().items()
-    }
+    cases |= {name: ModelCase(build=seeded(build), batch=batch) for name, (build, batch) in _others().items()}
     return cases
 
 

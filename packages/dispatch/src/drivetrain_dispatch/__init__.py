@@ -9,11 +9,8 @@ part computes, the weights of the next ones are on their way. `infer_auto_device
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_dispatch.budget import get_balanced_memory as get_balanced_memory
     from drivetrain_dispatch.budget import get_max_memory as get_max_memory
     from drivetrain_dispatch.casting import apply_layerwise_casting as apply_layerwise_casting
-    from drivetrain_dispatch.cost import ComputeRate as ComputeRate
-    from drivetrain_dispatch.cost import measure_costs as measure_costs
     from drivetrain_dispatch.device_map import DeviceMap as DeviceMap
     from drivetrain_dispatch.dispatching import dispatch_model as dispatch_model
     from drivetrain_dispatch.dispatching import offload_stats as offload_stats
@@ -46,8 +43,6 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.quantizers import BitsAndBytes4Bit as BitsAndBytes4Bit
     from drivetrain_dispatch.quantizers import BitsAndBytes8Bit as BitsAndBytes8Bit
     from drivetrain_dispatch.quantizers import TorchAO as TorchAO
-    from drivetrain_dispatch.rates import measure_compute as measure_compute
-    from drivetrain_dispatch.rates import measure_rates as measure_rates
     from drivetrain_dispatch.seats import OffloadStats as OffloadStats
     from drivetrain_dispatch.sizes import compute_module_sizes as compute_module_sizes
     from drivetrain_dispatch.tied import find_tied_parameters as find_tied_parameters
@@ -59,7 +54,6 @@ if TYPE_CHECKING:
 _ROOMS = {
     "BitsAndBytes4Bit": "quantizers",
     "BitsAndBytes8Bit": "quantizers",
-    "ComputeRate": "cost",
     "Cost": "groups",
     "CostError": "errors",
     "DeviceMap": "device_map",
@@ -86,7 +80,6 @@ _ROOMS = {
     "disk_offload_optimizer": "optimizer_state",
     "dispatch_model": "dispatching",
     "find_tied_parameters": "tied",
-    "get_balanced_memory": "budget",
     "get_max_memory": "budget",
     "infer_auto_device_map": "infer",
     "init_empty_weights": "empty",
@@ -94,9 +87,6 @@ _ROOMS = {
     "load_checkpoint_and_dispatch": "loaded",
     "load_checkpoint_in_model": "load",
     "load_pretrained": "pretrained",
-    "measure_compute": "rates",
-    "measure_costs": "cost",
-    "measure_rates": "rates",
     "offload_stats": "dispatching",
     "quantized_sizes": "quantization",
     "remove_hooks": "dispatching",
@@ -106,7 +96,6 @@ _ROOMS = {
 __all__ = [
     "BitsAndBytes4Bit",
     "BitsAndBytes8Bit",
-    "ComputeRate",
     "Cost",
     "CostError",
     "DeviceMap",
@@ -133,7 +122,6 @@ __all__ = [
     "disk_offload_optimizer",
     "dispatch_model",
     "find_tied_parameters",
-    "get_balanced_memory",
     "get_max_memory",
     "infer_auto_device_map",
     "init_empty_weights",
@@ -141,9 +129,6 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_pretrained",
-    "measure_compute",
-    "measure_costs",
-    "measure_rates",
     "offload_stats",
     "quantized_sizes",
     "remove_hooks",

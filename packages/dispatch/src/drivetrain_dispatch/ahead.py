@@ -1,4 +1,4 @@
-"""What one forward or backward has asked for before its turn: as many units of an order as the window has room for."""
+"""What a forward or backward has asked for before its turn: as many units of an order as there is room for."""
 
 from collections import deque
 from collections.abc import Sequence

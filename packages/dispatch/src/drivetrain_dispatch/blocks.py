@@ -95,22 +95,42 @@ def blocks_of(
         name for name, module in modules.items() if kept and type(module).__name__ in kept
     )
     found, places = _numbered(names, undivided, names_of_tensors)
+    at = [places[name] if name in places else places[name.rpartition(".")[0]] for name in names_of_tensors]
     size_of = Sizes(names_of_tensors, dtype, special_dtypes, special_sizes)
+    bytes_of = [size_of(name, tensor) for name, tensor in zip(names_of_tensors, tensors, strict=True)]
+    units = [None if name in stays else unit_of(name) for name in names_of_tensors]
+    return _summed(found, at, tensors, bytes_of, units)
+
+
+def _summed(
+    found: Sequence[str],
+    at: Sequence[int],
+    tensors: Sequence[Tensor],
+    bytes_of: Sequence[int],
+    units_of: Sequence[str | None],
+) -> list[Block]:
+    """The blocks, of what is known of each tensor.
+
+    Args:
+        found: The names of the blocks.
+        at: The block of each tensor.
+        tensors: All of them.
+        bytes_of: What each takes.
+        units_of: The unit of each; None for one that stays.
+    """
     sizes, stay_sizes = [0] * len(found), [0] * len(found)
     units: list[dict[str, int]] = [{} for _ in found]
     groups = list(range(len(found)))
     holders: dict[object, int] = {}  # of each tensor, the first block that has it
-    for name, tensor in zip(names_of_tensors, tensors, strict=True):
-        index = places[name] if name in places else places[name.rpartition(".")[0]]
-        key, size_bytes, staying = identity(tensor), size_of(name, tensor), name in stays
+    for index, tensor, size_bytes, unit in zip(at, tensors, bytes_of, units_of, strict=True):
+        key = identity(tensor)
         if key in holders:
             _join(groups, holders[key], index)
         else:
             holders[key] = index
             sizes[index] += size_bytes
-            stay_sizes[index] += size_bytes if staying else 0
-        if not staying:
-            unit = unit_of(name)
+            stay_sizes[index] += size_bytes if unit is None else 0
+        if unit is not None:
             units[index][unit] = units[index].get(unit, 0) + size_bytes
     ends = _ends(found, units)
     return [
@@ -127,7 +147,7 @@ def blocks_of(
 def _append(
     modules: Mapping[str, nn.Module], attribute: str, names: list[str], tensors: list[Tensor]
 ) -> None:
-    """Append the tensors of modules, and their names; what torch's iterators do, without going through the modules."""
+    """Append the tensors of modules, and their names: torch's iterators would go through all modules again."""
     for outer, module in modules.items():
         for name, tensor in vars(module)[attribute].items():
             if tensor is not None:

@@ -64,6 +64,15 @@ class ConvertedCheckpoint:
         else:
             lazy.read_into(target.view(lazy.shape))
 
+    def expect(self, name: str, *, start: int, size_bytes: int) -> None:
+        """Have the system begin to read elements of a tensor, from `start` on; all of them unless it is divisible."""
+        lazy = self._tensors[name]
+        if isinstance(lazy.origin, TensorInFile):
+            lazy.origin.file.expect(lazy.origin.name, start=start, size_bytes=size_bytes)
+            return
+        for file, own_name in lazy.inputs():
+            file.expect(own_name, start=0, size_bytes=file.tensor(own_name).nbytes)
+
     def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
         """Copy a part of a tensor, given by begin and end in each dim."""
         target.copy_(self.tensor(name)[tuple(slice(begin, end) for begin, end in box)])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ class DeviceMap(dict[str, Device]):
         seconds: Predicted time of one forward by name, for the table.
         window_bytes: By device, what may be there at once of weights that come and go, those in use among them. A
             device that is not named keeps room for any three parts that follow each other.
+        rates: How fast weights come, in words, for whoever reads the map.
     """
 
     def __init__(
@@ -39,30 +40,95 @@ class DeviceMap(dict[str, Device]):
         sizes: Mapping[str, int] | None = None,
         seconds: Mapping[str, float] | None = None,
         window_bytes: Mapping[Device, int] | None = None,
+        rates: str | None = None,
     ) -> None:
         super().__init__(devices)
         self.sizes = dict(sizes or {})
         self.seconds = dict(seconds or {})
+        self.rates = rates
         self.window_bytes = dict(window_bytes or {})
         for device, size_bytes in self.window_bytes.items():
             if type(size_bytes) is not int or size_bytes < 0:
                 raise ValueError(
-                    f"window_bytes[{device!r}]={size_bytes!r}: give a number of bytes, 0 or more, or leave the device "
-                    "out: it keeps room for any three parts that follow each other"
+                    f"window_bytes[{device!r}]={size_bytes!r}: give a number of bytes, 0 or more, or leave the "
+                    "device out: it keeps room for any three parts that follow each other"
                 )
 
     def __str__(self) -> str:
-        """A line a name: module, device, size, predicted time."""
-        lines = [("module", "device", "size", "time")]
-        for name, device in self.items():
-            size = f"{self.sizes[name] / 1e6:,.1f} MB" if name in self.sizes else ""
-            time = f"{self.seconds[name] * 1e3:,.2f} ms" if name in self.seconds else ""
-            lines.append((name or "(the model)", str(device), size, time))
+        """A line a name: module, device, size, predicted time where any is known; then windows and rates.
+
+        Layers that follow each other, are alike and are in one place share a line, such as `layers.0-21`.
+        """
+        timed = any(self.seconds.values())
+        lines = [["module", "device", "size", *(["time"] if timed else [])]]
+        for row in rows_of(self, self.sizes, self.seconds):
+            size = "" if row.size_bytes is None else f"{row.size_bytes / 1e6:,.1f} MB"
+            time = "" if row.seconds is None else f"{row.seconds * 1e3:,.2f} ms"
+            lines.append([row.name or "(the model)", str(row.device), size, *([time] if timed else [])])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            f"{name:<{widths[0]}}  {device:<{widths[1]}}  {size:>{widths[2]}}  {time:>{widths[3]}}".rstrip()
-            for name, device, size, time in lines
-        )
+        shown = [
+            "  ".join(
+                f"{cell:<{width}}" if at < 2 else f"{cell:>{width}}"
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        windows = [
+            f"{device} keeps {size / 1e6:,.1f} MB for what comes"
+            for device, size in self.window_bytes.items()
+        ]
+        return "\n".join([*shown, *windows, *([] if self.rates is None else [self.rates])])
+
+
+class Row(NamedTuple):
+    """A line of a map's table.
+
+    Attributes:
+        name: Of a module, or of several: `layers.0-21`.
+        device: Where they are.
+        size_bytes: Of each of them; None if not known.
+        seconds: Of each; None if not known.
+    """
+
+    name: str
+    device: Device
+    size_bytes: int | None
+    seconds: float | None
+
+
+def rows_of(
+    devices: Mapping[str, Device], sizes: Mapping[str, int], seconds: Mapping[str, float]
+) -> list[Row]:
+    """The lines of a map's table; numbers that follow each other and are alike share one. Pure.
+
+    Args:
+        devices: Device by name.
+        sizes: Bytes by name.
+        seconds: Times by name.
+    """
+    runs: list[
+        tuple[str, str, Row]
+    ] = []  # what stands before the numbers, the last number, the row of the first
+    for name, device in devices.items():
+        stem, _, last = name.rpartition(".")
+        row = Row(name, device, sizes.get(name), seconds.get(name))
+        if runs and last.isdecimal():
+            before, number, first = runs[-1]
+            follows = stem == before and number.isdecimal() and int(last) == int(number) + 1
+            if follows and row[1:3] == first[1:3] and _close(row.seconds, first.seconds):
+                runs[-1] = (stem, last, first)
+                continue
+        runs.append((stem, last, row))
+    return [
+        row if row.name.rpartition(".")[2] == last else row._replace(name=f"{row.name}-{last}")
+        for _, last, row in runs
+    ]
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one == other or (
+        one is not None and other is not None and abs(one - other) <= 1e-3 * max(one, other)
+    )
 
 
 def place_of(device: Device) -> Place:

@@ -124,6 +124,7 @@ def fill(
         while True:
             # Few are handed over at a time, so that an error or an interrupt ends the load at once.
             while len(running) < 2 * threads and (piece := next(waiting, None)) is not None:
+                _expect(piece, files[piece.name])
                 running.add(pool.submit(read, piece))
             if not running:
                 return
@@ -132,6 +133,12 @@ def fill(
                 done_bytes += future.result()
                 if progress is not None:
                     progress(done_bytes, all_bytes)
+
+
+def _expect(piece: Piece, file: WeightSource) -> None:
+    """Have the system begin to read a piece, of which it knows where it lies."""
+    if piece.box is None:
+        file.expect(piece.name, start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
 
 
 class WholeProgress:

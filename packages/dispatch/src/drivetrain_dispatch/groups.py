@@ -79,7 +79,8 @@ def groups_of(blocks: Sequence[Block], costs: Sequence[Cost]) -> Groups:
         return groups
     numbers = {first: number for number, first in enumerate(firsts)}
     of_blocks = [numbers[block.group] for block in blocks]
-    joined = Groups(firsts, *([0] * len(firsts) for _ in range(5)), of_blocks)
+    zeros = [0] * len(firsts)
+    joined = Groups(firsts, zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy(), of_blocks)
     for index, number in enumerate(of_blocks):
         joined.sizes[number] += groups.sizes[index]
         joined.stays[number] += groups.stays[index]
@@ -91,7 +92,7 @@ def groups_of(blocks: Sequence[Block], costs: Sequence[Cost]) -> Groups:
 
 def _needs(blocks: Sequence[Block]) -> list[int]:
     """The window of each block, with that of the units around it, which may come too."""
-    if not any([block.end >= 0 for block in blocks]):
+    if all(block.end < 0 for block in blocks):
         return [block.need_bytes for block in blocks]
     needs: list[int] = []
     around: list[

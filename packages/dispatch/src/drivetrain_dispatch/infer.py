@@ -1,6 +1,7 @@
 """A device map from a model's sizes, the devices' budgets, and what each part of a forward costs."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from drivetrain_dispatch.budget import get_max_memory
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.groups import Cost
+from drivetrain_dispatch.hardware import assumed_rates
 from drivetrain_dispatch.plan import PlacePlan, plan_places
 from drivetrain_dispatch.rates import measure_rates
 from drivetrain_dispatch.sizes import dtype_after, named_tensors
@@ -43,7 +45,8 @@ def infer_auto_device_map(
         max_memory: What each device may hold, such as `{0: "20GB", "cpu": "60GB"}`; None takes what is free now. The
             disk has no end unless it is among them.
         rates: How fast weights come from the host and from the disk. None measures it, if something has to come, and
-            keeps it in the user's cache folder: less than a second, once for a machine.
+            keeps it in the user's cache folder: less than a second, once for a machine. For a device that is not here
+            it takes what such devices have; the map says so when it is printed.
         no_split_module_classes: Names of module classes that stay whole, such as a layer with a residual connection.
         dtype: What floating-point and complex tensors will be converted to.
         special_dtypes: Dtypes of single tensors by name.
@@ -57,8 +60,7 @@ def infer_auto_device_map(
         The map, with sizes, predicted times, and the room that each device keeps for weights that come.
 
     Raises:
-        DeviceMapError: The budgets cannot hold the model, and the message says what would; or rates are to be
-            measured of a device that is not here.
+        DeviceMapError: The budgets cannot hold the model, and the message says what would.
         ValueError: A class or tensor is named that the model does not have.
     """
     budgets = get_max_memory(max_memory)
@@ -73,11 +75,33 @@ def infer_auto_device_map(
     )
     computing, room = rooms_of(budgets, in_place=not _converts(model, dtype, special_dtypes))
 
-    def measured() -> Rates:
-        return _measured(computing[0])
+    return _planned(blocks, costs or {}, room, computing, rates)
 
-    plan = plan_places(blocks, costs or {}, room, measured if rates is None else rates)
-    return map_of(plan, blocks, computing, costs or {})
+
+def _planned(
+    blocks: Sequence[Block],
+    costs: Mapping[str, Cost],
+    room: Budgets,
+    computing: Sequence[Device],
+    rates: Rates | None,
+) -> DeviceMap:
+    """The map of a plan, with the rates that it was made for, if any were asked for."""
+    used: list[_Found] = []
+
+    def found() -> Rates:
+        used.append(_found(computing[0]) if rates is None else _Found(rates, "given"))
+        return used[0].rates
+
+    planned = map_of(plan_places(blocks, costs, room, found), blocks, computing, costs)
+    if used:
+        planned.rates = shown_rates(used[0].rates, used[0].source)
+    return planned
+
+
+def shown_rates(rates: Rates, source: str) -> str:
+    """The rates of a plan in a line: what they are, and how that is known."""
+    link, disk = rates.to_device / 1e9, rates.from_disk / 1e9
+    return f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})"
 
 
 def _converts(
@@ -126,21 +150,22 @@ def map_of(
     return DeviceMap(merged, sizes=sizes, seconds=seconds, window_bytes=windows)
 
 
-def _measured(device: Device) -> Rates:
-    """How fast weights come to a device of this machine.
+class _Found(NamedTuple):
+    """How fast weights come, and how that is known."""
 
-    Raises:
-        DeviceMapError: It is of another one.
-    """
+    rates: Rates
+    source: str
+
+
+def _found(device: Device) -> _Found:
+    """How fast weights come to a device: measured if it is here, as such devices are if not."""
     place = place_of(device)
     try:
         check_places([place])
-    except DeviceMapError as error:
-        raise DeviceMapError(
-            f"{place} is not here, so that how fast weights come to it cannot be measured: say it, as "
-            "rates=Rates(to_device=25e9, from_disk=3e9)"
-        ) from error
-    return measure_rates(str(place))
+    except DeviceMapError:
+        kind = "cuda" if place == "disk" else place.type
+        return _Found(assumed_rates(kind), f"assumed, as {place} is not here")
+    return _Found(measure_rates(str(place)), "measured")
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:

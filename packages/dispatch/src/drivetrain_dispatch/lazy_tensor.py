@@ -140,16 +140,16 @@ class LazyTensor(Tensor):
 
     def files(self) -> dict[MappedFile, None]:
         """Return the files that the values are read from, each once."""
-        return {found.file: None for found in self._inputs()}
+        return {found.file: None for found in self.inputs()}
 
     def position(self) -> tuple[str, int]:
         """Return the path of the first file that is read and where in it, so that reads can go in file order."""
-        places = ((str(found.file.path), found.file.start_of(found.name) or 0) for found in self._inputs())
+        places = ((str(found.file.path), found.file.start_of(found.name) or 0) for found in self.inputs())
         return min(places, default=("", 0))
 
     def size_in_files(self) -> int:
         """Return the bytes of the tensors of files that it is made of."""
-        return sum(found.file.tensor(found.name).nbytes for found in dict.fromkeys(self._inputs()))
+        return sum(found.file.tensor(found.name).nbytes for found in dict.fromkeys(self.inputs()))
 
     def is_mapped(self) -> bool:
         """Return whether the values are pages of one file: nothing has to be computed, copied or written."""
@@ -172,7 +172,8 @@ class LazyTensor(Tensor):
         shown = _map((*args, *sorted(kwargs.items())), LazyTensor.recipe)
         return f"{getattr(func, '__module__', '')}.{name}{shown!r}[{index}]"
 
-    def _inputs(self) -> Iterator[TensorInFile]:
+    def inputs(self) -> Iterator[TensorInFile]:
+        """Yield the tensors of files that the values are made of."""
         for lazy in self._lazy_inputs():
             if isinstance(lazy.origin, TensorInFile):
                 yield lazy.origin

@@ -78,10 +78,9 @@ def load_checkpoint_and_dispatch(
     check_load(dtype, quantization, progress)
     _check_early(model, device_map, max_memory, preload_module_classes, release_pages=release_pages)
     if isinstance(device_map, str):
-        away = _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes)
-        device_map = _planned(
-            model, checkpoint, device_map, max_memory, no_split_module_classes, kinds, quantization, away
-        )
+        said = (kinds, _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes))
+        sizes = _packed_sizes(model, checkpoint, quantization, kinds)
+        device_map = _planned(model, device_map, max_memory, no_split_module_classes, said, sizes)
     how = _How(strict=strict, rename=rename, progress=progress, quantization=quantization)
     report = load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder=offload_folder, **kinds, **how
@@ -143,22 +142,30 @@ def _check_early(
         placements_of(model, device_map)
 
 
-def _planned(
+def _packed_sizes(
     model: nn.Module,
     checkpoint: Path | str,
+    quantization: Quantization | StoredFP8 | None,
+    kinds: _Dtypes,
+) -> Mapping[str, int]:
+    """Return the bytes of the weights that a load packs, or keeps packed, by name."""
+    if quantization is None:
+        return {}
+    if isinstance(quantization, StoredFP8):
+        return stored_sizes(model, Path(checkpoint))
+    return quantized_sizes(model, quantization, **kinds)
+
+
+def _planned(
+    model: nn.Module,
     way: str,
     max_memory: Mapping[Device, int | str] | None,
     no_split: Collection[str],
-    kinds: _Dtypes,
-    quantization: Quantization | StoredFP8 | None,
-    away: _Away,
+    said: tuple[_Dtypes, _Away],
+    sizes: Mapping[str, int],
 ) -> DeviceMap:
     """A map that keeps within the budgets."""
-    sizes: Mapping[str, int] = {}
-    if isinstance(quantization, StoredFP8):
-        sizes = stored_sizes(model, Path(checkpoint))
-    elif quantization is not None:
-        sizes = quantized_sizes(model, quantization, **kinds)
+    kinds, away = said
     if way != "sequential":
         max_memory = get_balanced_memory(
             model,

@@ -146,8 +146,8 @@ def _why_not(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
     block = blocks[groups.firsts[groups.needs.index(need)]]
     part = "" if len(block.coming) == 1 else "a part of "
     return (
-        f"max_memory: {part}{block.name!r} takes {_shown(need)}, activations up to {_shown(peak)}, {_shown(kept)} stay "
-        f"for the whole model (buffers, keys and values), and no device may hold more than "
+        f"max_memory: {part}{block.name!r} takes {_shown(need)}, activations up to {_shown(peak)}, {_shown(kept)} "
+        f"stay for the whole model (buffers, keys and values), and no device may hold more than "
         f"{_shown(max(budgets.devices))}: give one at least {_shown(need + peak + kept)}"
     )
 

@@ -1,6 +1,7 @@
-"""Better placements than an evenly spread one: parts change places as long as the predicted forward gets shorter. Pure."""
+"""Better placements than an evenly spread one: parts change places as long as that shortens the forward. Pure."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -147,7 +148,7 @@ class Search:
                 yield swapped
                 yield self._settled(swapped, [other, index])
             yield from self._in_place_of_others(placed, index, stay)
-        for start, (before, after) in enumerate(zip(devices, devices[1:], strict=False), start=1):
+        for start, (before, after) in enumerate(pairwise(devices), start=1):
             if before != after:
                 for at, device in ((start - 1, after), (start, before)):
                     moved = Placed(sources, [*devices[:at], device, *devices[at + 1 :]])
@@ -175,7 +176,7 @@ class Search:
             yield self._settled(_with(placed, changes), list(changes))
 
     def _settled(self, placed: Placed, fixed: Sequence[int]) -> Placed:
-        """The same with all room used: more stays, where that leaves the window that the rest needs; the host is full.
+        """The same with all room used: more stays, beside the window that the rest needs; the host is full.
 
         Args:
             placed: A placement.

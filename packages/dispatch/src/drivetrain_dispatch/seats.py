@@ -61,8 +61,8 @@ class Seat:
     """
 
     __slots__ = (
-        "arrival", "asked_version", "at", "away", "claims", "here", "owners", "packed", "parcel", "room_bytes", "shown",
-        "size_bytes", "tensor", "users", "value", "version",
+        "arrival", "asked_version", "at", "away", "claims", "here", "owners", "packed", "parcel", "room_bytes",
+        "shown", "size_bytes", "tensor", "users", "value", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, parcel: Parcel, owners: Sequence[Owner] = ()) -> None:

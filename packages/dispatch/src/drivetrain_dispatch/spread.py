@@ -1,4 +1,4 @@
-"""Placements to begin a plan with: as much as fits stays, and what does not is spread evenly over the forward. Pure."""
+"""Placements to begin a plan with: as much as fits stays, the rest is spread evenly over the forward. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -149,15 +149,16 @@ def _spread(groups: Groups, segment: range, room: int, way: Way, *, first_stays:
         first_stays: Whether the first one has to stay: a map says by it which device computes those behind it.
     """
     sizes = groups.sizes[segment.start : segment.stop]
+    sources: list[Source] = []
     if sum(sizes) <= room:
-        return ["device"] * len(sizes)
+        sources.extend("device" for _ in sizes)
+        return sources
     fixed = sum([size_bytes for size_bytes in sizes if size_bytes > way.largest])
     free = sum(sizes) - fixed
     room -= fixed + way.window_bytes
     if room < 0:
         return None
     coming = 1 - min(1, room / free) if free else 0.0
-    sources: list[Source] = []
     owed = 0.0
     if first_stays and sizes[0] <= way.largest:
         if sizes[0] > room:

@@ -42,6 +42,10 @@ class WeightSource(Protocol):
         """Copy elements of a tensor, from `start` on; all of them unless it is divisible."""
         ...
 
+    def expect(self, name: str, *, start: int, size_bytes: int) -> None:
+        """Have the system begin to read elements of a tensor, from `start` on; all of them unless it is divisible."""
+        ...
+
     def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
         """Copy a part of a tensor, given by begin and end in each dim."""
         ...

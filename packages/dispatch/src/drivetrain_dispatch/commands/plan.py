@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from drivetrain_dispatch.cost import ComputeRate, measure_costs
 from drivetrain_dispatch.device_map import Device
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.forecast import Forecast, Holding, forecast
+from drivetrain_dispatch.hardware import Described, Hardware, described, hardware_of
 from drivetrain_dispatch.huggingface import build_empty, most_tokens, prompt_of, token_after, whole_classes
 from drivetrain_dispatch.infer import rooms_of
 from drivetrain_dispatch.quantization import Quantization, quantized_sizes
@@ -40,8 +41,6 @@ _QUANTIZATIONS: dict[str, Callable[[], Quantization]] = {
     "torchao-int8": lambda: _torchao("Int8WeightOnlyConfig"),
     "torchao-fp8": lambda: _torchao("Float8WeightOnlyConfig"),
 }
-# TFLOP and bytes a second where they are not said: of an accelerator as most are, and of a host.
-_ACCELERATOR, _HOST = (100.0, "1TB"), (0.5, "50GB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,8 @@ class PlanArguments:
     gpu: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Memory of each accelerator, such as 24GB,24GB; left out, those that are here. 0GB: none."
+            "help": "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; left out, those that are here. "
+            "0GB: none."
         },
     )
     cpu: str | None = field(
@@ -71,18 +71,21 @@ class PlanArguments:
         default=None,
         metadata={"help": "How weights are packed: bnb-8bit, bnb-nf4, bnb-fp4, torchao-int8 or torchao-fp8."},
     )
-    link: str = field(default="25GB", metadata={"help": "Bytes a second from the host to an accelerator."})
+    link: str | None = field(
+        default=None,
+        metadata={"help": "Bytes a second from the host to an accelerator; left out, its kind's, or 25GB."},
+    )
     disk: str = field(default="3GB", metadata={"help": "Bytes a second from the disk."})
     tflops: float | None = field(
         default=None,
         metadata={
-            "help": "What computes, in 10^12 operations a second; left out, 100, or 0.5 without accelerator."
+            "help": "What computes, in 10^12 operations a second; left out, its kind's, 100, or 0.5 without one."
         },
     )
     bandwidth: str | None = field(
         default=None,
         metadata={
-            "help": "Bytes a second of the memory of what computes; left out, 1TB, or 50GB without one."
+            "help": "Bytes a second of the memory of what computes; left out, its kind's, 1TB, or 50GB without one."
         },
     )
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
@@ -115,9 +118,13 @@ class Command(NamedTuple):
 def run(arguments: PlanArguments) -> int:
     """Print the plan; what cannot be done is a line on stderr and the exit code 2."""
     try:
-        budgets = _budgets(arguments)
-        rates = Rates(to_device=_speed("link", arguments.link), from_disk=_speed("disk", arguments.disk))
-        rate = _compute_rate(arguments, on_host=rooms_of(budgets)[0] == ["cpu"])
+        gpus = [_described(text) for text in arguments.gpu]
+        budgets = _budgets(arguments, gpus)
+        on_host = rooms_of(budgets)[0] == ["cpu"]
+        usual = hardware_of("cpu" if on_host else next((gpu.kind for gpu in gpus if gpu.kind), "cuda"))
+        link = usual.link_bytes_per_second if arguments.link is None else _speed("link", arguments.link)
+        rates = Rates(to_device=link, from_disk=_speed("disk", arguments.disk))
+        rate = _compute_rate(arguments, usual)
         dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
         model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
         seq = _tokens(model, arguments.seq)
@@ -129,17 +136,17 @@ def run(arguments: PlanArguments) -> int:
     shown = (
         json.dumps(_as_json(model, arguments, found), indent=2)
         if arguments.json
-        else _as_text(model, arguments, found, rate)
+        else _as_text(model, arguments, found, rate, rates)
     )
     sys.stdout.write(f"{shown}\n")
     return 0
 
 
-def _budgets(arguments: PlanArguments) -> dict[Device, int]:
+def _budgets(arguments: PlanArguments, gpus: Sequence[Described]) -> dict[Device, int]:
     """What each device may hold: as said, or as there is here."""
     here: Mapping[Device, int] = {} if arguments.gpu and arguments.cpu else get_max_memory()
     if arguments.gpu:
-        given = [_size("gpu", size) for size in arguments.gpu]
+        given = [size for gpu in gpus for size in gpu.sizes]
         budgets: dict[Device, int] = {index: size for index, size in enumerate(given) if size}
     else:
         budgets = {device: size for device, size in here.items() if device != "cpu"}
@@ -147,14 +154,22 @@ def _budgets(arguments: PlanArguments) -> dict[Device, int]:
     return budgets
 
 
-def _compute_rate(arguments: PlanArguments, *, on_host: bool) -> ComputeRate:
-    tflops, bandwidth = _HOST if on_host else _ACCELERATOR
-    said = tflops if arguments.tflops is None else arguments.tflops
+def _described(text: str) -> Described:
+    try:
+        return described(text)
+    except ValueError as error:
+        raise ValueError(f"--gpu {text}: {error}") from error
+
+
+def _compute_rate(arguments: PlanArguments, usual: Hardware) -> ComputeRate:
+    said = usual.tflops if arguments.tflops is None else arguments.tflops
     if not said > 0:
         raise ValueError(f"--tflops {said}: must be above 0")
     return ComputeRate(
         flops_per_second=said * 1e12,
-        bytes_per_second=_speed("bandwidth", arguments.bandwidth or bandwidth),
+        bytes_per_second=usual.memory_bytes_per_second
+        if arguments.bandwidth is None
+        else _speed("bandwidth", arguments.bandwidth),
     )
 
 
@@ -237,7 +252,9 @@ def _as_json(model: nn.Module, arguments: PlanArguments, found: Forecast) -> dic
     }
 
 
-def _as_text(model: nn.Module, arguments: PlanArguments, found: Forecast, rate: ComputeRate) -> str:
+def _as_text(
+    model: nn.Module, arguments: PlanArguments, found: Forecast, rate: ComputeRate, rates: Rates
+) -> str:
     size = sum(found.device_map.sizes.values()) / 1e9
     rows = [("device", "at its peak", "of", "weights", "on their way", "kept", "activations")]
     rows += [_row(str(device), held) for device, held in found.holdings.items()]
@@ -254,16 +271,29 @@ def _as_text(model: nn.Module, arguments: PlanArguments, found: Forecast, rate: 
     return "\n".join(
         [
             f"{type(model).__name__}, {kept}, {size:,.2f} GB; {arguments.batch} x {arguments.seq} tokens",
-            "",
-            str(found.device_map),
+            _limit(found),
+            f"prompt   {_seconds(found.prefill_seconds)}",
+            f"a token  {_seconds(found.token_seconds)}",
+            f"with {said}, link {rates.to_device / 1e9:g} GB/s, disk {rates.from_disk / 1e9:g} GB/s",
             "",
             *table,
             "",
-            f"prompt   {_seconds(found.prefill_seconds)}",
-            f"a token  {_seconds(found.token_seconds)}",
-            f"with {said}, link {arguments.link}/s, disk {arguments.disk}/s",
+            str(found.device_map),
         ]
     )
+
+
+def _limit(found: Forecast) -> str:
+    """Whether the model fits, and what a token waits for."""
+    computed = sum(found.device_map.seconds.values())
+    if all(device not in ("cpu", "disk") for device in found.device_map.values()):
+        return "fits: all weights stay where they are computed; computing is what takes the time"
+    if set(found.device_map.values()) == {"cpu"}:
+        return "fits into the host's memory, which computes"
+    slow = "disk" if "disk" in found.device_map.values() else "link"
+    if found.token_seconds <= 1.1 * computed:
+        return "fits with weights that come and go, behind what is computed meanwhile"
+    return f"fits with weights that come and go: the {slow} is what takes the time"
 
 
 def _row(device: str, held: Holding) -> tuple[str, ...]:
