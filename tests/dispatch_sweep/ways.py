@@ -103,12 +103,12 @@ def within_a_budget(subject: Subject) -> str:
 def half_in_memory(subject: Subject) -> nn.Module:
     """Return the model with a map for half of its size."""
     whole = compute_module_sizes(subject.plain)[""]
-    largest = max(_own_bytes(module) for module in subject.plain.modules())  # which a budget must hold
-    return subject.load("auto", max_memory={"cpu": max(whole // 2, largest)}, no_split_module_classes=())
-
-
-def _own_bytes(module: nn.Module) -> int:
-    return sum(t.nbytes for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    # A budget must hold what stays, which is all buffers, and beside it the weights of any layer.
+    buffers = sum(buffer.nbytes for buffer in subject.plain.buffers())
+    layer = max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in subject.plain.modules())
+    return subject.load(
+        "auto", max_memory={"cpu": max(whole // 2, buffers + layer)}, no_split_module_classes=()
+    )
 
 
 def streamed(subject: Subject) -> str:
