@@ -13,17 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drivetrain_dispatch import (
-    ComputeRate,
     CostError,
     compute_module_sizes,
     infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
-    measure_costs,
     offload_stats,
     remove_hooks,
 )
+from drivetrain_dispatch.cost import ComputeRate, measure_costs
 from drivetrain_dispatch.dispatching import dispatch_model
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
 from drivetrain_dispatch.packed import is_packed, size_in_bytes

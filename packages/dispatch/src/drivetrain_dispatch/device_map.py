@@ -211,3 +211,15 @@ def _shown(names: list[str]) -> str:
 def _meant(name: str, known: list[str]) -> str:
     close = get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else "; see model.named_modules()"
+
+
+def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Return a map whose first device computes: that is where pipelines of transformers put inputs.
+
+    It plans the same: what the disk keeps before the first accelerator is computed by that one. A map that has the
+    disk alone is shown as the host, which computes.
+    """
+    first = next((name for name, device in device_map.items() if device != "disk"), None)
+    if first is None:
+        return dict.fromkeys(device_map, "cpu")
+    return {first: device_map[first]} | dict(device_map)

@@ -14,7 +14,7 @@ from drivetrain_dispatch.arguments import check_dtype, check_release
 from drivetrain_dispatch.away import is_away
 from drivetrain_dispatch.bitsandbytes_weights import KeptLayout, take_back
 from drivetrain_dispatch.carrier import Parcel
-from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
+from drivetrain_dispatch.device_map import Device, DeviceMap, as_others_see_it, check_places, place_of
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Around, Listener, NotCopied, check_removable, listen
 from drivetrain_dispatch.immovable import keep_in_place
@@ -109,8 +109,7 @@ def dispatch_model(
         dtypes: What weights are computed in that are kept in another dtype. Running statistics of norms keep theirs.
 
     Returns:
-        The same model. Its attribute `hf_device_map` is the map, where other libraries look it up: with a device that
-        computes first, and "cpu" where all is on the disk. transformers' encoder-decoders have none.
+        The same model. Its attribute `hf_device_map` is the map as `as_others_see_it` gives it.
 
     Raises:
         DeviceMapError: The map does not fit the model or the machine, a device has no room, or the disk no folder.
@@ -144,19 +143,7 @@ def _show_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     `generate` of an encoder-decoder that has one there looks for Accelerate's hooks (transformers 5.23).
     """
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        model.hf_device_map = _shown(device_map)  # type: ignore[assignment] no module
-
-
-def _shown(device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Return a map whose first device computes: that is where pipelines of transformers put inputs.
-
-    It plans the same: what the disk keeps before the first accelerator is computed by that one. A map that has the
-    disk alone is shown as the host, which computes.
-    """
-    first = next((name for name, device in device_map.items() if device != "disk"), None)
-    if first is None:
-        return dict.fromkeys(device_map, "cpu")
-    return {first: device_map[first]} | dict(device_map)
+        model.hf_device_map = as_others_see_it(device_map)  # type: ignore[assignment] no module
 
 
 def remove_hooks(model: nn.Module) -> nn.Module:

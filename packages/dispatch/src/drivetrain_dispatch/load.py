@@ -87,8 +87,7 @@ def load_checkpoint_in_model(
             All of them call this; only what they leave on disk must be there for them too.
         process_group: The ranks that "rank 0" reads for; None is all.
         quantization: How the weights of linear layers are packed as they come, on the device that computes them; one
-            after the other, so that one alone is held in full. They do not learn. `StoredFP8()` keeps fp8 weights
-            with block scales as the checkpoint has them; else they are dequantised.
+            after the other, so that one alone is held in full. They do not learn. `StoredFP8()` keeps fp8 weights.
         offload_folder: Where packed weights that stay on the disk are written to. Each is a file of its own, which is
             the user's to delete.
 

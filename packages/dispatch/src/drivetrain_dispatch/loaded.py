@@ -55,7 +55,7 @@ def load_checkpoint_and_dispatch(
         max_memory: What a planned map may put where; None takes what is free.
         no_split_module_classes: Names of module classes that a planned map keeps whole.
         dtype: What floating-point tensors are computed in; None takes the model's dtypes.
-        keep_in_fp32_modules: Names of modules, such as "norm", wherever they stand; what is in them is in fp32.
+        keep_in_fp32_modules: Names of modules, such as "wo", wherever they stand; what is in them is in fp32.
         strict: Whether the checkpoint must have the model's names and no others.
         rename: From a name of the checkpoint to the model's; None leaves a tensor out.
         progress: Called with the bytes that were read and all that are.
@@ -64,15 +64,14 @@ def load_checkpoint_and_dispatch(
         offload_buffers: Whether buffers are kept away from the device that computes too.
         preload_module_classes: Names of module classes whose weights come all at once.
         skip_keys: Keyword arguments of a forward that stay where they are.
-        quantization: How the weights of linear layers are packed as they are read, or `StoredFP8()`; a planned map
-            counts them so.
+        quantization: How weights are packed, as for `load_checkpoint_in_model`; a planned map counts them so.
 
     Returns:
         The same model. Its attribute `hf_device_map` is the map, if there is one.
 
     Raises:
         DeviceMapError: No map keeps within the budgets, or the map does not fit the model or the machine.
-        ValueError: Another argument is wrong, or what `load_checkpoint_in_model` raises of this kind.
+        ValueError: Another argument is wrong.
     """
     kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
     check_load(dtype, quantization, progress)
@@ -81,14 +80,18 @@ def load_checkpoint_and_dispatch(
         said = (kinds, _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes))
         sizes = _packed_sizes(model, checkpoint, quantization, kinds)
         device_map = _planned(model, device_map, max_memory, no_split_module_classes, said, sizes)
-    how = _How(strict=strict, rename=rename, progress=progress, quantization=quantization)
-    report = load_checkpoint_in_model(
-        model, checkpoint, device_map, offload_folder=offload_folder, **kinds, **how
+    how = _How(
+        strict=strict,
+        rename=rename,
+        progress=progress,
+        quantization=quantization,
+        offload_folder=offload_folder,
     )
+    report = load_checkpoint_in_model(model, checkpoint, device_map, **kinds, **how)
     return model if device_map is None else dispatch_model(
-        model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes, mapped=report.mapped, dtypes=report.converted_at_use,
-        release_pages=release_pages,
+        model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, release_pages=release_pages,
+        skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
+        dtypes=report.converted_at_use,
     )  # fmt: skip
 
 
@@ -113,6 +116,7 @@ class _How(TypedDict):
     rename: Callable[[str], str | None] | None
     progress: Progress | None
     quantization: Quantization | StoredFP8 | None
+    offload_folder: Path | str | None
 
 
 def _check_early(

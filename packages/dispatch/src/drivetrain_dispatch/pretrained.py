@@ -37,18 +37,17 @@ def load_pretrained(
     strict: bool = True,
     progress: Progress | None = None,
     offload_folder: Path | str | None = None,
+    release_pages: bool = False,
     offload_buffers: bool = False,
     quantization: Quantization | StoredFP8 | None = None,
     **model_options: Any,
 ) -> AnyModel:
     """Load a model of transformers or diffusers that may be larger than the accelerator, or than the machine.
 
-    It does what the library's `from_pretrained(folder, device_map=...)` does: the model is built without memory in
-    the dtype of its configuration, with what its class keeps in fp32; a map is planned that splits none of the
-    modules that the class keeps whole; the weights are renamed, split and stacked by the library's own tables while
-    they are read, each straight to its place; the model is dispatched, in evaluation mode, with its generation
-    configuration. fp8 weights with block scales, as of DeepSeek-V3, are dequantised while they are read, unless
-    `quantization=StoredFP8()` keeps them.
+    It does what the library's `from_pretrained(folder, device_map=...)` does: build the model without memory in the
+    dtype of its configuration, plan a map that splits none of the modules that its class keeps whole, read each weight
+    straight to its place, renamed and stacked by the library's own tables, and dispatch it in evaluation mode.
+    fp8 weights with block scales, as of DeepSeek-V3, are dequantised while they are read.
 
     Args:
         model_class: A model class, or one of transformers' Auto classes.
@@ -60,35 +59,30 @@ def load_pretrained(
         no_split_module_classes: Names of module classes that a planned map keeps whole; None takes the model's own.
         strict: Whether the checkpoint must have the model's names and no others.
         progress: Called with the bytes that were read and all that are.
-        offload_folder: The folder where weights are written that the map keeps on the disk and the checkpoint holds
-            in another form, such as the experts of a layer one by one. Later loads read them there.
+        offload_folder: Where weights are written once that the map keeps on the disk in another form than the file.
+        release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
         offload_buffers: Whether buffers are kept away from the device that computes too.
-        quantization: How the weights of linear layers are packed as they are read.
+        quantization: How weights are packed, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.
         model_options: More arguments of the class's `from_config`, such as `attn_implementation="eager"`.
-
-    Returns:
-        The model.
 
     Raises:
         ImportError: The library is not installed.
         TypeError: It is no model class of these libraries.
         ValueError: The folder has no configuration, or one of a checkpoint that another library quantised.
-        WeightsMismatchError: The checkpoint does not fit the model; the message names all that differs.
+        WeightsMismatchError: The checkpoint does not fit the model.
         DeviceMapError: No map keeps within the budgets, or the map does not fit.
     """
     if dtype != "auto":
         check_dtype("dtype", dtype)
     path = _checked(Path(folder).expanduser())
     build = _builder(model_class)
-    model = cast("Any", build(path, None if dtype == "auto" else dtype, config, model_options))
+    model: Any = build(path, None if dtype == "auto" else dtype, config, model_options)
     _keep_in_fp32(model)
-    said = getattr(model, "_no_split_modules", None) or ()
-    there = {type(module).__name__ for module in model.modules()}
-    whole = there.intersection(said) if no_split_module_classes is None else no_split_module_classes
+    whole = _whole_classes(model) if no_split_module_classes is None else no_split_module_classes
     load_checkpoint_and_dispatch(
         model, path, device_map, max_memory, no_split_module_classes=whole, strict=strict, progress=progress,
         offload_folder=offload_folder, offload_buffers=offload_buffers, quantization=quantization,
-        skip_keys=_skip_keys(model),
+        release_pages=release_pages, skip_keys=_skip_keys(model),
     )  # fmt: skip
     return cast("AnyModel", model.eval())
 
@@ -221,6 +215,12 @@ def _keep_in_fp32(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and pattern.search(name):
             parameter.data = parameter.data.to(torch.float32)
+
+
+def _whole_classes(model: nn.Module) -> Collection[str]:
+    """Return the classes of modules that the model's class keeps whole, as far as the model has them."""
+    said: Any = getattr(model, "_no_split_modules", None) or ()
+    return {type(module).__name__ for module in model.modules()}.intersection(said)
 
 
 def _skip_keys(model: Any) -> Collection[str]:
