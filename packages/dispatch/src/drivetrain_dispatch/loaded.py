@@ -48,6 +48,8 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a model that may be larger than the accelerator, or the machine: plan a map, load by it, and dispatch.
 
+    The same model is returned; its attribute `hf_device_map` is the map, if there is one.
+
     Args:
         model: The model, usually from `init_empty_weights`; changed in place.
         checkpoint: A file of weights, an index of several, or a folder.
@@ -66,9 +68,6 @@ def load_checkpoint_and_dispatch(
         skip_keys: Keyword arguments of a forward that stay where they are.
         quantization: How weights are packed, as for `load_checkpoint_in_model`; a planned map counts them so.
 
-    Returns:
-        The same model. Its attribute `hf_device_map` is the map, if there is one.
-
     Raises:
         DeviceMapError: No map keeps within the budgets, or the map does not fit the model or the machine.
         ValueError: Another argument is wrong.
@@ -81,12 +80,8 @@ def load_checkpoint_and_dispatch(
         sizes = _packed_sizes(model, checkpoint, quantization, kinds)
         device_map = _planned(model, device_map, max_memory, no_split_module_classes, said, sizes)
     how = _How(
-        strict=strict,
-        rename=rename,
-        progress=progress,
-        quantization=quantization,
-        offload_folder=offload_folder,
-    )
+        strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
+    )  # fmt: skip
     report = load_checkpoint_in_model(model, checkpoint, device_map, **kinds, **how)
     return model if device_map is None else dispatch_model(
         model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, release_pages=release_pages,

@@ -45,7 +45,7 @@ def load_pretrained(
     """Load a model of transformers or diffusers that may be larger than the accelerator, or than the machine.
 
     It does what the library's `from_pretrained(folder, device_map=...)` does: build the model without memory in the
-    dtype of its configuration, plan a map that splits none of the modules that its class keeps whole, read each weight
+    dtype of its configuration, plan a map that splits no module that its class keeps whole, read each weight
     straight to its place, renamed and stacked by the library's own tables, and dispatch it in evaluation mode.
     fp8 weights with block scales, as of DeepSeek-V3, are dequantised while they are read.
 
@@ -59,7 +59,7 @@ def load_pretrained(
         no_split_module_classes: Names of module classes that a planned map keeps whole; None takes the model's own.
         strict: Whether the checkpoint must have the model's names and no others.
         progress: Called with the bytes that were read and all that are.
-        offload_folder: Where weights are written once that the map keeps on the disk in another form than the file.
+        offload_folder: Where weights are written once that the disk keeps in another form than the checkpoint.
         release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
         offload_buffers: Whether buffers are kept away from the device that computes too.
         quantization: How weights are packed, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.
