@@ -1,8 +1,8 @@
 """Who brings weights to the device that computes: a thread beside the forward, on a stream beside its stream."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
@@ -92,26 +92,14 @@ class Arrival:
         """Whether anybody has waited for it."""
         return self._waited is not None
 
-    def query(self) -> bool:
-        """Whether the device is through with copying it, or has not begun and will not; of one that nobody uses."""
+    def given_up(self) -> "GivenUp":
+        """What tells when the device is through with copying it, though nobody uses it; it holds no memory."""
         if self._work is None or self._brought is not None:
-            event = None if self._brought is None else self._brought[1]
-            return event is None or event.query()
-        if self._work.cancel():
-            return True
-        if not self._work.done():
-            return False
-        if self._work.exception() is None:
-            self._brought = self._work.result()
-            return self.query()
-        return True  # nothing has come
-
-    def synchronize(self) -> None:
-        """Wait until that is so."""
-        if self._work is not None and not self._work.cancel():
-            futures.wait([self._work])
-        if not self.query() and self._brought is not None and self._brought[1] is not None:
-            self._brought[1].synchronize()
+            return GivenUp(None if self._brought is None else self._brought[1])
+        given_up = GivenUp(None, begun=True)
+        self._work.cancel()
+        self._work.add_done_callback(given_up.note)
+        return given_up
 
     def wait(self) -> list[Tensor]:
         """The tensors, ready for what this thread computes next on their device.
@@ -152,6 +140,37 @@ class Arrival:
             for tensor in (part for whole in tensors for part in parts_of(whole)):
                 # The memory came from another stream's pool: it is free again when this stream is through with it.
                 tensor.record_stream(stream)
+
+
+class GivenUp:
+    """Tells when a copy that nobody waits for is over.
+
+    Args:
+        event: Behind the copy; None for none.
+        begun: Whether a thread may be at it still.
+    """
+
+    def __init__(self, event: torch.Event | None, *, begun: bool = False) -> None:
+        self._event = event
+        self._asked = threading.Event()
+        if not begun:
+            self._asked.set()
+
+    def note(self, work: Future[_Brought]) -> None:
+        """The thread is through with it."""
+        if not work.cancelled() and work.exception() is None:
+            self._event = work.result()[1]
+        self._asked.set()
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return self._asked.is_set() and (self._event is None or self._event.query())
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+        self._asked.wait()
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class Carrier:

@@ -240,7 +240,7 @@ class Seats:
 
     def _give_back(self, given: "_Given") -> None:
         for (device, unused), size_bytes in given.items():
-            self._rooms[device].give_back(size_bytes, unused)
+            self._rooms[device].give_back(size_bytes, None if unused is None else unused.given_up())
 
     def _show(self, seat: Seat, value: Tensor) -> None:
         """Let modules meet the values; with a way back to the parameter where autograd wants one."""
