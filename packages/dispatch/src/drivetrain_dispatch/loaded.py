@@ -48,8 +48,6 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a model that may be larger than the accelerator, or the machine: plan a map, load by it, and dispatch.
 
-    The same model is returned; its attribute `hf_device_map` is the map, if there is one.
-
     Args:
         model: The model, usually from `init_empty_weights`; changed in place.
         checkpoint: A file of weights, an index of several, or a folder.
