@@ -120,7 +120,7 @@ def test_the_plan_is_a_table_for_people(folder: str, capsys: pytest.CaptureFixtu
     assert lines[2].startswith("prompt ")
     assert lines[3].startswith("a token ")
     assert lines[4] == "with 100 TFLOP/s, 1000 GB/s of memory, link 25 GB/s, disk 3 GB/s"
-    assert ["module", "device", "size", "time"] in [line.split() for line in lines]
+    assert ["module", "device", "size", "of", "each", "time"] in [line.split() for line in lines]
     assert any(line.startswith("model.layers.") for line in lines)
     devices = lines[lines.index("") + 1 :]
     devices = devices[: devices.index("")]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_dispatch.device_map import DeviceMap, check_places, place_of, places_of_tensors
+from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of, places_of_tensors
 from drivetrain_dispatch.errors import DeviceMapError
 
 CPU = torch.device("cpu")
@@ -67,7 +67,20 @@ def test_it_is_a_dict_and_prints_as_a_table() -> None:
     devices = DeviceMap({"": "cpu", "layer": 0}, sizes={"layer": 2_500_000}, seconds={"layer": 0.0015})
     assert devices == {"": "cpu", "layer": 0}
     assert str(devices).splitlines() == [
-        "module       device    size     time",
+        "module       device  size of each     time",
         "(the model)  cpu",
-        "layer        0       2.5 MB  1.50 ms",
+        "layer        0             2.5 MB  1.50 ms",
+    ]
+
+
+def test_layers_that_are_alike_share_a_line_until_another_accelerator_computes() -> None:
+    places: list[Device] = [0, "cpu", 0, "disk", "cpu", 1, 1, "disk"]
+    devices: dict[str, Device] = {f"layers.{index}": device for index, device in enumerate(places)}
+    sizes = {name: 1_000_000 for name in devices} | {"layers.7": 2_000_000, "head": 1_000_000}
+    lines = str(DeviceMap(devices | {"head": 1}, sizes=sizes)).splitlines()
+    assert [line.split(maxsplit=1) for line in lines[1:]] == [
+        ["layers.0-4", "2 on 0, 2 on cpu, 1 on disk        1.0 MB"],
+        ["layers.5-6", "1                                  1.0 MB"],
+        ["layers.7", "disk                               2.0 MB"],
+        ["head", "1                                  1.0 MB"],
     ]

@@ -1,5 +1,6 @@
 """Which part of a model goes where: a dict from names to devices that can be checked, looked up and printed."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Literal, NamedTuple, TypeAlias
@@ -55,16 +56,16 @@ class DeviceMap(dict[str, Device]):
                 )
 
     def __str__(self) -> str:
-        """A line a name: module, device, size, predicted time where any is known; then windows and rates.
+        """Return a table: module, device, size of each, predicted time where any is known; then windows and rates.
 
-        Layers that follow each other, are alike and are in one place share a line, such as `layers.0-21`.
+        Layers that follow each other and are alike share a line, such as `layers.0-21  13 on 0, 9 on cpu`.
         """
         timed = any(self.seconds.values())
-        lines = [["module", "device", "size", *(["time"] if timed else [])]]
+        lines = [["module", "device", "size of each", *(["time"] if timed else [])]]
         for row in rows_of(self, self.sizes, self.seconds):
             size = "" if row.size_bytes is None else f"{row.size_bytes / 1e6:,.1f} MB"
             time = "" if row.seconds is None else f"{row.seconds * 1e3:,.2f} ms"
-            lines.append([row.name or "(the model)", str(row.device), size, *([time] if timed else [])])
+            lines.append([row.name or "(the model)", row.where(), size, *([time] if timed else [])])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = [
             "  ".join(
@@ -84,45 +85,57 @@ class Row(NamedTuple):
     """A line of a map's table.
 
     Attributes:
-        name: Of a module, or of several: `layers.0-21`.
-        device: Where they are.
-        size_bytes: Of each of them; None if not known.
-        seconds: Of each; None if not known.
+        name: The name of a module, or of several: `layers.0-21`.
+        devices: The device of each of them.
+        size_bytes: The bytes of each; None if not known.
+        seconds: The time of each; None if not known.
     """
 
     name: str
-    device: Device
+    devices: tuple[Device, ...]
     size_bytes: int | None
     seconds: float | None
+
+    def where(self) -> str:
+        """Return where they are: a device, or how many are on each of several."""
+        counts = Counter(map(str, self.devices))
+        if len(counts) == 1:
+            return str(self.devices[0])
+        order = sorted(counts, key=lambda device: (device == "disk", device == "cpu", device))
+        return ", ".join(f"{counts[device]} on {device}" for device in order)
 
 
 def rows_of(
     devices: Mapping[str, Device], sizes: Mapping[str, int], seconds: Mapping[str, float]
 ) -> list[Row]:
-    """The lines of a map's table; numbers that follow each other and are alike share one. Pure.
+    """Return the lines of a map's table. Pure.
+
+    Modules that are numbered one after the other and are alike share a line, until another accelerator computes.
 
     Args:
         devices: Device by name.
         sizes: Bytes by name.
         seconds: Times by name.
     """
-    runs: list[
-        tuple[str, str, Row]
-    ] = []  # what stands before the numbers, the last number, the row of the first
+    rows: list[Row] = []
+    stem, last, computing = "", "", None  # of the line before
     for name, device in devices.items():
-        stem, _, last = name.rpartition(".")
-        row = Row(name, device, sizes.get(name), seconds.get(name))
-        if runs and last.isdecimal():
-            before, number, first = runs[-1]
-            follows = stem == before and number.isdecimal() and int(last) == int(number) + 1
-            if follows and row[1:3] == first[1:3] and _close(row.seconds, first.seconds):
-                runs[-1] = (stem, last, first)
-                continue
-        runs.append((stem, last, row))
-    return [
-        row if row.name.rpartition(".")[2] == last else row._replace(name=f"{row.name}-{last}")
-        for _, last, row in runs
-    ]
+        outer, _, number = name.rpartition(".")
+        row = Row(name, (device,), sizes.get(name), seconds.get(name))
+        computes = device if device not in ("cpu", "disk") else computing
+        follows = outer == stem and number.isdecimal() and last.isdecimal() and int(number) == int(last) + 1
+        same_device = None in (computing, computes) or computes == computing
+        if rows and follows and same_device and _alike(rows[-1], row):
+            first = rows[-1].name.removesuffix(f"-{last}")
+            rows[-1] = rows[-1]._replace(name=f"{first}-{number}", devices=(*rows[-1].devices, device))
+        else:
+            rows.append(row)
+        stem, last, computing = outer, number, computes
+    return rows
+
+
+def _alike(one: Row, other: Row) -> bool:
+    return one.size_bytes == other.size_bytes and _close(one.seconds, other.seconds)
 
 
 def _close(one: float | None, other: float | None) -> bool:

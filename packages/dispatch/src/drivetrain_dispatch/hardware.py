@@ -9,6 +9,8 @@ from drivetrain_dispatch.timeline import Rates
 DISK_BYTES_PER_SECOND = 3e9  # of an NVMe drive
 _COUNTED = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?\s*[a-z]+)(?:\s+(.*\S))?\s*", re.IGNORECASE)
 
+_SERIES = re.compile(r"\b(?:nvidia|geforce|quadro|tesla|rtx|gtx|amd|instinct)")  # what stands before a name: rtx4090
+
 
 class Hardware(NamedTuple):
     """A kind of device.
@@ -96,7 +98,7 @@ def hardware_of(kind: str) -> Hardware:
     Raises:
         ValueError: Nothing is.
     """
-    words = set(re.split(r"[^a-z0-9]+", kind.lower()))
+    words = set(re.split(r"[^a-z0-9]+", _SERIES.sub(" ", kind.lower())))
     for name, hardware in _KINDS.items():
         if name in words:
             return hardware
