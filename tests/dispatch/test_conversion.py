@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -17,6 +16,8 @@ from drivetrain_dispatch import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
+
+transformers = pytest.importorskip("transformers")
 
 TEXT = {
     "vocab_size": 97,

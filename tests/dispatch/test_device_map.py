@@ -76,7 +76,7 @@ def test_it_is_a_dict_and_prints_as_a_table() -> None:
 def test_layers_that_are_alike_share_a_line_until_another_accelerator_computes() -> None:
     places: list[Device] = [0, "cpu", 0, "disk", "cpu", 1, 1, "disk"]
     devices: dict[str, Device] = {f"layers.{index}": device for index, device in enumerate(places)}
-    sizes = {name: 1_000_000 for name in devices} | {"layers.7": 2_000_000, "head": 1_000_000}
+    sizes = dict.fromkeys(devices, 1000000) | {"layers.7": 2_000_000, "head": 1_000_000}
     lines = str(DeviceMap(devices | {"head": 1}, sizes=sizes)).splitlines()
     assert [line.split(maxsplit=1) for line in lines[1:]] == [
         ["layers.0-4", "2 on 0, 2 on cpu, 1 on disk        1.0 MB"],

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
@@ -26,6 +25,8 @@ from drivetrain_dispatch.conversion import stored_sizes
 from drivetrain_dispatch.fp8_blocks import can_be_kept
 from drivetrain_dispatch.lazy_tensor import LazyTensor
 from drivetrain_dispatch.weight_files import MappedFile
+
+transformers = pytest.importorskip("transformers")
 
 SMALL = {
     "vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "n_routed_experts": 4, "n_group": 2,

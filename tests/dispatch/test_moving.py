@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from dispatch.models import WIDTH, Coder
@@ -37,8 +35,6 @@ class Cache:
         lambda tensor: {"a": tensor, "b": {"c": [tensor]}},
         lambda tensor: OrderedDict(a=tensor),
         lambda tensor: Output(tensor),
-        lambda tensor: transformers.modeling_outputs.BaseModelOutput(tensor, (tensor, tensor)),
-        lambda tensor: Transformer2DModelOutput(tensor),
     ],
 )
 def test_nested_values_move_and_keep_their_kind(wrap: Any) -> None:
@@ -50,13 +46,27 @@ def test_nested_values_move_and_keep_their_kind(wrap: Any) -> None:
     assert move(value, torch.device("cpu")) is value
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("transformers.modeling_outputs", "BaseModelOutput"),
+        ("diffusers.models.modeling_outputs", "Transformer2DModelOutput"),
+    ],
+)
+def test_outputs_of_libraries_move_and_keep_their_kind(module: str, name: str) -> None:
+    value = getattr(pytest.importorskip(module), name)(torch.ones(2))
+    moved = move(value, META)
+    assert type(moved) is type(value)
+    assert {tensor.device for tensor in tensors(moved)} == {META}
+    assert all(getattr(moved, key) is item for key, item in moved.items())
+    assert {tensor.device for tensor in tensors(value)} == {torch.device("cpu")}
+
+
 def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Output):
         return [value.logits]
-    if isinstance(value, transformers.utils.ModelOutput):
-        assert all(getattr(value, name) is item for name, item in value.items())
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
     return [tensor for item in items for tensor in tensors(item)]
 

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from drivetrain_dispatch import DeviceMapError, WeightsMismatchError, load_pretrained, remove_hooks
+
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
 
 PLACES: dict[str, dict[str, Any]] = {
     "planned": {},
