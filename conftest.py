@@ -16,7 +16,7 @@ import pytest
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.integration.pytest import SybilItem
-from sybil.parsers.myst import CodeBlockParser
+from sybil.parsers.myst import CodeBlockParser, SkipParser
 
 # Sketches of shapes and protocols, not code that a user copies.
 SKETCHES = ("docs/design.md", "docs/platforms.md")
@@ -86,6 +86,7 @@ pytest_collect_file = Sybil(
     parsers=[
         CodeBlockParser(language="python", evaluator=_printed.run),
         CodeBlockParser(language="text", evaluator=_printed.compare),
+        SkipParser(),  # for a library that a package does not bring, where the package is tried alone
     ],
     pattern="*.md",
     excludes=SKETCHES,
