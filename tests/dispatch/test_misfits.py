@@ -36,7 +36,7 @@ def test_numbers_of_another_kind_are_told(dtype: torch.dtype) -> None:
 def test_the_first_of_many_are_named_and_the_others_counted() -> None:
     misfits = Misfits(checkpoint="weights.safetensors", strict=True)
     for index in range(8):
-        misfits.absent(f"m{index}", FLOATS, persistent=True, empty=True)
+        misfits.absent(f"m{index}", FLOATS, persistent=True, empty=False)
     misfits.unexpected["other"] = FLOATS
     text = told(misfits)
     assert text.startswith("weights.safetensors does not fit the model, which is as it was:\n")
@@ -68,3 +68,12 @@ def test_a_prefix_is_hinted_at_where_all_names_fit_with_it(
     text = told(misfits, known, found)
     assert ("rename=" in text) == (hint is not None)
     assert hint is None or hint in text
+
+
+def test_what_would_stay_without_values_is_not_said_to_stay_as_it_is() -> None:
+    misfits = Misfits(checkpoint="weights.safetensors", strict=True)
+    misfits.absent("head.weight", FLOATS, persistent=True, empty=True)
+    text = told(misfits)
+    assert "1 missing: 'head.weight'" in text
+    assert "what is missing has no values to keep" in text
+    assert "strict=False" not in text

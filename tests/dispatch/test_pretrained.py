@@ -1,14 +1,25 @@
 """`load_pretrained` gives the model that the library's own `from_pretrained` gives, wherever its weights are."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drivetrain_dispatch import DeviceMapError, WeightsMismatchError, load_pretrained, remove_hooks
+from drivetrain_dispatch import (
+    BitsAndBytes8Bit,
+    DeviceMapError,
+    OffloadedError,
+    WeightFilesError,
+    WeightsMismatchError,
+    load_pretrained,
+    remove_hooks,
+)
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
@@ -39,6 +50,15 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config.max_new_tokens = 7
     model.generation_config.repetition_penalty = 1.5
     model.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small autoencoder of diffusers."""
+    folder = tmp_path_factory.mktemp("autoencoder")
+    torch.manual_seed(0)
+    diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).save_pretrained(folder)
     return folder
 
 
@@ -154,6 +174,90 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"a pipeline of several models: .* from vae"):
         load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+
+
+def test_weights_without_their_configuration_or_index_are_told(mixtral: Path, tmp_path: Path) -> None:
+    shutil.copytree(mixtral, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors.index.json").unlink()
+    with pytest.raises(WeightFilesError, match=r"holds \d+ shards, .* no \*\.safetensors\.index\.json"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path / "model")
+    with pytest.raises(ValueError, match="is a file: name the folder"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path / "model" / "config.json")
+    with pytest.raises(TypeError, match=r"folder=<class .*the model class comes first"):
+        load_pretrained(tmp_path, transformers.AutoModelForCausalLM)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="offload_folder=3"):
+        load_pretrained(transformers.AutoModelForCausalLM, mixtral, offload_folder=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"torch_dtype": torch.bfloat16}, "give dtype"),
+        ({"max_memmory": {"cpu": "1GB"}}, "did you mean max_memory"),
+        ({"load_in_4bit": True}, r"give quantization=BitsAndBytes4Bit\(\)"),
+        ({"offload_dir": "x"}, "give offload_folder"),
+        ({"subfolder": "x"}, "give the folder itself"),
+    ],
+)
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_options_that_nobody_knows_are_refused(
+    mixtral: Path, autoencoder: Path, library: str, options: dict[str, Any], hint: str
+) -> None:
+    model_class, folder = {
+        "transformers": (transformers.AutoModelForCausalLM, mixtral),
+        "diffusers": (diffusers.AutoencoderKL, autoencoder),
+    }[library]
+    with pytest.raises(TypeError, match=f"{next(iter(options))!r} is not known: {hint}"):
+        load_pretrained(model_class, folder, **options)
+
+
+def test_fields_of_the_configuration_can_be_given(mixtral: Path) -> None:
+    model = load_pretrained(transformers.AutoModelForCausalLM, mixtral, num_experts_per_tok=1)
+    assert model.config.num_experts_per_tok == 1
+
+
+def test_a_folder_of_another_class_is_told(mixtral: Path, autoencoder: Path) -> None:
+    with pytest.raises(ValueError, match="describes a AutoencoderKL, not a UNet2DModel"):
+        load_pretrained(diffusers.UNet2DModel, autoencoder)
+    with pytest.raises(ValueError, match="does not describe a"):
+        load_pretrained(transformers.AutoModelForCausalLM, autoencoder)
+
+
+def test_a_variant_is_taken_if_it_is_named(autoencoder: Path, tmp_path: Path) -> None:
+    shutil.copytree(autoencoder, tmp_path / "both")
+    zeros = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in load_file(next(autoencoder.glob("*.safetensors"))).items()
+    }
+    save_file(zeros, tmp_path / "both" / "diffusion_pytorch_model.fp16.safetensors")
+    plain = load_pretrained(diffusers.AutoencoderKL, tmp_path / "both")
+    variant = load_pretrained(diffusers.AutoencoderKL, tmp_path / "both", variant="fp16")
+    assert any(tensor.any() for tensor in plain.state_dict().values())
+    assert not any(tensor.any() for tensor in variant.state_dict().values())
+    with pytest.raises(WeightFilesError, match="variant='bf16'"):
+        load_pretrained(diffusers.AutoencoderKL, tmp_path / "both", variant="bf16")
+
+
+def test_packed_weights_are_not_saved_over_those_in_full(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    model = load_pretrained(transformers.AutoModelForCausalLM, tmp_path, quantization=BitsAndBytes8Bit())
+    with pytest.raises(OffloadedError, match="what no library reads"):
+        model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_what_an_earlier_load_wrote_and_somebody_cut_is_written_anew(mixtral: Path, tmp_path: Path) -> None:
+    how = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
+    ids = torch.tensor([[3, 4, 5]])
+    wanted = load_pretrained(transformers.AutoModelForCausalLM, mixtral, **how).generate(ids)
+    (written,) = tmp_path.iterdir()
+    os.truncate(written, 100)
+    assert torch.equal(
+        load_pretrained(transformers.AutoModelForCausalLM, mixtral, **how).generate(ids), wanted
+    )
 
 
 def test_a_class_of_another_library_is_refused(mixtral: Path) -> None:

@@ -1,6 +1,8 @@
 """Checks of what users give that several functions take: each error names the argument and what it may be."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+from typing import cast
 
 import torch
 
@@ -97,6 +99,11 @@ def check_map(device_map: object, otherwise: str = "") -> None:
         DeviceMapError: It is none.
     """
     if isinstance(device_map, Mapping):
+        names = [name for name in cast("Mapping[object, object]", device_map) if not isinstance(name, str)]
+        if names:
+            raise DeviceMapError(
+                f"device_map={{{names[0]!r}: ...}}: names are text, as named_modules() gives them: {str(names[0])!r}"
+            )
         return
     example = _FORM
     if isinstance(device_map, int | torch.device) or _is_device(device_map):
@@ -125,3 +132,39 @@ def _is_device(given: object) -> bool:
         return given == "disk" or bool(torch.device(given).type)
     except RuntimeError:
         return False
+
+
+# What other libraries' loading takes under other names.
+_ELSEWHERE = {
+    "torch_dtype": "dtype",
+    "offload_dir": "offload_folder",
+    "offload_state_dict": "offload_folder",
+    "load_in_4bit": "quantization=BitsAndBytes4Bit()",
+    "load_in_8bit": "quantization=BitsAndBytes8Bit()",
+    "quantization_config": "quantization",
+    "subfolder": "the folder itself",
+}
+_OPTIONS = (
+    "device_map", "max_memory", "dtype", "variant", "config", "no_split_module_classes", "strict", "progress",
+    "offload_folder", "release_pages", "offload_buffers", "quantization",
+)  # fmt: skip
+
+
+def check_options(options: Iterable[str], known: Collection[str]) -> None:
+    """Check the names of further options of a model.
+
+    Args:
+        options: The names that were given.
+        known: Those that the model takes.
+
+    Raises:
+        TypeError: One is not known.
+    """
+    for name in options:
+        if name in known:
+            continue
+        near = get_close_matches(name, [*_OPTIONS, *known], n=1)
+        hint = f"give {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"did you mean {near[0]}?" if near else (
+            "it is no argument of load_pretrained and no field of the model's configuration"
+        )  # fmt: skip
+        raise TypeError(f"load_pretrained: {name!r} is not known: {hint}")

@@ -110,7 +110,7 @@ def parse_size(size: int | str) -> int:
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ValueError(
-            f"{size!r} is no size: give a number of bytes, or one with a unit such as '24GB' or '512MiB' (units: "
+            f"{size!r} is no size: give one with a unit such as '24GB' or '512MiB', or an int of bytes (units: "
             f"{', '.join(_UNITS)})"
         )
     return int(float(match[1]) * units[match[2].lower()])

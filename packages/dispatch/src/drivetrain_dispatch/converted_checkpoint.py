@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -112,9 +112,8 @@ class ConvertedCheckpoint:
             f"{name} {dtypes[name]} {self._tensors[name].recipe()}" for name in sorted(dtypes)
         )
         path = folder / f"converted-{hashlib.sha256(recipes.encode()).hexdigest()[:16]}.safetensors"
-        if path.exists():
-            logger.info("reading converted weights from %s", path)
-            return MappedFile(path)
+        if (earlier := _opened(path, dtypes)) is not None:
+            return earlier
         like = {
             name: torch.empty(self._tensors[name].shape, dtype=dtype, device="meta")
             for name, dtype in dtypes.items()
@@ -130,13 +129,13 @@ class ConvertedCheckpoint:
                 raise
         except OSError as error:
             raise WeightFilesError(
-                f"converted weights could not be written to {folder} ({error}): free the disk, or name another folder"
+                f"converted weights could not be written to {folder} ({error}): name another folder, or free the disk"
             ) from error
         file = MappedFile(path)
         logger.warning(
-            "wrote %.2f GB of weights that the disk keeps and the checkpoint has in another form to %s; later loads "
+            "wrote %.1f MB of weights that the disk keeps and the checkpoint has in another form to %s; later loads "
             "of the same checkpoint by the same map read them there",
-            path.stat().st_size / 1e9,
+            path.stat().st_size / 1e6,
             path,
         )
         return file
@@ -146,3 +145,16 @@ class ConvertedCheckpoint:
             self._tensors[name].read_into(target)
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # writes the pages that were changed through the mapping too
+
+
+def _opened(path: Path, names: Collection[str]) -> MappedFile | None:
+    """Open the file that an earlier load has written, unless there is none or it was damaged since."""
+    if not path.exists():
+        return None
+    try:
+        file = MappedFile(path)
+    except WeightFilesError as error:
+        logger.warning("%s; it is written anew", error)
+        return None
+    logger.info("reading converted weights from %s", path)
+    return file if file.names >= set(names) else None

@@ -9,7 +9,9 @@ from drivetrain_dispatch.timeline import Rates
 DISK_BYTES_PER_SECOND = 3e9  # of an NVMe drive
 _COUNTED = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?\s*[a-z]+)(?:\s+(.*\S))?\s*", re.IGNORECASE)
 
-_SERIES = re.compile(r"\b(?:nvidia|geforce|quadro|tesla|rtx|gtx|amd|instinct)")  # what stands before a name: rtx4090
+_SERIES = re.compile(
+    r"\b(?:nvidia|geforce|quadro|tesla|rtx|gtx|amd|instinct)"
+)  # what stands before a name: rtx4090
 
 
 class Hardware(NamedTuple):

@@ -17,7 +17,7 @@ from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.filling import Progress, WholeProgress, allocate, check_copies, fill, pieces_of
 from drivetrain_dispatch.load_plan import LoadPlan, plan_load, present_places
 from drivetrain_dispatch.misfits import Stored
-from drivetrain_dispatch.packing import Packing
+from drivetrain_dispatch.packing import Packing, refuse_to_save
 from drivetrain_dispatch.packing_stored import StoredPacking, without_parts
 from drivetrain_dispatch.parts import is_divided
 from drivetrain_dispatch.placement import placements_of
@@ -161,7 +161,7 @@ class _Load:
         read(self._targets)
         self._packing.pack(plan.arrivals, self._devices(plan), read)
         apply_changes(self._model, self._changes(plan))
-        return self._report(plan)
+        return self._done(plan)
 
     def by(self, relay: Relay, progress: Progress | None) -> LoadReport:
         """Take what rank 0 reads."""
@@ -181,7 +181,7 @@ class _Load:
             return self._changes(plan)
 
         apply_changes(self._model, relay.together(read_all))
-        return self._report(plan)
+        return self._done(plan)
 
     def _open(self) -> dict[str, Stored]:
         files = open_weights(self._checkpoint)
@@ -236,7 +236,9 @@ class _Load:
             file.check_unchanged()
         return changes_of(self._model, plan.arrivals, self._targets, self._files, self._packing)
 
-    def _report(self, plan: LoadPlan) -> LoadReport:
+    def _done(self, plan: LoadPlan) -> LoadReport:
+        if any(arrival.is_packed for arrival in plan.arrivals):
+            refuse_to_save(self._model)
         return _report(plan, {**self._files, **self._packing.files})
 
 

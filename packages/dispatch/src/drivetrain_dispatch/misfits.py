@@ -53,6 +53,7 @@ class Misfits:
         self._strict = strict
         self._differing: list[str] = []
         self._empty: list[str] = []  # stay on the meta device
+        self._valueless = False  # whether any that checkpoints should have does
 
     def absent(self, name: str, wanted: Stored, *, persistent: bool, empty: bool) -> None:
         """Note a tensor that the checkpoint does not have.
@@ -65,6 +66,7 @@ class Misfits:
         """
         if persistent:
             self.missing[name] = wanted
+        self._valueless |= empty and persistent
         if empty and not (persistent and self._strict):
             self._empty.append(f"{name!r} {wanted}")
 
@@ -113,6 +115,11 @@ class Misfits:
             return
         if hint := _prefix_hint(known, found):
             parts.append(hint)
+        elif self._strict and self._valueless:
+            parts.append(
+                "what is missing has no values to keep: load a checkpoint that has it, or the model without that "
+                "part, and build it afterwards"
+            )
         elif self._strict and (self.missing or self.unexpected):
             parts.append("strict=False leaves what is missing as it is and what is unexpected out")
         text = "\n  ".join(parts)

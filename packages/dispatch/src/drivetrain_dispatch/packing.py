@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.filling import no_room
 from drivetrain_dispatch.load_plan import Arrival, LoadPlan
 from drivetrain_dispatch.misfits import Stored
@@ -105,3 +107,20 @@ class Packing:
         elif arrival.place != full.device:
             put_parts(weight, [part.to(arrival.place) for part in parts_of(weight)])
         return weight
+
+
+class SavesNothing:
+    """Stands in for `save_pretrained` of a model whose weights are packed."""
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Refuse: the library would write packed weights that nothing reads, maybe over those in full."""
+        raise OffloadedError(
+            "the weights of this model are packed, and save_pretrained would write what no library reads: load "
+            "the model without quantization to save it, or save model.state_dict() by torch.save"
+        )
+
+
+def refuse_to_save(model: nn.Module) -> None:
+    """Have `save_pretrained` of a model with packed weights be an error, if it has such a method."""
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = SavesNothing()

@@ -143,6 +143,12 @@ def _why_not(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
             "them more, or leave the disk's budget out"
         )
     need, peak, kept = max(groups.needs), max(groups.peaks), sum(groups.kept) + sum(groups.stays)
+    if budgets.in_place:
+        return (
+            f"max_memory: {_shown(kept)} stay in the host's memory for the whole model (buffers, keys and values), "
+            f"beside activations up to {_shown(peak)}, and it may hold {_shown(max(budgets.devices))}: give 'cpu' at "
+            f"least {_shown(kept + peak)}"
+        )
     block = blocks[groups.firsts[groups.needs.index(need)]]
     part = "" if len(block.coming) == 1 else "a part of "
     return (

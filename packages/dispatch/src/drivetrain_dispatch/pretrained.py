@@ -6,21 +6,28 @@ import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
-from drivetrain_dispatch.arguments import check_dtype
+from drivetrain_dispatch.arguments import check_computed, check_dtype, check_options
 from drivetrain_dispatch.device_map import Device
 from drivetrain_dispatch.empty import init_empty_weights
 from drivetrain_dispatch.filling import Progress
 from drivetrain_dispatch.loaded import Way, load_checkpoint_and_dispatch
 from drivetrain_dispatch.quantization import Quantization, StoredFP8
+from drivetrain_dispatch.weight_files import weights_of
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_IMPLEMENTATIONS = (
+    "attn_implementation",
+    "experts_implementation",
+)  # what transformers' from_config takes beside
 _FP8 = "fp8"  # the method of checkpoints that are dequantised while they are read
 AnyModel = TypeVar("AnyModel")
 
@@ -32,6 +39,7 @@ def load_pretrained(
     device_map: Mapping[str, Device] | Way | None = "auto",
     max_memory: Mapping[Device, int | str] | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
+    variant: str | None = None,
     config: object = None,
     no_split_module_classes: Collection[str] | None = None,
     strict: bool = True,
@@ -55,6 +63,7 @@ def load_pretrained(
         device_map: Device by name; or "auto", "balanced", "balanced_low_0" or "sequential" to plan it; None for none.
         max_memory: What a planned map may put where; None takes what is free.
         dtype: The dtype of floating-point weights; "auto" takes the configuration's, or else fp32.
+        variant: The weights to take where the folder holds several: "fp16" for `model.fp16.safetensors`.
         config: A configuration object of the library to use instead of the folder's.
         no_split_module_classes: Names of module classes that a planned map keeps whole; None takes the model's own.
         strict: Whether the checkpoint must have the model's names and no others.
@@ -63,7 +72,7 @@ def load_pretrained(
         release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
         offload_buffers: Whether buffers are kept away from the device that computes too.
         quantization: How weights are packed, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.
-        model_options: More arguments of the class's `from_config`, such as `attn_implementation="eager"`.
+        model_options: Fields of the configuration, `attn_implementation` and `experts_implementation`.
 
     Raises:
         ImportError: The library is not installed.
@@ -72,16 +81,14 @@ def load_pretrained(
         WeightsMismatchError: The checkpoint does not fit the model.
         DeviceMapError: No map keeps within the budgets, or the map does not fit.
     """
-    if dtype != "auto":
-        check_dtype("dtype", dtype)
-    path = _checked(Path(folder).expanduser())
+    path = _checked(folder, dtype, offload_folder)
     build = _builder(model_class)
     model: Any = build(path, None if dtype == "auto" else dtype, config, model_options)
     _keep_in_fp32(model)
     whole = _whole_classes(model) if no_split_module_classes is None else no_split_module_classes
     load_checkpoint_and_dispatch(
-        model, path, device_map, max_memory, no_split_module_classes=whole, strict=strict, progress=progress,
-        offload_folder=offload_folder, offload_buffers=offload_buffers, quantization=quantization,
+        model, weights_of(path, variant), device_map, max_memory, no_split_module_classes=whole, strict=strict,
+        progress=progress, offload_folder=offload_folder, offload_buffers=offload_buffers, quantization=quantization,
         release_pages=release_pages, skip_keys=_skip_keys(model),
     )  # fmt: skip
     return cast("AnyModel", model.eval())
@@ -90,12 +97,25 @@ def load_pretrained(
 Build = Callable[[Path, torch.dtype | None, Any, Mapping[str, Any]], nn.Module]
 
 
-def _checked(path: Path) -> Path:
+def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
     """Return the folder of a model.
 
     Raises:
-        ValueError: It is none, or its weights are packed in a way that is not known here.
+        TypeError: It is no path.
+        ValueError: It is no folder of a model, its weights are packed in a way that is not known here, or no layer
+            computes in the dtype.
     """
+    for argument, given in (("folder", folder), ("offload_folder", offload_folder)):
+        if not isinstance(given, str | PathLike) and (given is not None or argument == "folder"):
+            raise TypeError(f"{argument}={given!r}: give the path of a folder; the model class comes first")
+    if dtype != "auto":
+        check_dtype("dtype", dtype)
+        check_computed("dtype", cast("torch.dtype", dtype), "give another, or quantization=...")
+    path = Path(cast("str", folder)).expanduser()
+    if path.is_file():
+        raise ValueError(
+            f"{path} is a file: name the folder that it lies in, and variant=... of several weights"
+        )
     if (path / "model_index.json").is_file():
         parts = sorted(part.name for part in path.iterdir() if (part / _CONFIG).is_file())
         raise ValueError(
@@ -155,14 +175,19 @@ def _from_transformers(
     transformers: Any = import_module("transformers")
     if config is None:
         config_class = getattr(model_class, "config_class", None) or transformers.AutoConfig
-        config = config_class.from_pretrained(path, local_files_only=True)
+        with _described(path, model_class):
+            config = config_class.from_pretrained(path, local_files_only=True)
     config = copy.deepcopy(config)  # a model changes its own
     config.name_or_path = str(path)
+    check_options(options, (*_IMPLEMENTATIONS, *config.to_dict()))
+    for name in options.keys() - set(_IMPLEMENTATIONS):
+        setattr(config, name, options[name])
+    said = {name: value for name, value in options.items() if name in _IMPLEMENTATIONS}
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are dequantised
     chosen = dtype or _dtype_of(config) or torch.float32
-    with init_empty_weights():
-        model: Any = from_config(config, dtype=chosen, **options)
+    with _described(path, model_class), init_empty_weights():
+        model: Any = from_config(config, dtype=chosen, **said)
     if model.can_generate() and (path / _GENERATION).is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     return model
@@ -173,12 +198,43 @@ def _from_diffusers(
 ) -> nn.Module:
     if config is None:
         config = model_class.load_config(path, local_files_only=True)
-    with init_empty_weights(), _default_dtype(dtype or torch.get_default_dtype()):
+    check_options(options, tuple(signature(model_class).parameters))
+    made = (
+        config.get("_class_name", model_class.__name__)
+        if isinstance(config, Mapping)
+        else model_class.__name__
+    )
+    if made != model_class.__name__:
+        raise ValueError(
+            f"{path / _CONFIG} describes a {made}, not a {model_class.__name__}: give that class"
+        )
+    with (
+        _described(path, model_class),
+        init_empty_weights(),
+        _default_dtype(dtype or torch.get_default_dtype()),
+    ):
         model: nn.Module = model_class.from_config(config, **options)
     for tensor in model.state_dict(keep_vars=True).values():  # not what no file holds
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return model
+
+
+@contextmanager
+def _described(path: Path, model_class: Any) -> Generator[None]:
+    """Say which file it is where a class cannot make anything of a configuration."""
+    try:
+        # Their checks of configurations raise what is no ValueError, in versions that have them.
+        invalid: Any = getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    except ImportError:
+        invalid = ValueError
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, invalid) as error:
+        raise ValueError(
+            f"{path / _CONFIG} does not describe a {model_class.__name__} ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}): give the class that it was saved by, or another configuration"
+        ) from error
 
 
 @contextmanager

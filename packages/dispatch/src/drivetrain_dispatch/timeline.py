@@ -39,6 +39,15 @@ class Rates:
     to_device: float
     from_disk: float
 
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("to_device", "from_disk"):
+            rate: object = getattr(self, name)
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+                raise ValueError(
+                    f"Rates: {name}={rate!r}: must be a number of bytes a second above 0, such as 25e9"
+                )
+
 
 class Turn(NamedTuple):
     """When a part's weights are read, copied and used: begin and end, in seconds; (0, 0) where that is not needed.

@@ -36,7 +36,10 @@ class OffloadTrace:
     def svg(self) -> str:
         """A picture: what is brought above what is computed, with what is waited for in red, over time."""
         if not self.turns:
-            raise ValueError("nothing was traced: call the model within trace_offload(model)")
+            raise ValueError(
+                "nothing was traced: call the model within trace_offload(model); weights that stay, or that the host "
+                "uses in their file, do not come and go and leave no trace"
+            )
         start = min(min(turn.brought[0], turn.waited[0]) for turn in self.turns)
         end = max(turn.computed[1] for turn in self.turns)
         scale = _WIDTH / max(end - start, 1e-9)

@@ -31,6 +31,7 @@ _KINDS = (
 _INDICES = tuple(index for index, _, _ in _KINDS)
 # What they call an index of a variant: of another dtype, for example. A file's is its last part but one.
 _VARIANT = re.compile(r"(?<=\.index)\.[^.]+(?=\.json$)")
+_SHARD = re.compile(r"-\d+-of-\d+\.")
 _NUM_SHOWN = 5
 
 
@@ -251,6 +252,26 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
     return dict.fromkeys(file.in_order, file)
 
 
+def weights_of(folder: Path, variant: str | None) -> Path:
+    """Return what to load of a folder: it itself, or the index or file of a variant of its weights.
+
+    Raises:
+        WeightFilesError: The folder has no such variant.
+    """
+    if variant is None:
+        return folder
+    for pattern in (
+        f"*.index.{variant}.json",
+        f"*.{variant}{_SUFFIX}",
+        *(f"*.{variant}{end}" for end in PICKLED_SUFFIXES),
+    ):
+        if found := sorted(path for path in folder.glob(pattern) if not _SHARD.search(path.name)):
+            return found[0]
+    raise WeightFilesError(
+        f"variant={variant!r}: {folder} holds no weights called so; leave it out, or fetch them"
+    )
+
+
 def _in_folder(folder: Path) -> Path:
     """The index of a folder, or its one file."""
     paths = sorted(folder.iterdir())
@@ -262,10 +283,17 @@ def _in_folder(folder: Path) -> Path:
         found = indices or named or variants or files
         if len(found) == 1:
             return found[0]
+        if found and all(_SHARD.search(path.name) for path in found):
+            raise WeightFilesError(
+                f"{folder} holds {len(found)} shards, {found[0].name} and so on, and no *{index} that says what is "
+                "where: fetch it too"
+            )
         if found:
             shown = ", ".join(path.name for path in found[:_NUM_SHOWN])
             raise WeightFilesError(f"{folder} holds several weights ({shown}): name one of them")
-    raise WeightFilesError(f"{folder} holds no *{_SUFFIX} file, and none of {', '.join(PICKLED_SUFFIXES)}")
+    raise WeightFilesError(
+        f"{folder} holds no *{_SUFFIX} file, and none of {', '.join(PICKLED_SUFFIXES)}: fetch the weights too"
+    )
 
 
 def _indexed(index: Path) -> dict[str, MappedFile]:

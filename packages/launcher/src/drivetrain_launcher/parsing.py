@@ -165,10 +165,10 @@ class CommandParser:
             return f"{written}: {reason}"
         near = get_close_matches(written.replace("_", "-"), self.flags, n=1)
         sections = ", ".join(dict.fromkeys(flag.section for flag in self.flags.values() if flag.section))
-        meant = (
-            f"did you mean {near[0]}" if near else f"the packages installed here bring those of {sections}"
-        )
-        return f"{written}: no such flag; {meant}; {_SEE_HELP}"
+        meant = f"the packages installed here bring those of {sections}; " if sections else ""
+        if near:
+            meant = f"did you mean {near[0]}; "
+        return f"{written}: no such flag; {meant}{_SEE_HELP}"
 
     def _converted(self, name: str, given: object) -> Any:
         try:
