@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dispatch.models import Stack
+from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.load import load_checkpoint_in_model
 from drivetrain_dispatch.loaded import load_checkpoint_and_dispatch
 
@@ -67,3 +68,8 @@ def test_a_load_says_what_it_takes(
         load(model, tmp_path, **{"device_map": {"": "cpu"}, **given})
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert not hasattr(model, "hf_device_map")
+
+
+def test_names_of_a_map_are_text() -> None:
+    with pytest.raises(DeviceMapError, match=r"device_map=\{0: \.\.\.\}: names are text, .* '0'"):
+        load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 2)), "nowhere", {0: "cpu"})  # type: ignore[dict-item]

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ def test_where_nothing_can_be_written_it_is_measured_each_time(tmp_path: Path) -
 REMEMBER = """
 import json, sys
 from pathlib import Path
+from typing import Any
 from drivetrain_dispatch.rate_cache import remembered
 cache = Path(sys.argv[1])
 for turn in range(50):
@@ -143,3 +145,13 @@ def test_a_gpu_is_measured(tmp_path: Path) -> None:
     rate = measure_compute("cuda", torch.bfloat16, cache=tmp_path / "rates.json")
     assert rate.flops_per_second > 1e12
     assert rate.bytes_per_second > 1e10
+
+
+@pytest.mark.parametrize(
+    "given", [{"to_device": -1}, {"from_disk": 0}, {"to_device": "25GB"}, {"from_disk": True}]
+)
+def test_rates_are_numbers_above_0(given: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=rf"Rates: {next(iter(given))}=.*: must be a number of bytes a second above 0"
+    ):
+        Rates(**({"to_device": 25e9, "from_disk": 3e9} | given))

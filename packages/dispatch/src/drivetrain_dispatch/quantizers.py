@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.packed import is_packed, size_in_bytes
 
 _BLOCK, _BLOCK_OF_SCALES = 64, 256  # bitsandbytes': weights with a scale of 4 bits, and scales with one of 8
@@ -30,8 +31,9 @@ class BitsAndBytes8Bit:
     def __post_init__(self) -> None:
         """Check that it can be done."""
         _check_installed("bitsandbytes", "BitsAndBytes8Bit")
-        if not self.threshold >= 0:
-            raise ValueError(f"threshold={self.threshold}: must be 0 or more")
+        threshold: Any = self.threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
+            raise ValueError(f"threshold={threshold!r}: must be a number, 0 or more")
 
     def size_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What a weight takes when it is packed."""
@@ -79,6 +81,8 @@ class BitsAndBytes4Bit:
         _check_installed("bitsandbytes", "BitsAndBytes4Bit")
         if self.quant_type not in ("nf4", "fp4"):
             raise ValueError(f"quant_type={self.quant_type!r}: must be 'nf4' or 'fp4'")
+        if self.compute_dtype is not None:
+            check_dtype("compute_dtype", self.compute_dtype)
 
     def size_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What a weight takes when it is packed."""
