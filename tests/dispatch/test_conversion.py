@@ -1,5 +1,7 @@
 """Checkpoints that transformers wrote under other names and in other shapes load as transformers loads them."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,47 @@ def test_stacked_experts_are_packed_as_they_come(tmp_path: Path) -> None:
     assert experts
     for name in experts:
         assert torch.equal(model.get_parameter(name), wanted.get_parameter(name))
+
+
+def test_several_loads_that_write_the_same_file_at_once_all_succeed(tmp_path: Path) -> None:
+    folder, offload = tmp_path / "model", tmp_path / "offload"
+    wanted = built("MixtralForCausalLM")
+    wanted.save_pretrained(folder)
+    models = [empty("MixtralForCausalLM", folder) for _ in range(6)]
+
+    def load(model: nn.Module) -> nn.Module:
+        return load_checkpoint_and_dispatch(model, folder, {"": "disk"}, offload_folder=offload)
+
+    with ThreadPoolExecutor(6) as pool:
+        loaded = list(pool.map(load, models))
+    assert len(list(offload.iterdir())) == 1
+    for model in loaded:
+        assert_equal(model, wanted)
+
+
+def test_a_file_in_the_models_own_folder_is_no_weights_of_it(tmp_path: Path) -> None:
+    wanted = built("MixtralForCausalLM")
+    wanted.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    for _ in range(2):
+        model = empty("MixtralForCausalLM", tmp_path)
+        assert_equal(
+            load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"}, offload_folder=tmp_path), wanted
+        )
+
+
+def test_a_checkpoint_that_was_replaced_in_its_time_is_converted_anew(tmp_path: Path) -> None:
+    folder, offload = tmp_path / "model", tmp_path / "offload"
+    model = built("MixtralForCausalLM")
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "new")
+        folder.mkdir(exist_ok=True)
+        for file in (tmp_path / "new").iterdir():
+            os.utime(file, (1, 1))
+            os.replace(file, folder / file.name)
+        again = empty("MixtralForCausalLM", folder)
+        load_checkpoint_and_dispatch(again, folder, {"": "disk"}, offload_folder=offload)
+        assert_equal(again, model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)

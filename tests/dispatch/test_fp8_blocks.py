@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from drivetrain_dispatch import (
     DeviceMapError,
+    OffloadedError,
     StoredFP8,
     WeightFilesError,
     init_empty_weights,
@@ -266,3 +268,37 @@ def test_blocks_that_a_join_would_cut_are_not_kept(tmp_path: Path, rows: tuple[i
     assert can_be_kept(values, scales) is kept
     transposed = (torch.cat([lazy[f"a{end}"], lazy[f"b{end}"]]).transpose(0, 1) for end in ("", "_scale_inv"))
     assert not can_be_kept(*transposed)
+
+
+def test_a_weight_without_its_scales_is_told(tmp_path: Path) -> None:
+    published_in_fp8(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightFilesError, match=r"o_proj\.weight' is fp8 and has no scales"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path, strict=False)
+
+
+def test_other_blocks_that_a_configuration_names_are_refused(tmp_path: Path) -> None:
+    published_in_fp8(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [96, 96]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"weight_block_size=\[96, 96\]"):
+        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.mul_(2),
+        lambda w: w.zero_(),
+        lambda w: w.copy_(torch.ones(w.shape)),
+        lambda w: w.data.add_(1),
+    ],
+)
+def test_a_kept_weight_cannot_be_written_to(write: Callable[[torch.Tensor], object]) -> None:
+    kept, full = weight_of(128, 128)
+    with pytest.raises(OffloadedError, match="cannot be written to"):
+        write(kept)
+    assert torch.equal(kept + 0, full)

@@ -143,6 +143,7 @@ _ELSEWHERE = {
     "load_in_8bit": "quantization=BitsAndBytes8Bit()",
     "quantization_config": "quantization",
     "subfolder": "the folder itself",
+    "trust_remote_code": "the class itself, which init_empty_weights builds; no code of a folder is run",
 }
 _OPTIONS = (
     "device_map", "max_memory", "dtype", "variant", "config", "no_split_module_classes", "strict", "progress",

@@ -6,6 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.errors import OffloadedError
+
 BLOCK = 128  # rows and columns of a block, in every checkpoint that was published so
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
@@ -84,6 +86,10 @@ class BlockScaledTensor(Tensor):
     ) -> Any:
         """Move or select parts; dequantise for whatever else."""
         given = dict(kwargs or {})
+        if func._schema.is_mutable and isinstance(args[0], BlockScaledTensor):
+            raise OffloadedError(
+                "a weight that is kept in fp8 cannot be written to: load the model without quantization=StoredFP8()"
+            )
         if (change := _ON_PARTS.get(func)) is not None:
             made = change(*args, **given)
             if made is not None:

@@ -1,6 +1,6 @@
 """What a load does about checkpoints that hold a model's weights under other names or in another form."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,32 +99,32 @@ def check_folder(plan: LoadPlan, files: Mapping[str, WeightSource], folder: Path
 
 
 def write_converted(
-    plan: LoadPlan, files: MutableMapping[str, WeightSource], folder: Path | str | None
-) -> LoadPlan:
+    plan: LoadPlan, files: Mapping[str, WeightSource], folder: Path | str | None
+) -> tuple[LoadPlan, dict[str, MappedFile]]:
     """Write what stays on the disk in another form than the checkpoint has, unless an earlier load has.
 
     Args:
         plan: Of the load.
-        files: The file of each tensor, by the plan's stored names; changed to the file that was written.
+        files: The file of each tensor, by the plan's stored names.
         folder: Where.
 
     Returns:
-        The plan, in which these tensors are stored in the dtype in which they are computed.
+        The plan, in which these tensors are stored in the dtype in which they are computed, and the file of each.
 
     Raises:
         WeightFilesError: The disk has no room.
     """
     names = _to_write(plan, files)
     if not names or folder is None:
-        return plan
+        return plan, {}
     (checkpoint,) = {id(files[name]): files[name] for name in names}.values()
     assert isinstance(checkpoint, ConvertedCheckpoint)
-    files.update(dict.fromkeys(names, checkpoint.written(names, Path(folder).expanduser())))
+    written = dict.fromkeys(names, checkpoint.written(names, Path(folder).expanduser()))
     arrivals = (
         replace(arrival, stored_dtype=arrival.dtype) if arrival.stored in names else arrival
         for arrival in plan.arrivals
     )
-    return replace(plan, arrivals=tuple(arrivals))
+    return replace(plan, arrivals=tuple(arrivals)), written
 
 
 def _to_write(plan: LoadPlan, files: Mapping[str, WeightSource]) -> dict[str, torch.dtype]:

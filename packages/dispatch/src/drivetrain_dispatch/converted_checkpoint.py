@@ -123,7 +123,9 @@ class ConvertedCheckpoint:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._write(unfinished, like)
+                file = MappedFile(unfinished)  # before another process may put its own there
                 os.replace(unfinished, path)
+                file.path = path.absolute()
             except BaseException:
                 unfinished.unlink(missing_ok=True)
                 raise
@@ -131,7 +133,6 @@ class ConvertedCheckpoint:
             raise WeightFilesError(
                 f"converted weights could not be written to {folder} ({error}): name another folder, or free the disk"
             ) from error
-        file = MappedFile(path)
         logger.warning(
             "wrote %.1f MB of weights that the disk keeps and the checkpoint has in another form to %s; later loads "
             "of the same checkpoint by the same map read them there",

@@ -28,7 +28,7 @@ def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> F
         wanted: Names that the model has: scales that are among them are the model's own.
 
     Raises:
-        WeightFilesError: The number of scales is not that of the weight's blocks.
+        WeightFilesError: The number of scales is not that of the weight's blocks, or some weights alone have none.
     """
     found = Fp8Weights({}, {})
     for name, tensor in tensors.items():
@@ -41,6 +41,14 @@ def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> F
                 f"be one for a block of {BLOCK} x {BLOCK} elements; load it by the library that wrote it"
             )
         found.values[name], found.scales[name] = tensor, scales
+    lacking = [
+        name for name, tensor in tensors.items() if tensor.dtype in FP8_DTYPES and name not in found.values
+    ]
+    if found.values and lacking:  # where none has scales, they are numbers of their own
+        raise WeightFilesError(
+            f"{lacking[0]!r} is fp8 and has no scales {lacking[0] + _SUFFIX!r}, as {len(found.values)} others have: "
+            "fetch the checkpoint again"
+        )
     return found
 
 

@@ -1,5 +1,6 @@
 """A checkpoint's values into a model: planned and checked first, then read, and only then is the model touched."""
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +137,10 @@ class _Load:
         self._folder = folder
         # By the checkpoint's names, or the model's where it is converted.
         self._files: dict[str, WeightSource] = {}
+        self._written: dict[str, WeightSource] = {}  # what the disk keeps in another form, by the same names
+        self._held = ChainMap(self._written, self._files)
         self._keeps_fp8 = isinstance(quantization, StoredFP8)
-        self._packing = _packing(quantization, self._files, folder)
+        self._packing = _packing(quantization, self._held, folder)
         self._targets: dict[str, Tensor] = {}  # the same, of what is read
 
     def __enter__(self) -> Self:
@@ -222,7 +225,9 @@ class _Load:
         return plan
 
     def _write_converted(self, plan: LoadPlan) -> LoadPlan:
-        return write_converted(plan, self._files, self._folder)
+        plan, written = write_converted(plan, self._files, self._folder)
+        self._written.update(written)
+        return plan
 
     def _devices(self, plan: LoadPlan) -> dict[str, torch.device]:
         """What computes with each tensor, where any is packed."""
@@ -234,12 +239,12 @@ class _Load:
     def _changes(self, plan: LoadPlan) -> list[Change]:
         for file in {id(file): file for file in self._files.values()}.values():
             file.check_unchanged()
-        return changes_of(self._model, plan.arrivals, self._targets, self._files, self._packing)
+        return changes_of(self._model, plan.arrivals, self._targets, self._held, self._packing)
 
     def _done(self, plan: LoadPlan) -> LoadReport:
         if any(arrival.is_packed for arrival in plan.arrivals):
             refuse_to_save(self._model)
-        return _report(plan, {**self._files, **self._packing.files})
+        return _report(plan, {**self._held, **self._packing.files})
 
 
 def _packing(

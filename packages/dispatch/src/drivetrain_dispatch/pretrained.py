@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype, check_options
+from drivetrain_dispatch.block_scaled import BLOCK
 from drivetrain_dispatch.device_map import Device
 from drivetrain_dispatch.empty import init_empty_weights
 from drivetrain_dispatch.filling import Progress
@@ -137,6 +138,12 @@ def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
             f"{path / _CONFIG} says the weights are packed ({method}): load such a checkpoint by its library's "
             "from_pretrained, or fetch the weights in full and give quantization=..."
         )
+    blocks = packed.get("weight_block_size") if isinstance(packed, dict) else None
+    if blocks is not None and list(blocks) != [BLOCK, BLOCK]:
+        raise ValueError(
+            f"{path / _CONFIG} says weight_block_size={blocks}: blocks of {BLOCK} x {BLOCK} are read; load such a "
+            "checkpoint by its library's from_pretrained"
+        )
     return path
 
 
@@ -176,7 +183,9 @@ def _from_transformers(
     if config is None:
         config_class = getattr(model_class, "config_class", None) or transformers.AutoConfig
         with _described(path, model_class):
-            config = config_class.from_pretrained(path, local_files_only=True)
+            # transformers would ask on the terminal whether to run code of the folder's.
+            trust = {"trust_remote_code": False} if config_class is transformers.AutoConfig else {}
+            config = config_class.from_pretrained(path, local_files_only=True, **trust)
     config = copy.deepcopy(config)  # a model changes its own
     config.name_or_path = str(path)
     check_options(options, (*_IMPLEMENTATIONS, *config.to_dict()))

@@ -32,6 +32,7 @@ _INDICES = tuple(index for index, _, _ in _KINDS)
 # What they call an index of a variant: of another dtype, for example. A file's is its last part but one.
 _VARIANT = re.compile(r"(?<=\.index)\.[^.]+(?=\.json$)")
 _SHARD = re.compile(r"-\d+-of-\d+\.")
+_OWN = ("converted-", "offloaded-", ".")  # files that this package writes, and unfinished ones
 _NUM_SHOWN = 5
 
 
@@ -118,7 +119,7 @@ class MappedFile:
 
     def stamp(self) -> str:
         """Return a text that differs once another file of this path was written."""
-        return f"{self._stamp.size_bytes}:{self._stamp.modified_ns}"
+        return ":".join(map(str, self._stamp))
 
     def file_of(self, name: str) -> "MappedFile":  # noqa: ARG002 as the protocol has it
         """Return the file whose pages a tensor is: this one."""
@@ -274,7 +275,7 @@ def weights_of(folder: Path, variant: str | None) -> Path:
 
 def _in_folder(folder: Path) -> Path:
     """The index of a folder, or its one file."""
-    paths = sorted(folder.iterdir())
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith(_OWN))
     for index, usual, suffixes in _KINDS:
         indices = [path for path in paths if path.name.endswith(index)]
         files = [path for path in paths if path.suffix in suffixes]
