@@ -123,3 +123,30 @@ def test_files_that_are_missing_are_told_on_all_ranks(
     both = run_ranks(load, [str(tmp_path)] * 2, [CPU, CPU], [ROWS, ROWS], None)
     assert both[0]["error"].startswith("WeightFilesError: ")
     assert both[1]["error"].startswith("LoadError: rank 0 could not load, and so no rank did")
+
+
+def load_mixture(folder: str, maps: list[dict[str, str]], offload: str) -> dict[str, Tensor]:
+    """Load a mixture of experts that the file holds expert by expert; what this rank has of it."""
+    import transformers
+
+    with init_empty_weights():
+        model = transformers.MixtralForCausalLM(transformers.AutoConfig.from_pretrained(folder))
+    load_checkpoint_in_model(
+        model, folder, maps[dist.get_rank()], dtype=torch.bfloat16, read_by="rank 0", offload_folder=offload
+    )
+    return {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+
+
+def test_what_one_rank_writes_for_the_disk_another_reads_into_memory(
+    run_ranks: Callable[..., list[dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    wanted = transformers.MixtralForCausalLM(config)
+    wanted.save_pretrained(tmp_path)
+    for found in run_ranks(load_mixture, str(tmp_path), [{"": "disk"}, CPU], str(tmp_path / "offload")):
+        for name, value in wanted.to(torch.bfloat16).state_dict().items():
+            assert torch.equal(found[name], value), name
