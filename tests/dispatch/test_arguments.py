@@ -73,3 +73,9 @@ def test_a_load_says_what_it_takes(
 def test_names_of_a_map_are_text() -> None:
     with pytest.raises(DeviceMapError, match=r"device_map=\{0: \.\.\.\}: names are text, .* '0'"):
         load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 2)), "nowhere", {0: "cpu"})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("switch", ["release_pages", "offload_buffers"])
+def test_a_load_alone_takes_no_switch_of_a_dispatched_model(switch: str) -> None:
+    with pytest.raises(ValueError, match=f"{switch}=True is for a model that is dispatched"):
+        load_checkpoint_and_dispatch(nn.Linear(2, 2), "nowhere", None, **{switch: True})

@@ -129,3 +129,21 @@ def test_a_file_that_was_cut_is_told(tmp_path: Path) -> None:
         file.truncate(1 << 20)
     with pytest.raises(WeightFilesError, match="was cut"):
         lazy.read_into(torch.zeros(2, 512, 512))
+
+
+def test_what_is_joined_is_read_in_the_order_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = in_a_file(tmp_path, [torch.full((4, 4), float(index)) for index in range(6)])
+    starts: list[int | None] = []
+    copy = MappedFile.copy
+
+    def noted(file: MappedFile, name: str, *args: Any, **kwargs: Any) -> None:
+        starts.append(file.start_of(name))
+        copy(file, name, *args, **kwargs)
+
+    monkeypatch.setattr(MappedFile, "copy", noted)
+    lazy: LazyTensor = torch.stack([held[index] for index in (3, 0, 5, 1, 4, 2)])  # type: ignore[assignment]
+    lazy.read_into(torch.empty(6, 4, 4))
+    assert len(starts) == 6
+    assert starts == sorted(starts)

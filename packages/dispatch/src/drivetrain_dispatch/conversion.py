@@ -69,8 +69,14 @@ def _kept_parts(model: nn.Module, fp8: Fp8Weights) -> dict[str, LazyTensor]:
     return found
 
 
-def with_computed_in_memory(plan: LoadPlan, files: Mapping[str, WeightSource]) -> LoadPlan:
-    """Return the plan with what is in no file, since the model computes it, in memory instead of on the disk."""
+def with_computed_in_memory(
+    plan: LoadPlan, files: Mapping[str, WeightSource]
+) -> tuple[LoadPlan, tuple[str, ...]]:
+    """Move from the disk to memory what no file holds, since the model computes it.
+
+    Returns:
+        The plan, and the model's names for the tensors that were moved.
+    """
     computed = {
         name
         for name in _to_write(plan, files)
@@ -80,7 +86,8 @@ def with_computed_in_memory(plan: LoadPlan, files: Mapping[str, WeightSource]) -
         replace(arrival, place=torch.device("cpu")) if arrival.stored in computed else arrival
         for arrival in plan.arrivals
     )
-    return replace(plan, arrivals=tuple(arrivals))
+    moved = tuple(name for arrival in plan.arrivals if arrival.stored in computed for name in arrival.names)
+    return replace(plan, arrivals=tuple(arrivals)), moved
 
 
 def check_folder(plan: LoadPlan, files: Mapping[str, WeightSource], folder: Path | str | None) -> None:

@@ -38,12 +38,16 @@ class LoadReport:
         missing: Names of the model that the checkpoint lacks, which stayed as they were; none where it was strict.
         unexpected: Names of the checkpoint that the model lacks; none where it was strict.
         mapped: The file of each tensor that stayed on disk, by every name that the model has for it.
-        converted_at_use: Of these, what those are to be whose file has another dtype: they are as the file has them.
+        computed: Names of tensors that the map puts on the disk and that are in memory, since the model computes them
+            and no file holds them.
+        converted_at_use: The dtypes of those in `mapped` that their file holds in another one, and that are cast
+            when they are used.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mapped: Mapping[str, MappedFile]
+    computed: tuple[str, ...]
     converted_at_use: Mapping[str, torch.dtype]
 
 
@@ -139,6 +143,7 @@ class _Load:
         self._files: dict[str, WeightSource] = {}
         self._written: dict[str, WeightSource] = {}  # what the disk keeps in another form, by the same names
         self._held = ChainMap(self._written, self._files)
+        self._computed: tuple[str, ...] = ()
         self._keeps_fp8 = isinstance(quantization, StoredFP8)
         self._packing = _packing(quantization, self._held, folder)
         self._targets: dict[str, Tensor] = {}  # the same, of what is read
@@ -217,7 +222,7 @@ class _Load:
                 f"{self._checkpoint} is not on this rank what it is on rank 0: copy it here again"
             )
         self._packing.check(plan.arrivals)
-        plan = with_computed_in_memory(plan, self._files)
+        plan, self._computed = with_computed_in_memory(plan, self._files)
         check_folder(plan, self._files, self._folder)
         if self._files:
             check_copies(plan.arrivals, self._files)
@@ -244,7 +249,7 @@ class _Load:
     def _done(self, plan: LoadPlan) -> LoadReport:
         if any(arrival.is_packed for arrival in plan.arrivals):
             refuse_to_save(self._model)
-        return _report(plan, {**self._held, **self._packing.files})
+        return _report(plan, {**self._held, **self._packing.files}, self._computed)
 
 
 def _packing(
@@ -278,7 +283,7 @@ def _in_all(progress: Progress, stored: Mapping[str, Stored], names: Collection[
     return WholeProgress(progress, sum(piece.size_bytes for piece in pieces_of(stored, names)))
 
 
-def _report(plan: LoadPlan, files: Mapping[str, WeightSource]) -> LoadReport:
+def _report(plan: LoadPlan, files: Mapping[str, WeightSource], computed: tuple[str, ...]) -> LoadReport:
     on_disk = [arrival for arrival in plan.arrivals if arrival.place == "disk"]
     mapped = {
         arrival.stored: file for arrival in on_disk if (file := files[arrival.stored].file_of(arrival.stored))
@@ -287,6 +292,7 @@ def _report(plan: LoadPlan, files: Mapping[str, WeightSource]) -> LoadReport:
         missing=plan.missing,
         unexpected=plan.unexpected,
         mapped={name: mapped[arrival.stored] for arrival in on_disk for name in arrival.names},
+        computed=computed,
         converted_at_use={
             name: arrival.dtype
             for arrival in on_disk

@@ -72,7 +72,8 @@ def load_checkpoint_and_dispatch(
     """
     kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
     check_load(dtype, quantization, progress)
-    _check_early(model, device_map, max_memory, preload_module_classes, release_pages=release_pages)
+    shown = _Shown(release_pages=release_pages, offload_buffers=offload_buffers)
+    _check_early(model, device_map, max_memory, preload_module_classes, **shown)
     if isinstance(device_map, str):
         said = (kinds, _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes))
         sizes = _packed_sizes(model, checkpoint, quantization, kinds)
@@ -82,9 +83,9 @@ def load_checkpoint_and_dispatch(
     )  # fmt: skip
     report = load_checkpoint_in_model(model, checkpoint, device_map, **kinds, **how)
     return model if device_map is None else dispatch_model(
-        model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, release_pages=release_pages,
+        model, {**device_map, **dict.fromkeys(report.computed, "cpu")}, offload_dir=offload_folder,
         skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
-        dtypes=report.converted_at_use,
+        dtypes=report.converted_at_use, **shown,
     )  # fmt: skip
 
 
@@ -93,6 +94,13 @@ class _Dtypes(TypedDict):
 
     dtype: torch.dtype | None
     special_dtypes: Mapping[str, torch.dtype]
+
+
+class _Shown(TypedDict):
+    """Switches of a model that is dispatched."""
+
+    release_pages: bool
+    offload_buffers: bool
 
 
 class _Away(TypedDict):
@@ -119,9 +127,16 @@ def _check_early(
     whole: str | Collection[str],
     *,
     release_pages: bool,
+    offload_buffers: bool,
 ) -> None:
     """Refuse what cannot be, and what `dispatch_model` would, before anything is loaded."""
     check_release(release_pages)
+    for name, asked in (("release_pages", release_pages), ("offload_buffers", offload_buffers)):
+        if asked and device_map is None:
+            raise ValueError(
+                f"{name}=True is for a model that is dispatched, and device_map=None only loads it: leave it out, or "
+                f"give device_map, {_WAYS}"
+            )
     if device_map is not None and device_map not in get_args(Way):
         check_map(device_map, f", or {_WAYS} to plan one")
     if max_memory is not None:
