@@ -5,9 +5,9 @@
 2.15 GB of weights in 128 layers, computed by the host: in memory; by drivetrain and by Accelerate from the disk,
 first with the files in the page cache, then with all of them dropped from it before each turn; a plain read of the
 same bytes beside them. Then a mixture of experts, of which each item uses others. Then 1.5 GB of weights, each
-contestant in a process of its own, whose control group has half of that beside what the process takes without a
-model. Then 193 tiny modules, whose forward is all overhead: with weights in place, with weights copied before their
-use, and by Accelerate.
+contestant in a process of its own, which joins a control group of half of that when it has imported what it needs;
+and what such a process has in memory after a forward where nothing limits it. Then 193 tiny modules, whose forward
+is all overhead: with weights in place, with weights copied before their use, and by Accelerate.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from mmap import PAGESIZE
 from pathlib import Path
 
 import torch
@@ -46,7 +47,6 @@ WIDTH, LAYERS, ITEMS = (
 NUM_TINY, TINY = 193, 16
 MIXTURES, NUM_EXPERTS, EXPERT = 8, 32, 1024
 LIMITED_LAYERS = 90  # 1.5 GB
-BESIDE_BYTES = 400 * 2**20  # what Python, torch and the activations take
 BUFFER_BYTES = 8 * 2**20
 _DONTNEED = 4  # madvise: pages that are mapped are not dropped from the cache
 
@@ -201,18 +201,26 @@ def of_experts(arguments: Namespace, root: Path) -> list[Table]:
     return [Table(title=title, unit="ms", measured=each)]
 
 
+def resident_bytes() -> int:
+    """Return what the system shows as this process's memory: its own, and pages of files that it has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
+
+
 def limited_worker(name: str, folder: Path, group: Path | None) -> None:
-    """A contestant's process: a forward for each line that it is sent, and the seconds it took."""
+    """Be a contestant's process: for each line that it is sent, a forward, its seconds and the memory it leaves."""
+    before = resident_bytes()
     if group is not None:
         join(group)
     if name == "plain read":
         call: Callable[[], object] = plain_read(folder)
     elif name == "in memory":
         call = forward(stack(WIDTH, LIMITED_LAYERS), ITEMS)
-    elif name == "drivetrain, disk":
+    elif name.startswith("drivetrain, disk"):
+        released = name.endswith("released")
         with init_empty_weights():
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LIMITED_LAYERS)))
-        call = forward(load_checkpoint_and_dispatch(model.eval(), folder, {"": "disk"}), ITEMS)
+        load_checkpoint_and_dispatch(model.eval(), folder, {"": "disk"}, release_pages=released)
+        call = forward(model, ITEMS)
     else:
         from accelerate import init_empty_weights as peer_empty
         from accelerate import load_checkpoint_and_dispatch as peer
@@ -227,7 +235,7 @@ def limited_worker(name: str, folder: Path, group: Path | None) -> None:
     for _ in sys.stdin:
         start = time.perf_counter()
         call()
-        print(time.perf_counter() - start, flush=True)
+        print(time.perf_counter() - start, resident_bytes() - before, flush=True)
 
 
 def in_a_group(arguments: Namespace, root: Path) -> list[Table]:
@@ -241,13 +249,13 @@ def in_a_group(arguments: Namespace, root: Path) -> list[Table]:
     names += ["Accelerate, disk"] if installed("accelerate") else []
     seconds: dict[str, list[float]] = {}
     for name in names:  # one process at a time has the machine
-        with limited_group(size_bytes // 2 + BESIDE_BYTES) as group:
+        with limited_group(size_bytes // 2) as group:
             if group is None:
                 print("no control group can be made here: nothing is measured in one", file=sys.stderr)
                 return []
             words = [sys.executable, __file__, "--worker", name, "--folder", str(folder)]
             words += [] if name == "in memory" else ["--group", str(group)]
-            seconds[name] = asked(words, arguments.rounds)
+            seconds[name], _ = asked(words, arguments.rounds)
         evict(folder)
     bound = [max(one, other) for one, other in zip(seconds["in memory"], seconds["plain read"], strict=True)]
     gigabytes = size_bytes / 1e9
@@ -260,24 +268,46 @@ def in_a_group(arguments: Namespace, root: Path) -> list[Table]:
     ]
 
 
-def asked(command: list[str], rounds: int) -> list[float]:
-    """The seconds of a worker's calls, after one that does not count; infinite once it was ended for its memory."""
+def shown_memory(arguments: Namespace, root: Path) -> list[Table]:
+    """What a process that runs a model is shown to take."""
+    folder = root / "shown"
+    folder.mkdir()
+    save_file(stack(WIDTH, LIMITED_LAYERS).state_dict(), folder / "model.safetensors")
+    gigabytes = (folder / "model.safetensors").stat().st_size / 1e9
+    names = ["in memory", "drivetrain, disk", "drivetrain, disk, pages released"]
+    names += ["Accelerate, disk"] if installed("accelerate") else []
+    words = [sys.executable, __file__, "--folder", str(folder), "--worker"]
+    found = {name: asked([*words, name], arguments.rounds) for name in names}
+    title = f"A forward of {gigabytes:.2f} GB in the page cache"
+    seconds, left = ({name: each[at] for name, each in found.items()} for at in (0, 1))
+    return [
+        Table(title=title, unit="s", measured=seconds),
+        Table(title=f"{title}: resident memory behind it", unit="MB", measured=left),
+    ]
+
+
+def asked(command: list[str], rounds: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of a worker's calls and the bytes that they leave, after one that does not count.
+
+    Both are infinite once it was ended for its memory.
+    """
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         ready = process.stdout.readline() == "ready\n"
-        found: list[float] = []
+        found: list[tuple[float, float]] = []
         for _ in range(rounds + 1 if ready else 0):
             process.stdin.write("\n")
             process.stdin.flush()
             if not (line := process.stdout.readline()):
                 break
-            found.append(float(line))
-            print(f"{command[3]}: {line.strip()} s", file=sys.stderr)
+            found.append(tuple(map(float, line.split())))
+            print(f"{command[2:]}: {line.strip()}", file=sys.stderr)
         process.stdin.close()
     if process.returncode:
-        print(f"{command[3]}: ended with {process.returncode}", file=sys.stderr)
-    return found[1:] + [math.inf] * (rounds - max(0, len(found) - 1))
+        print(f"{command[2:]}: ended with {process.returncode}", file=sys.stderr)
+    found = found[1:] + [(math.inf, math.inf)] * (rounds - max(0, len(found) - 1))
+    return [seconds for seconds, _ in found], [left for _, left in found]
 
 
 def a_module(arguments: Namespace, root: Path) -> Table:
@@ -305,7 +335,9 @@ def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
-        "--only", choices=["a module", "the disk", "experts", "a group"], help="a part of the tables"
+        "--only",
+        choices=["a module", "the disk", "experts", "a group", "memory"],
+        help="a part of the tables",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -319,6 +351,7 @@ def main() -> None:
         "the disk": from_the_disk,
         "experts": of_experts,
         "a group": in_a_group,
+        "memory": shown_memory,
         "a module": lambda arguments, root: [a_module(arguments, root)],
     }
     tables: list[Table] = []

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 
 from dispatch.models import KINDS, WIDTH, Tree, same_values, trees
 from dispatch.test_pages import resident
-from drivetrain_dispatch import disk_offload, dispatch_model, remove_hooks
+from drivetrain_dispatch import disk_offload, dispatch_model, in_place, remove_hooks
 from drivetrain_dispatch.order import Order
-from drivetrain_dispatch.pages import can_give_back
+from drivetrain_dispatch.pages import Pages, can_give_back, some_missing
 from drivetrain_dispatch.reading import Bounds, Reading, Stretch
 from drivetrain_dispatch.weight_files import MappedFile
 
@@ -50,6 +51,30 @@ def test_pages_leave_behind_the_forward_if_asked_for(tmp_path: Path) -> None:
     remove_hooks(model)
     assert torch.equal(model(x), expected)
     assert num_resident(model) >= 8 * 64
+
+
+def test_the_system_is_asked_seldom_what_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = disk_offload(layers(), tmp_path), []
+    model(torch.randn(2, LARGE))  # all pages are there now
+
+    def slow(pages: Pages) -> bool:
+        asked.append(pages)
+        time.sleep(0.02)
+        return some_missing(pages)
+
+    monkeypatch.setattr(in_place, "some_missing", slow)
+    time.sleep(0.1)  # the check before took microseconds
+    model(torch.randn(2, LARGE))
+    num_asked = len(asked)
+    assert num_asked > 0
+    for _ in range(10):
+        model(torch.randn(2, LARGE))
+    assert len(asked) == num_asked  # not again before a second has passed
+    time.sleep(1.0 * num_asked)
+    model(torch.randn(2, LARGE))
+    assert len(asked) == 2 * num_asked
 
 
 def test_pages_stay_if_nothing_is_said(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ import random
 from itertools import combinations_with_replacement, product
 
 import pytest
+import torch
+from torch import nn
 
-from drivetrain_dispatch.blocks import Block
+from drivetrain_dispatch.blocks import Block, blocks_of
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.groups import Cost, Forward, costs_of, groups_of
+from drivetrain_dispatch.infer import infer_auto_device_map
 from drivetrain_dispatch.plan import plan_places
 from drivetrain_dispatch.search import Search
+from drivetrain_dispatch.sizes import compute_module_sizes
 from drivetrain_dispatch.spread import Budgets, Placed
 from drivetrain_dispatch.timeline import Rates, Source
 
@@ -87,3 +91,35 @@ def test_plans_are_near_the_best_there_is() -> None:
     assert len(slower) >= 90
     assert max(slower) <= 1.2
     assert sum(ratio <= 1.05 for ratio in slower) >= 0.95 * len(slower)
+
+
+def test_a_plan_is_never_slower_than_accelerates_map() -> None:
+    """Both timed on the plan's clock. Accelerate plans for accelerators that are there alone, hence a host's maps."""
+    accelerate = pytest.importorskip("accelerate")
+    for seed in range(40):
+        draw = random.Random(seed)
+        with torch.device("meta"):
+            model = nn.Sequential(
+                *(nn.Linear(draw.randint(40, 200), 100) for _ in range(draw.randint(4, 30)))
+            )
+        budgets: dict[int | str, int] = {"cpu": int(compute_module_sizes(model)[""] * draw.uniform(0.4, 0.8))}
+        rates = Rates(to_device=1e5, from_disk=draw.choice([2e4, 1e5]))
+        costs = {str(index): Cost(seconds=draw.uniform(0, 2)) for index in range(len(model))}
+        blocks = blocks_of(model)
+        each = costs_of(blocks, costs)
+        room = Budgets(devices=(budgets["cpu"],), host=0, in_place=True)
+        search = Search(groups_of(blocks, each), Forward(blocks, each), room, rates)
+
+        def seconds(
+            places: dict[str, object], search: Search = search, blocks: list[Block] = blocks
+        ) -> float:
+            sources: list[Source] = [
+                "device" if places.get(block.name, places.get("")) == "cpu" else "disk" for block in blocks
+            ]
+            found = search.found(Placed(sources, [0] * len(sources)))
+            assert found is not None, f"model {seed}: the map exceeds its budget"
+            return found.seconds
+
+        ours = infer_auto_device_map(model, budgets, rates=rates, costs=costs)
+        theirs = accelerate.infer_auto_device_map(model, dict(budgets))
+        assert seconds({**ours}) <= seconds({**theirs}) * (1 + 1e-9), seed

@@ -134,11 +134,8 @@ def _summed(
             units[index][unit] = units[index].get(unit, 0) + size_bytes
     ends = _ends(found, units)
     return [
-        Block(
-            name,
-            sizes[index],
-            _first(groups, index),
-            *_nested(name, units[index], sizes[index], stay_sizes[index], ends),
+        _with_units(
+            Block(name, sizes[index], _first(groups, index), (), stay_sizes[index]), units[index], ends
         )
         for index, name in enumerate(found)
     ]
@@ -166,29 +163,30 @@ def _ends(found: Sequence[str], units: Sequence[Mapping[str, int]]) -> dict[str,
     return ends
 
 
-def _nested(
-    name: str, units: Mapping[str, int], size_bytes: int, stay_bytes: int, ends: Mapping[str, int]
-) -> tuple[tuple[int, ...], int, int, int]:
-    """What a block says of its units, behind its group.
+def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int]) -> Block:
+    """Add to a block which units come in it, and which are around it.
 
     Args:
-        name: The block's.
-        units: The bytes of each.
-        size_bytes: Of the block.
-        stay_bytes: Of it, what stays.
-        ends: Of units around blocks, the last one.
+        block: The block, with what stays of it.
+        units: The bytes of each of its units, by name.
+        ends: For units around blocks, the index of the last block in them.
     """
+    if not units:
+        return block
     if len(units) == 1:
         ((unit, unit_bytes),) = units.items()
-        if unit == name or unit.startswith(_prefix(name)):
-            return (() if unit_bytes + stay_bytes == size_bytes else (unit_bytes,)), stay_bytes, 0, -1
-        return (0,), stay_bytes, unit_bytes, ends[unit]
-    if not units:
-        return (), stay_bytes, 0, -1
+        if unit != block.name and not unit.startswith(_prefix(block.name)):
+            return block._replace(units=(0,), around_bytes=unit_bytes, end=ends[unit])
+        # A block of one unit alone needs no list: there may be 100,000 of them.
+        return (
+            block
+            if unit_bytes + block.stay_bytes == block.size_bytes
+            else block._replace(units=(unit_bytes,))
+        )
     ordered = sorted(units, key=lambda unit: unit.split("."))  # what is inside a unit follows it
     around = {unit for unit, after in pairwise(ordered) if after.startswith(_prefix(unit))}
     alone = tuple(unit_bytes for unit, unit_bytes in units.items() if unit not in around)
-    return alone or (0,), stay_bytes, sum(units[unit] for unit in around), -1
+    return block._replace(units=alone or (0,), around_bytes=sum(units[unit] for unit in around))
 
 
 def _numbered(

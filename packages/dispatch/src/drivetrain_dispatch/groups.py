@@ -95,9 +95,8 @@ def _needs(blocks: Sequence[Block]) -> list[int]:
     if all(block.end < 0 for block in blocks):
         return [block.need_bytes for block in blocks]
     needs: list[int] = []
-    around: list[
-        tuple[int, int]
-    ] = []  # the bytes of units around the next block, and with which one they leave
+    # Of the units around the next block: their bytes, and the last block in them.
+    around: list[tuple[int, int]] = []
     for index, block in enumerate(blocks):
         around = [(size_bytes, end) for size_bytes, end in around if end >= index]
         needs.append(block.need_bytes + sum([size_bytes for size_bytes, _ in around]))

@@ -1,6 +1,7 @@
 """Weights that the host computes with where they are: in the pages of their files."""
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from weakref import ref
 
@@ -13,7 +14,9 @@ from drivetrain_dispatch.weight_files import MappedFile
 
 _SHARE_AHEAD = 0.5  # of the host's free memory: pages beyond it would push out others before they were used
 _SHARE_USED = 0.8  # what a model may take of it; a larger one comes and goes
-_SHARE_KEPT = 0.4  # of it, by what stays of such a model
+_SHARE_KEPT = 0.65  # of it, at most, by what stays of such a model
+_SHARE_FILLED = 0.9  # of it, by what stays, what is brought ahead, and the unit in use
+_SHARE_CHECKING = 0.02  # the most time, of all, that goes into asking the system which pages are there
 _MOST_AHEAD_BYTES = 128 << 20  # where pages are given back: as much as a disk needs to be always at work
 
 
@@ -45,8 +48,12 @@ class InPlace:
         ]
         self._all = together(stretch.pages for unit in self._units for stretch in unit)
         self._size_bytes = sum(pages.size_bytes for pages in self._all)
+        self._largest_bytes = max(
+            (sum(stretch.pages.size_bytes for stretch in unit) for unit in self._units), default=0
+        )
         self._files = list(dict.fromkeys(files[name] for unit in units for name in unit.tensors))
         self._releases = releases
+        self._next_check = 0.0
         self._orders = Orders(range(len(units)))
         self._own = _Own()
         self._lock = threading.Lock()
@@ -63,7 +70,7 @@ class InPlace:
         self._own.depth += 1
         with self._lock:
             if self._own.depth == 1 and self._reading is None:
-                missing = any(map(some_missing, self._all))
+                missing = self._some_are_missing()
                 if missing or self._releases:
                     modules = [module() for module in self._modules]
                     self._reading = self._own.reading = Reading(
@@ -97,13 +104,28 @@ class InPlace:
             if self._reading is not None:
                 self._reading.stop()
 
+    def _some_are_missing(self) -> bool:
+        """Whether pages are known to be missing.
+
+        The system takes about 10 ms for a gigabyte of which little is used, as of experts. Once it has found all
+        pages in memory, it is asked again when that time is a small share of what has passed.
+        """
+        start = time.perf_counter()
+        if start < self._next_check:
+            return False
+        missing = any(map(some_missing, self._all))
+        took = time.perf_counter() - start
+        self._next_check = 0.0 if missing else start + took / _SHARE_CHECKING
+        return missing
+
     def _bounds(self) -> Bounds:
         """How much of the files is in memory during a forward."""
         room = free_of_host()
         ahead_bytes = min(int(room * _SHARE_AHEAD / 2), _MOST_AHEAD_BYTES)
         if self._size_bytes > room * _SHARE_USED:
-            kept_bytes = 0 if self._releases else int(room * _SHARE_KEPT)
-            return Bounds(ahead_bytes, kept_bytes, leaves_cache=True)
+            beside = ahead_bytes + self._largest_bytes
+            kept_bytes = int(min(room * _SHARE_KEPT, max(0, room * _SHARE_FILLED - beside)))
+            return Bounds(ahead_bytes, 0 if self._releases else kept_bytes, leaves_cache=True)
         return Bounds(ahead_bytes, 0) if self._releases else Bounds(int(room * _SHARE_AHEAD))
 
 

@@ -189,9 +189,7 @@ class Search:
             room = budget - groups.fixed_bytes(mine)
             room -= sum([groups.sizes[group] for group in mine if sources[group] == "device"])
             come = [group for group in mine if sources[group] != "device"]
-            needy = sorted(
-                come, key=lambda group: groups.needs[group]
-            )  # the one that needs the most at the end
+            needy = sorted(come, key=groups.needs.__getitem__)  # the one that needs the most at the end
             for group in come:
                 if group in fixed or groups.sizes[group] > room:
                     continue
