@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from drivetrain_data.rng import KeyedDraws, load_plain_states, plain_states, seed_own_generators
+from drivetrain_data.rng import KeyedDraws, load_plain_states, plain_states
+from drivetrain_data.sampler_generators import seed_own_generators
 
 
 def draw() -> tuple[float, float, float]:

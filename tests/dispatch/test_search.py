@@ -117,7 +117,7 @@ def test_a_plan_is_never_slower_than_accelerates_map() -> None:
                 "device" if places.get(block.name, places.get("")) == "cpu" else "disk" for block in blocks
             ]
             found = search.found(Placed(sources, [0] * len(sources)))
-            assert found is not None, f"model {seed}: the map exceeds its budget"
+            assert found is not None, "the map exceeds its budget"
             return found.seconds
 
         ours = infer_auto_device_map(model, budgets, rates=rates, costs=costs)

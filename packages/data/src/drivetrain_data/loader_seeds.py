@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from drivetrain_data.permutation import hash_key
-from drivetrain_data.rng import own_generators
+from drivetrain_data.sampler_generators import own_generators
 from drivetrain_data.samplers import PermutationSampler
 from drivetrain_data.torch_samplers import is_torchs_distributed
 

@@ -2,7 +2,7 @@
 
 import base64
 import random
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -11,9 +11,6 @@ import numpy.typing as npt
 import torch
 
 from drivetrain_data.permutation import hash_key
-from drivetrain_data.sampler_parts import parts_of
-
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class _States(NamedTuple):
@@ -74,29 +71,6 @@ def load_plain_states(states: Mapping[str, Any]) -> None:
     np.random.set_state(_unplain(states["numpy"]))
     version, words, gauss = states["python"]
     random.setstate((version, tuple(_as_array(words, "uint32").tolist()), gauss))
-
-
-def own_generators(sampler: object) -> Iterator[Any]:
-    """Every generator that a sampler holds, at any depth, without the global ones."""
-    numpy_random: Any = np.random  # whose global generator has no public name
-    shared = (torch.default_generator, numpy_random.mtrand._rand)
-    for part in parts_of(sampler):
-        if isinstance(part, _GENERATORS) and not any(part is one for one in shared):
-            yield part
-
-
-def seed_own_generators(sampler: object, *key: int) -> None:
-    """Seed every generator that a sampler holds, at any depth, each by its own number; the global ones are left."""
-    for number, part in enumerate(own_generators(sampler)):
-        seed = hash_key(*key, number) if number else hash_key(*key)
-        if isinstance(part, torch.Generator):
-            part.manual_seed(seed)
-        elif isinstance(part, np.random.Generator):
-            part.bit_generator.state = type(part.bit_generator)(seed).state
-        elif isinstance(part, np.random.RandomState):
-            part.seed(seed % 2**32)
-        else:
-            part.seed(seed)
 
 
 def _capture() -> _States:

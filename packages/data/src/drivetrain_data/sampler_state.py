@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch.utils.data import WeightedRandomSampler
 
 from drivetrain_data.errors import DataStateError
-from drivetrain_data.rng import KeyedDraws, seed_own_generators
+from drivetrain_data.rng import KeyedDraws
+from drivetrain_data.sampler_generators import seed_own_generators
 from drivetrain_data.sampler_parts import SamplerCopy, copy_of, length_of
 
 

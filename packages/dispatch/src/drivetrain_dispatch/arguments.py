@@ -7,10 +7,7 @@ from typing import cast
 import torch
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.pages import can_give_back
-from drivetrain_dispatch.quantization import StoredFP8
 
-_QUANTIZATION = ("pack", "layer", "size_bytes", "skip_modules")  # the names of a Quantization
 _FORM = 'give a map from names to devices, such as {"": "cpu"}'
 
 
@@ -41,50 +38,6 @@ def check_computed(argument: str, dtype: torch.dtype, instead: str) -> None:
     if str(dtype).startswith(("torch.float8", "torch.float4")):
         raise ValueError(
             f"{argument}={dtype}: no layer computes in it, weights are only stored so: {instead}"
-        )
-
-
-def check_load(dtype: object, quantization: object, progress: object) -> None:
-    """Check what every load takes.
-
-    Raises:
-        ValueError: One of them is of another kind.
-    """
-    if dtype is not None:
-        check_dtype("dtype", dtype)
-    if isinstance(dtype, torch.dtype):
-        check_computed(
-            "dtype", dtype, "load in torch.bfloat16, then apply_layerwise_casting(model, storage_dtype=...)"
-        )
-    if progress is not None and not callable(progress):
-        raise ValueError(
-            f"progress={progress!r} cannot be called: give a function of the bytes read and of all"
-        )
-    absent = [name for name in _QUANTIZATION if not hasattr(quantization, name)]
-    packs = not (absent or isinstance(quantization, type))
-    if quantization is None or packs or isinstance(quantization, StoredFP8):
-        return
-    given = quantization.__name__ if isinstance(quantization, type) else repr(quantization)
-    hint = f", called: {given}()" if isinstance(quantization, type) and not absent else ""
-    raise ValueError(
-        f"quantization={given}: give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap "
-        f"torchao's configuration in TorchAO(...)), or an object with {', '.join(_QUANTIZATION)}{hint}"
-    )
-
-
-def check_release(release_pages: object) -> None:
-    """Check that it is a switch, and that the system can do it.
-
-    Raises:
-        ValueError: It is none.
-        DeviceMapError: The system cannot.
-    """
-    if not isinstance(release_pages, bool):
-        raise ValueError(f"release_pages={release_pages!r}: give True or False")
-    if release_pages and not can_give_back():
-        raise DeviceMapError(
-            "release_pages=True: this system does not say which pages were written to (Linux does, in "
-            "/proc/self/pagemap), so that none can be given back without loss: leave it out"
         )
 
 

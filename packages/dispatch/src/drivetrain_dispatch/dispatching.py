@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.arguments import check_dtype, check_release
+from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.away import is_away
 from drivetrain_dispatch.bitsandbytes_weights import KeptLayout, take_back
 from drivetrain_dispatch.carrier import Parcel
@@ -18,7 +18,7 @@ from drivetrain_dispatch.device_map import Device, DeviceMap, as_others_see_it, 
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.hooks import Around, Listener, NotCopied, check_removable, listen
 from drivetrain_dispatch.immovable import keep_in_place
-from drivetrain_dispatch.in_place import InPlace
+from drivetrain_dispatch.in_place import InPlace, check_release
 from drivetrain_dispatch.moving import Moving
 from drivetrain_dispatch.packed import is_packed, takes, why_unready
 from drivetrain_dispatch.placement import Placement, placements_of, running_statistics

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from weakref import ref
 
 from drivetrain_dispatch.budget import free_of_host
+from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.order import Orders
-from drivetrain_dispatch.pages import some_missing, together
+from drivetrain_dispatch.pages import can_give_back, some_missing, together
 from drivetrain_dispatch.reading import Bounds, Reading, Stretch
 from drivetrain_dispatch.units import Unit
 from drivetrain_dispatch.weight_files import MappedFile
@@ -18,6 +19,22 @@ _SHARE_KEPT = 0.65  # of it, at most, by what stays of such a model
 _SHARE_FILLED = 0.9  # of it, by what stays, what is brought ahead, and the unit in use
 _SHARE_CHECKING = 0.02  # the most time, of all, that goes into asking the system which pages are there
 _MOST_AHEAD_BYTES = 128 << 20  # where pages are given back: as much as a disk needs to be always at work
+
+
+def check_release(release_pages: object) -> None:
+    """Check that it is a switch, and that the system can do it.
+
+    Raises:
+        ValueError: It is none.
+        DeviceMapError: The system cannot.
+    """
+    if not isinstance(release_pages, bool):
+        raise ValueError(f"release_pages={release_pages!r}: give True or False")
+    if release_pages and not can_give_back():
+        raise DeviceMapError(
+            "release_pages=True: this system does not say which pages were written to (Linux does, in "
+            "/proc/self/pagemap), so that none can be given back without loss: leave it out"
+        )
 
 
 class InPlace:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain_dispatch.arguments import check_load
 from drivetrain_dispatch.changes import Change, apply_changes, changes_of
 from drivetrain_dispatch.conversion import check_folder, convert, with_computed_in_memory, write_converted
 from drivetrain_dispatch.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.filling import Progress, WholeProgress, allocate, check_copies, fill, pieces_of
+from drivetrain_dispatch.load_arguments import check_load
 from drivetrain_dispatch.load_plan import LoadPlan, plan_load, present_places
 from drivetrain_dispatch.misfits import Stored
 from drivetrain_dispatch.packing import Packing, refuse_to_save

@@ -7,15 +7,17 @@ from typing import Literal, TypeAlias, TypedDict, get_args
 import torch
 from torch import nn
 
-from drivetrain_dispatch.arguments import check_load, check_map, check_release
+from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.budget import get_balanced_memory, get_max_memory
 from drivetrain_dispatch.conversion import stored_sizes
 from drivetrain_dispatch.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.dispatching import dispatch_model, dispatched
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.filling import Progress
+from drivetrain_dispatch.in_place import check_release
 from drivetrain_dispatch.infer import infer_auto_device_map
 from drivetrain_dispatch.load import load_checkpoint_in_model
+from drivetrain_dispatch.load_arguments import check_load
 from drivetrain_dispatch.placement import placements_of
 from drivetrain_dispatch.quantization import Quantization, StoredFP8, quantized_sizes
 from drivetrain_dispatch.sizes import listed
