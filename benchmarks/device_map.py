@@ -15,13 +15,13 @@ import torch
 from rounds import Table, installed, parse_arguments, report, take_turns
 from torch import nn
 
-from drivetrain_dispatch.blocks import blocks_of
-from drivetrain_dispatch.groups import Cost, Forward, costs_of, groups_of
-from drivetrain_dispatch.infer import infer_auto_device_map, rooms_of
-from drivetrain_dispatch.search import Search
-from drivetrain_dispatch.sizes import compute_module_sizes
-from drivetrain_dispatch.spread import Placed
-from drivetrain_dispatch.timeline import Rates, Source
+from drivetrain_dispatch.model.sizes import compute_module_sizes
+from drivetrain_dispatch.planning.block_groups import Cost, Forward, costs_of, groups_of
+from drivetrain_dispatch.planning.blocks import blocks_of
+from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map, rooms_of
+from drivetrain_dispatch.planning.initial_placement import Placed
+from drivetrain_dispatch.planning.local_search import Search
+from drivetrain_dispatch.planning.pipeline_model import Rates, Source
 
 RATES = Rates(to_device=25e9, from_disk=3e9)
 NUM_EXPERTS = 128

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drivetrain_dispatch import init_empty_weights, load_checkpoint_and_dispatch
-from drivetrain_dispatch.load import load_checkpoint_in_model
+from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
 
 WIDTH, VOCABULARY, NUM_SHARDS = 4096, 32_000, 4
 BUFFER_BYTES = 8 * 2**20

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings
-from drivetrain_backends.states import whole, whole_state
+from drivetrain_backends.state_dict.full_state_dict import whole, whole_state
 from drivetrain_precision import choose_policy
 from drivetrain_state import Context, StateSettings, connect
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from drivetrain_backends import AccumulationWindow, SingleBackend
-from drivetrain_backends.accumulation import NonFiniteGradients
+from drivetrain_backends.gradients.accumulation import NonFiniteGradients
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import StateSettings, connect
 

@@ -44,7 +44,7 @@ from drivetrain_dispatch import (
     offload_stats,
     remove_hooks,
 )
-from drivetrain_dispatch.block_scaled import BlockScaledTensor
+from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 
 toy = device.make()
 FIRST, SECOND = (torch.device(device.NAME, index) for index in range(2))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain_dispatch.dispatching import dispatch_model
+from drivetrain_dispatch.offload.dispatch import dispatch_model
 
 WIDTH = 8
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from dispatch.models import Stack
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.load import load_checkpoint_in_model
-from drivetrain_dispatch.loaded import load_checkpoint_and_dispatch
+from drivetrain_dispatch.load_and_dispatch import load_checkpoint_and_dispatch
+from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
 
 
 class Kept:

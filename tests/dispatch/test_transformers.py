@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain_dispatch.dispatching import dispatch_model, offload_stats, remove_hooks
+from drivetrain_dispatch.offload.dispatch import dispatch_model, offload_stats, remove_hooks
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator
 from drivetrain_backends import AccumulationError, PairingError, UnknownBackendError
 from drivetrain_checkpoint import NoCheckpointError
-from drivetrain_checkpoint.files import HashedWriter
-from drivetrain_checkpoint.lease import Lease
+from drivetrain_checkpoint.format.checksummed_io import HashedWriter
+from drivetrain_checkpoint.saving.writer_lock import Lease
 from drivetrain_config import ConfigError
 
 

@@ -39,15 +39,16 @@ from drivetrain_checkpoint import (
     find_checkpoints,
     lease,
 )
-from drivetrain_checkpoint.files import HashedReader, HashedWriter
+from drivetrain_checkpoint.format.checksummed_io import HashedReader, HashedWriter
 from drivetrain_state import Context, Topology
 from processes import free_port, rank_environment
 
 # Imported once, before the forks, what a run imports when it comes to it: torch's optimizers at their first step
 # alone take longer than a round.
 IMPORTS = [
-    "torch._dynamo", "drivetrain_backends.ddp", "drivetrain_backends.single", "drivetrain_checkpoint.saver",
-    "drivetrain_checkpoint.load", "drivetrain_checkpoint.read", "drivetrain_checkpoint.talk",
+    "torch._dynamo", "drivetrain_backends.torch.ddp", "drivetrain_backends.torch.single_device",
+    "drivetrain_checkpoint.saving.coordinator", "drivetrain_checkpoint.loading.load",
+    "drivetrain_checkpoint.loading.reader", "drivetrain_checkpoint.coordination.store_gather",
 ]  # fmt: skip
 STEPS = 30
 LONGEST_SECONDS = 0.1  # from the line that a kill waits for to the kill: some saves

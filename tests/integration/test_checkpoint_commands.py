@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from drivetrain import Accelerator
-from drivetrain_launcher.cli import main
+from drivetrain_launcher.cli.main import main
 
 
 def checkpoint(*words: str) -> int:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import Accelerator
 from drivetrain_data import Shard, shard_loader
-from drivetrain_data.known_streams import check_undivided_stream, left_out_of_state, own_draws
+from drivetrain_data.state.integrations import check_undivided_stream, left_out_of_state, own_draws
 from stateful_stream import Standing
 
 

@@ -11,7 +11,7 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain_checkpoint import RESUME_EXIT_CODE
-from drivetrain_launcher import failures
+from drivetrain_launcher.run import failures
 from processes import environment_alone
 
 TRAIN = """

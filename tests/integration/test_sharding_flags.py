@@ -7,11 +7,11 @@ import pytest
 from drivetrain_config import Layers, resolve
 from drivetrain_config.accelerate_deepspeed import DEEPSPEED
 from drivetrain_config.accelerate_fsdp import FSDP
-from drivetrain_launcher.commands.launch import LaunchArguments
+from drivetrain_launcher.cli.accelerate_flags import word_of
+from drivetrain_launcher.cli.commands.launch import LaunchArguments
+from drivetrain_launcher.cli.flag_aliases import MEANINGS, RENAMED, refusal
+from drivetrain_launcher.cli.parser import build_parser
 from drivetrain_launcher.errors import UsageError
-from drivetrain_launcher.parsing import build_parser
-from drivetrain_launcher.sharding_flags import word_of
-from drivetrain_launcher.spellings import MEANINGS, RENAMED, refusal
 
 
 def said(*tokens: str) -> dict[str, Any]:

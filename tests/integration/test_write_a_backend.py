@@ -96,7 +96,7 @@ def test_a_launched_script_takes_backend_and_settings_from_its_flags(
     )
     flags = [] if share is None else ["--signed-share", share]
     command = ["launch", "--num-processes", "1", "--cpu", "--backend", "signed", *flags, str(train)]
-    launch = "import sys\nfrom drivetrain_launcher.cli import main\nsys.exit(main())\n"
+    launch = "import sys\nfrom drivetrain_launcher.cli.main import main\nsys.exit(main())\n"
     assert run(launch, *command, folder=tmp_path, paths=(installed,)).endswith(expected)
 
 

@@ -10,7 +10,7 @@ from drivetrain_state import (
     device_count,
 )
 from drivetrain_state.detect import cuda_ability, rocm_ability
-from drivetrain_state.links import nvidia_link
+from drivetrain_state.device_links import nvidia_link
 
 
 def test_the_cpu_is_always_there_and_last() -> None:

@@ -8,10 +8,6 @@ shards it. A third party's backend is found by the entry point group `drivetrain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_backends.accumulation import AccumulationWindow as AccumulationWindow
-    from drivetrain_backends.compiled import plain_name as plain_name
-    from drivetrain_backends.compiled import uncompiled as uncompiled
-    from drivetrain_backends.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
     from drivetrain_backends.errors import AccumulationError as AccumulationError
     from drivetrain_backends.errors import BackendNotInstalledError as BackendNotInstalledError
@@ -27,34 +23,38 @@ if TYPE_CHECKING:
     from drivetrain_backends.errors import UnknownBackendError as UnknownBackendError
     from drivetrain_backends.errors import UnreducedGradientError as UnreducedGradientError
     from drivetrain_backends.errors import UnshardedParameterError as UnshardedParameterError
-    from drivetrain_backends.forward import restore_forward as restore_forward
     from drivetrain_backends.fsdp.backend import FSDPBackend as FSDPBackend
-    from drivetrain_backends.optimizer import PreparedOptimizer as PreparedOptimizer
-    from drivetrain_backends.optimizer import StepResult as StepResult
+    from drivetrain_backends.gradients.accumulation import AccumulationWindow as AccumulationWindow
+    from drivetrain_backends.modules.autocast_forward import restore_forward as restore_forward
+    from drivetrain_backends.modules.compile import plain_name as plain_name
+    from drivetrain_backends.modules.compile import uncompiled as uncompiled
+    from drivetrain_backends.optim.optimizer import PreparedOptimizer as PreparedOptimizer
+    from drivetrain_backends.optim.optimizer import StepResult as StepResult
+    from drivetrain_backends.optim.scheduler import PreparedScheduler as PreparedScheduler
+    from drivetrain_backends.optim.scheduler import Scheduler as Scheduler
     from drivetrain_backends.protocol import Backend as Backend
     from drivetrain_backends.protocol import Chosen as Chosen
     from drivetrain_backends.protocol import Prepared as Prepared
     from drivetrain_backends.protocol import ReplicatesWeights as ReplicatesWeights
     from drivetrain_backends.registry import BackendRegistry as BackendRegistry
     from drivetrain_backends.registry import register_backend as register_backend
-    from drivetrain_backends.scheduler import PreparedScheduler as PreparedScheduler
-    from drivetrain_backends.scheduler import Scheduler as Scheduler
     from drivetrain_backends.settings import DDPSettings as DDPSettings
     from drivetrain_backends.settings import DeepSpeedSettings as DeepSpeedSettings
     from drivetrain_backends.settings import FSDPSettings as FSDPSettings
-    from drivetrain_backends.single import SingleBackend as SingleBackend
-    from drivetrain_backends.states import whole as whole
-    from drivetrain_backends.states import whole_state as whole_state
-    from drivetrain_backends.streaming import load_whole as load_whole
-    from drivetrain_backends.streaming import tied_weights as tied_weights
-    from drivetrain_backends.streaming import whole_model as whole_model
-    from drivetrain_backends.streaming import whole_tensors as whole_tensors
-    from drivetrain_backends.testing import BackendContract as BackendContract
+    from drivetrain_backends.state_dict.full_state_dict import whole as whole
+    from drivetrain_backends.state_dict.full_state_dict import whole_state as whole_state
+    from drivetrain_backends.state_dict.full_tensors import load_whole as load_whole
+    from drivetrain_backends.state_dict.full_tensors import tied_weights as tied_weights
+    from drivetrain_backends.state_dict.full_tensors import whole_model as whole_model
+    from drivetrain_backends.state_dict.full_tensors import whole_tensors as whole_tensors
+    from drivetrain_backends.testing.contract import BackendContract as BackendContract
+    from drivetrain_backends.torch.ddp import DDPBackend as DDPBackend
+    from drivetrain_backends.torch.single_device import SingleBackend as SingleBackend
 
 _ROOMS = {
-    "whole_state": "states",
-    "plain_name": "compiled",
-    "whole": "states",
+    "whole_state": "state_dict.full_state_dict",
+    "plain_name": "modules.compile",
+    "whole": "state_dict.full_state_dict",
     "Chosen": "protocol",
     "DeepSpeedSettings": "settings",
     "DeepSpeedBackend": "deepspeed.backend",
@@ -64,12 +64,12 @@ _ROOMS = {
     "SchedulerError": "errors",
     "BackendNotInstalledError": "errors",
     "AccumulationError": "errors",
-    "AccumulationWindow": "accumulation",
+    "AccumulationWindow": "gradients.accumulation",
     "Backend": "protocol",
-    "BackendContract": "testing",
+    "BackendContract": "testing.contract",
     "BackendRegistry": "registry",
     "BatchMismatchError": "errors",
-    "DDPBackend": "ddp",
+    "DDPBackend": "torch.ddp",
     "DDPSettings": "settings",
     "NonFiniteGradientError": "errors",
     "FSDPBackend": "fsdp.backend",
@@ -78,22 +78,22 @@ _ROOMS = {
     "ReplacedParameterError": "errors",
     "Prepared": "protocol",
     "ReplicatesWeights": "protocol",
-    "PreparedOptimizer": "optimizer",
-    "PreparedScheduler": "scheduler",
-    "Scheduler": "scheduler",
+    "PreparedOptimizer": "optim.optimizer",
+    "PreparedScheduler": "optim.scheduler",
+    "Scheduler": "optim.scheduler",
     "SecondDerivativeError": "errors",
-    "SingleBackend": "single",
-    "StepResult": "optimizer",
+    "SingleBackend": "torch.single_device",
+    "StepResult": "optim.optimizer",
     "UnknownBackendError": "errors",
     "UnreducedGradientError": "errors",
     "UnshardedParameterError": "errors",
-    "load_whole": "streaming",
-    "tied_weights": "streaming",
-    "whole_model": "streaming",
-    "whole_tensors": "streaming",
+    "load_whole": "state_dict.full_tensors",
+    "tied_weights": "state_dict.full_tensors",
+    "whole_model": "state_dict.full_tensors",
+    "whole_tensors": "state_dict.full_tensors",
     "register_backend": "registry",
-    "restore_forward": "forward",
-    "uncompiled": "compiled",
+    "restore_forward": "modules.autocast_forward",
+    "uncompiled": "modules.compile",
 }
 __all__ = [
     "AccumulationError",

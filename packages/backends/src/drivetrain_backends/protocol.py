@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.accumulation import AccumulationWindow
-from drivetrain_backends.optimizer import PreparedOptimizer, StepResult
-from drivetrain_backends.scheduler import PreparedScheduler, Scheduler
+from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
+from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
 from drivetrain_precision import Policy
 from drivetrain_state import Context
 

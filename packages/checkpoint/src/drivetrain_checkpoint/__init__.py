@@ -8,9 +8,6 @@ byte of it. `save_model` and `load_model` write and read a model alone, as Huggi
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_checkpoint.accelerate_folder import find_accelerate_state as find_accelerate_state
-    from drivetrain_checkpoint.accelerate_state import AccelerateState as AccelerateState
-    from drivetrain_checkpoint.accelerate_state import read_accelerate_state as read_accelerate_state
     from drivetrain_checkpoint.checkpointer import Checkpointer as Checkpointer
     from drivetrain_checkpoint.errors import ChangedWhileCopiedError as ChangedWhileCopiedError
     from drivetrain_checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -21,80 +18,83 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.errors import OtherRankFailedError as OtherRankFailedError
     from drivetrain_checkpoint.errors import PickleNotAllowedError as PickleNotAllowedError
     from drivetrain_checkpoint.errors import StateError as StateError
-    from drivetrain_checkpoint.export import save_model as save_model
-    from drivetrain_checkpoint.export import write_export as write_export
-    from drivetrain_checkpoint.export import write_tensor_file as write_tensor_file
-    from drivetrain_checkpoint.export_load import ExportMatch as ExportMatch
-    from drivetrain_checkpoint.export_load import IncompatibleNames as IncompatibleNames
-    from drivetrain_checkpoint.export_load import load_model as load_model
-    from drivetrain_checkpoint.export_load import match_export as match_export
-    from drivetrain_checkpoint.export_plan import ExportPlan as ExportPlan
-    from drivetrain_checkpoint.export_plan import TensorInfo as TensorInfo
-    from drivetrain_checkpoint.export_plan import plan_export as plan_export
-    from drivetrain_checkpoint.export_plan import tied_names as tied_names
-    from drivetrain_checkpoint.exported import ExportedTensors as ExportedTensors
-    from drivetrain_checkpoint.exported import open_export as open_export
-    from drivetrain_checkpoint.load import Loaded as Loaded
-    from drivetrain_checkpoint.manifest import Manifest as Manifest
-    from drivetrain_checkpoint.manifest import read_manifest as read_manifest
-    from drivetrain_checkpoint.merge import merge_shards as merge_shards
-    from drivetrain_checkpoint.schedule import RESUME_EXIT_CODE as RESUME_EXIT_CODE
-    from drivetrain_checkpoint.schedule import Due as Due
-    from drivetrain_checkpoint.schedule import SaveSchedule as SaveSchedule
+    from drivetrain_checkpoint.export.load import ExportMatch as ExportMatch
+    from drivetrain_checkpoint.export.load import IncompatibleNames as IncompatibleNames
+    from drivetrain_checkpoint.export.load import load_model as load_model
+    from drivetrain_checkpoint.export.load import match_export as match_export
+    from drivetrain_checkpoint.export.merge import merge_shards as merge_shards
+    from drivetrain_checkpoint.export.plan import ExportPlan as ExportPlan
+    from drivetrain_checkpoint.export.plan import TensorInfo as TensorInfo
+    from drivetrain_checkpoint.export.plan import plan_export as plan_export
+    from drivetrain_checkpoint.export.plan import tied_names as tied_names
+    from drivetrain_checkpoint.export.reader import ExportedTensors as ExportedTensors
+    from drivetrain_checkpoint.export.reader import open_export as open_export
+    from drivetrain_checkpoint.export.writer import save_model as save_model
+    from drivetrain_checkpoint.export.writer import write_export as write_export
+    from drivetrain_checkpoint.export.writer import write_tensor_file as write_tensor_file
+    from drivetrain_checkpoint.format.manifest import Manifest as Manifest
+    from drivetrain_checkpoint.format.manifest import read_manifest as read_manifest
+    from drivetrain_checkpoint.format.shards import FlatPart as FlatPart
+    from drivetrain_checkpoint.format.shards import FlatShard as FlatShard
+    from drivetrain_checkpoint.format.shards import Replica as Replica
+    from drivetrain_checkpoint.format.state_tree import State as State
+    from drivetrain_checkpoint.interop.accelerate.folder import find_accelerate_state as find_accelerate_state
+    from drivetrain_checkpoint.interop.accelerate.state import AccelerateState as AccelerateState
+    from drivetrain_checkpoint.interop.accelerate.state import read_accelerate_state as read_accelerate_state
+    from drivetrain_checkpoint.loading.discovery import Found as Found
+    from drivetrain_checkpoint.loading.discovery import find_checkpoints as find_checkpoints
+    from drivetrain_checkpoint.loading.load import Loaded as Loaded
+    from drivetrain_checkpoint.loading.verify import Damage as Damage
+    from drivetrain_checkpoint.loading.verify import verify_checkpoint as verify_checkpoint
+    from drivetrain_checkpoint.saving.schedule import RESUME_EXIT_CODE as RESUME_EXIT_CODE
+    from drivetrain_checkpoint.saving.schedule import Due as Due
+    from drivetrain_checkpoint.saving.schedule import SaveSchedule as SaveSchedule
     from drivetrain_checkpoint.settings import CheckpointSettings as CheckpointSettings
-    from drivetrain_checkpoint.shards import FlatPart as FlatPart
-    from drivetrain_checkpoint.shards import FlatShard as FlatShard
-    from drivetrain_checkpoint.shards import Replica as Replica
-    from drivetrain_checkpoint.survey import Found as Found
-    from drivetrain_checkpoint.survey import find_checkpoints as find_checkpoints
-    from drivetrain_checkpoint.tree import State as State
-    from drivetrain_checkpoint.verify import Damage as Damage
-    from drivetrain_checkpoint.verify import verify_checkpoint as verify_checkpoint
 
 # Public name -> the file it stands in.
 _ROOMS = {
     "PickleNotAllowedError": "errors",
-    "AccelerateState": "accelerate_state",
-    "RESUME_EXIT_CODE": "schedule",
-    "Due": "schedule",
-    "SaveSchedule": "schedule",
+    "AccelerateState": "interop.accelerate.state",
+    "RESUME_EXIT_CODE": "saving.schedule",
+    "Due": "saving.schedule",
+    "SaveSchedule": "saving.schedule",
     "CheckpointSettings": "settings",
     "ChangedWhileCopiedError": "errors",
     "Checkpointer": "checkpointer",
     "CorruptCheckpointError": "errors",
-    "Damage": "verify",
-    "ExportMatch": "export_load",
-    "ExportPlan": "export_plan",
-    "ExportedTensors": "exported",
+    "Damage": "loading.verify",
+    "ExportMatch": "export.load",
+    "ExportPlan": "export.plan",
+    "ExportedTensors": "export.reader",
     "FolderInUseError": "errors",
     "FolderNotSharedError": "errors",
-    "FlatPart": "shards",
-    "FlatShard": "shards",
+    "FlatPart": "format.shards",
+    "FlatShard": "format.shards",
     "ForeignStateError": "errors",
-    "Found": "survey",
-    "IncompatibleNames": "export_load",
-    "Loaded": "load",
-    "Manifest": "manifest",
+    "Found": "loading.discovery",
+    "IncompatibleNames": "export.load",
+    "Loaded": "loading.load",
+    "Manifest": "format.manifest",
     "NoCheckpointError": "errors",
     "OtherRankFailedError": "errors",
-    "Replica": "shards",
-    "State": "tree",
+    "Replica": "format.shards",
+    "State": "format.state_tree",
     "StateError": "errors",
-    "TensorInfo": "export_plan",
-    "find_accelerate_state": "accelerate_folder",
-    "find_checkpoints": "survey",
-    "load_model": "export_load",
-    "match_export": "export_load",
-    "merge_shards": "merge",
-    "open_export": "exported",
-    "plan_export": "export_plan",
-    "read_accelerate_state": "accelerate_state",
-    "read_manifest": "manifest",
-    "save_model": "export",
-    "tied_names": "export_plan",
-    "verify_checkpoint": "verify",
-    "write_export": "export",
-    "write_tensor_file": "export",
+    "TensorInfo": "export.plan",
+    "find_accelerate_state": "interop.accelerate.folder",
+    "find_checkpoints": "loading.discovery",
+    "load_model": "export.load",
+    "match_export": "export.load",
+    "merge_shards": "export.merge",
+    "open_export": "export.reader",
+    "plan_export": "export.plan",
+    "read_accelerate_state": "interop.accelerate.state",
+    "read_manifest": "format.manifest",
+    "save_model": "export.writer",
+    "tied_names": "export.plan",
+    "verify_checkpoint": "loading.verify",
+    "write_export": "export.writer",
+    "write_tensor_file": "export.writer",
 }
 __all__ = [
     "RESUME_EXIT_CODE",

@@ -6,20 +6,20 @@ What reads and writes is imported at its first use: a run that saves nothing sta
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from drivetrain_checkpoint import storage
-from drivetrain_checkpoint.background import Background
+from drivetrain_checkpoint.saving.background import Background
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_checkpoint.storage import Place
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place
 from drivetrain_state import Context, side_store
 
 if TYPE_CHECKING:
-    from drivetrain_checkpoint.content import Content
-    from drivetrain_checkpoint.load import Like, Loaded
-    from drivetrain_checkpoint.retention import Keep
-    from drivetrain_checkpoint.save import Save
-    from drivetrain_checkpoint.saver import Saver
-    from drivetrain_checkpoint.staging import HostBuffer, Overlap
-    from drivetrain_checkpoint.tree import State
+    from drivetrain_checkpoint.format.state_tree import State
+    from drivetrain_checkpoint.loading.load import Like, Loaded
+    from drivetrain_checkpoint.planning.save_content import Content
+    from drivetrain_checkpoint.saving.coordinator import Saver
+    from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap
+    from drivetrain_checkpoint.saving.retention import Keep
+    from drivetrain_checkpoint.saving.transaction import Save
 
 
 def _whole(name: str) -> None:
@@ -112,7 +112,7 @@ class Checkpointer:
             FolderInUseError: Another run writes into the directory.
             OSError: The disk is full, or the folder cannot be written; nothing was saved.
         """
-        from drivetrain_checkpoint.content import Content
+        from drivetrain_checkpoint.planning.save_content import Content
 
         self.wait()
         content = Content(
@@ -131,14 +131,14 @@ class Checkpointer:
 
     def _agree(self, step: int, content: "Content") -> "Save":
         """Agree on a save with the other ranks."""
-        from drivetrain_checkpoint.saver import Saver
+        from drivetrain_checkpoint.saving.coordinator import Saver
 
         self._saver = self._saver or Saver(self._context, self.directory)
         return self._saver.prepare(step, content, continues=self.continues)
 
     def _write(self, save: "Save") -> Place:
         """Write at once."""
-        from drivetrain_checkpoint.save import run_save
+        from drivetrain_checkpoint.saving.transaction import run_save
 
         return self._tell(run_save(self._context, save, keep=self._keep(), on_block=self._mark))
 
@@ -152,15 +152,15 @@ class Checkpointer:
         self._context.watch.mark("write a checkpoint")
 
     def _keep(self) -> "Keep":
-        from drivetrain_checkpoint.retention import Keep
+        from drivetrain_checkpoint.saving.retention import Keep
 
         return Keep.of(self.settings)
 
     def _start(self, save: "Save", changes_in_step: Callable[[str], bool] | None) -> Place:
         """Copy what this rank writes, or have it copied, and write it in a thread."""
-        from drivetrain_checkpoint.save import by_tensor, run_save, stage_save
-        from drivetrain_checkpoint.staging import HostBuffer
-        from drivetrain_checkpoint.talk import StoreTalk
+        from drivetrain_checkpoint.coordination.store_gather import StoreTalk
+        from drivetrain_checkpoint.saving.host_buffer import HostBuffer
+        from drivetrain_checkpoint.saving.transaction import by_tensor, run_save, stage_save
 
         if self._buffer is None:
             self._buffer = HostBuffer()
@@ -259,7 +259,7 @@ class Checkpointer:
             FolderNotSharedError: The ranks see different checkpoints under the same path.
             PickleNotAllowedError: It holds a pickle, and `settings.allow_pickle` is not set.
         """
-        from drivetrain_checkpoint.load import Reading, holds_checkpoints, load_from, load_newest
+        from drivetrain_checkpoint.loading.load import Reading, holds_checkpoints, load_from, load_newest
 
         self.wait()
         how = Reading(like or _whole, self.settings.allow_pickle)
@@ -274,7 +274,7 @@ class Checkpointer:
 
         Called on all ranks; it is what rank 0 sees.
         """
-        from drivetrain_checkpoint.load import newest
+        from drivetrain_checkpoint.loading.load import newest
 
         self.wait()
         return newest(self._context, self.directory)

@@ -3,10 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_data.activity import ActiveLoaders as ActiveLoaders
-    from drivetrain_data.batch_plan import BatchPlan as BatchPlan
-    from drivetrain_data.blocks import IndexFunction as IndexFunction
-    from drivetrain_data.blocks import InvertibleFunction as InvertibleFunction
+    from drivetrain_data.active_loaders import ActiveLoaders as ActiveLoaders
     from drivetrain_data.errors import AmbiguousLoaderError as AmbiguousLoaderError
     from drivetrain_data.errors import DataStateError as DataStateError
     from drivetrain_data.errors import DispatchError as DispatchError
@@ -19,39 +16,42 @@ if TYPE_CHECKING:
     from drivetrain_data.loader import skip_first_batches as skip_first_batches
     from drivetrain_data.loader_seeds import own_seed as own_seed
     from drivetrain_data.loader_seeds import seed_at as seed_at
-    from drivetrain_data.partition import Partition as Partition
-    from drivetrain_data.permutation import ORDER_VERSION as ORDER_VERSION
-    from drivetrain_data.permutation import Permutation as Permutation
-    from drivetrain_data.prepare import divides_itself as divides_itself
-    from drivetrain_data.prepare import is_loader as is_loader
-    from drivetrain_data.prepare import shard_loader as shard_loader
-    from drivetrain_data.samplers import PermutationSampler as PermutationSampler
+    from drivetrain_data.randomness.permutation import ORDER_VERSION as ORDER_VERSION
+    from drivetrain_data.randomness.permutation import Permutation as Permutation
+    from drivetrain_data.remainder import check_after_loop as check_after_loop
+    from drivetrain_data.remainder import holds_rows as holds_rows
+    from drivetrain_data.remainder import row_counts as row_counts
+    from drivetrain_data.remainder import trim as trim
+    from drivetrain_data.remainder import trim_objects as trim_objects
+    from drivetrain_data.sampling.block_shuffle import IndexFunction as IndexFunction
+    from drivetrain_data.sampling.block_shuffle import InvertibleFunction as InvertibleFunction
+    from drivetrain_data.sampling.partition import Partition as Partition
+    from drivetrain_data.sampling.samplers import PermutationSampler as PermutationSampler
+    from drivetrain_data.sampling.step_info import BatchPlan as BatchPlan
     from drivetrain_data.settings import DataSettings as DataSettings
     from drivetrain_data.settings import Even as Even
     from drivetrain_data.settings import Strategy as Strategy
     from drivetrain_data.shard import Shard as Shard
-    from drivetrain_data.trimming import check_after_loop as check_after_loop
-    from drivetrain_data.trimming import holds_rows as holds_rows
-    from drivetrain_data.trimming import row_counts as row_counts
-    from drivetrain_data.trimming import trim as trim
-    from drivetrain_data.trimming import trim_objects as trim_objects
+    from drivetrain_data.sharded_loader import divides_itself as divides_itself
+    from drivetrain_data.sharded_loader import is_loader as is_loader
+    from drivetrain_data.sharded_loader import shard_loader as shard_loader
 
 # Public name -> the file it stands in.
 _ROOMS = {
-    "ActiveLoaders": "activity",
+    "ActiveLoaders": "active_loaders",
     "AmbiguousLoaderError": "errors",
-    "BatchPlan": "batch_plan",
+    "BatchPlan": "sampling.step_info",
     "DataSettings": "settings",
     "DataStateError": "errors",
     "DispatchError": "errors",
     "Even": "settings",
-    "IndexFunction": "blocks",
+    "IndexFunction": "sampling.block_shuffle",
     "IndexRangeError": "errors",
-    "InvertibleFunction": "blocks",
-    "ORDER_VERSION": "permutation",
-    "Partition": "partition",
-    "Permutation": "permutation",
-    "PermutationSampler": "samplers",
+    "InvertibleFunction": "sampling.block_shuffle",
+    "ORDER_VERSION": "randomness.permutation",
+    "Partition": "sampling.partition",
+    "Permutation": "randomness.permutation",
+    "PermutationSampler": "sampling.samplers",
     "RestOfEpoch": "loader",
     "ResumedLoaderError": "errors",
     "Shard": "shard",
@@ -59,17 +59,17 @@ _ROOMS = {
     "Strategy": "settings",
     "TrimError": "errors",
     "UnpreparedLoaderError": "errors",
-    "check_after_loop": "trimming",
-    "divides_itself": "prepare",
-    "holds_rows": "trimming",
-    "is_loader": "prepare",
+    "check_after_loop": "remainder",
+    "divides_itself": "sharded_loader",
+    "holds_rows": "remainder",
+    "is_loader": "sharded_loader",
     "own_seed": "loader_seeds",
-    "row_counts": "trimming",
+    "row_counts": "remainder",
     "seed_at": "loader_seeds",
-    "shard_loader": "prepare",
+    "shard_loader": "sharded_loader",
     "skip_first_batches": "loader",
-    "trim": "trimming",
-    "trim_objects": "trimming",
+    "trim": "remainder",
+    "trim_objects": "remainder",
 }
 __all__ = [
     "ORDER_VERSION",

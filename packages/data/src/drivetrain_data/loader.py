@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from drivetrain_data.activity import ActiveLoaders
-from drivetrain_data.batch_plan import BatchPlan
-from drivetrain_data.device_copies import DeviceCopies
+from drivetrain_data.active_loaders import ActiveLoaders
+from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
-from drivetrain_data.resume import check_state, make_state
+from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
-from drivetrain_data.source import Source
+from drivetrain_data.sources.base import Source
+from drivetrain_data.state.loader_state import check_state, make_state
 
 Batch = TypeVar("Batch")
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from drivetrain_data.permutation import hash_key
-from drivetrain_data.sampler_generators import own_generators
-from drivetrain_data.samplers import PermutationSampler
-from drivetrain_data.torch_samplers import is_torchs_distributed
+from drivetrain_data.randomness.permutation import hash_key
+from drivetrain_data.sampling.samplers import PermutationSampler
+from drivetrain_data.sampling.torch_samplers import is_torchs_distributed
+from drivetrain_data.state.sampler_generators import own_generators
 
 _SEED_BITS = 63
 

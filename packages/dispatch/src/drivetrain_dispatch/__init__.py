@@ -9,15 +9,6 @@ part computes, the weights of the next ones are on their way. `infer_auto_device
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_dispatch.budget import get_max_memory as get_max_memory
-    from drivetrain_dispatch.casting import apply_layerwise_casting as apply_layerwise_casting
-    from drivetrain_dispatch.device_map import DeviceMap as DeviceMap
-    from drivetrain_dispatch.dispatching import dispatch_model as dispatch_model
-    from drivetrain_dispatch.dispatching import offload_stats as offload_stats
-    from drivetrain_dispatch.dispatching import remove_hooks as remove_hooks
-    from drivetrain_dispatch.dispatching import trace_offload as trace_offload
-    from drivetrain_dispatch.empty import init_empty_weights as init_empty_weights
-    from drivetrain_dispatch.empty import init_on_device as init_on_device
     from drivetrain_dispatch.errors import CostError as CostError
     from drivetrain_dispatch.errors import DeviceMapError as DeviceMapError
     from drivetrain_dispatch.errors import LoadError as LoadError
@@ -25,73 +16,88 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.errors import TiedParametersError as TiedParametersError
     from drivetrain_dispatch.errors import WeightFilesError as WeightFilesError
     from drivetrain_dispatch.errors import WeightsMismatchError as WeightsMismatchError
-    from drivetrain_dispatch.groups import Cost as Cost
-    from drivetrain_dispatch.infer import infer_auto_device_map as infer_auto_device_map
-    from drivetrain_dispatch.load import LoadReport as LoadReport
-    from drivetrain_dispatch.load import load_checkpoint_in_model as load_checkpoint_in_model
-    from drivetrain_dispatch.loaded import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-    from drivetrain_dispatch.offloading import OffloadHook as OffloadHook
-    from drivetrain_dispatch.offloading import cpu_offload as cpu_offload
-    from drivetrain_dispatch.offloading import cpu_offload_with_hook as cpu_offload_with_hook
-    from drivetrain_dispatch.offloading import disk_offload as disk_offload
-    from drivetrain_dispatch.optimizer_state import OptimizerOffload as OptimizerOffload
-    from drivetrain_dispatch.optimizer_state import disk_offload_optimizer as disk_offload_optimizer
+    from drivetrain_dispatch.load_and_dispatch import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    )
+    from drivetrain_dispatch.loading.load_checkpoint import LoadReport as LoadReport
+    from drivetrain_dispatch.loading.load_checkpoint import (
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
+    from drivetrain_dispatch.model.meta_init import init_empty_weights as init_empty_weights
+    from drivetrain_dispatch.model.meta_init import init_on_device as init_on_device
+    from drivetrain_dispatch.model.sizes import compute_module_sizes as compute_module_sizes
+    from drivetrain_dispatch.model.tied_weights import find_tied_parameters as find_tied_parameters
+    from drivetrain_dispatch.model.tied_weights import retie_parameters as retie_parameters
+    from drivetrain_dispatch.offload.cpu_offload import OffloadHook as OffloadHook
+    from drivetrain_dispatch.offload.cpu_offload import cpu_offload as cpu_offload
+    from drivetrain_dispatch.offload.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
+    from drivetrain_dispatch.offload.cpu_offload import disk_offload as disk_offload
+    from drivetrain_dispatch.offload.dispatch import dispatch_model as dispatch_model
+    from drivetrain_dispatch.offload.dispatch import offload_stats as offload_stats
+    from drivetrain_dispatch.offload.dispatch import remove_hooks as remove_hooks
+    from drivetrain_dispatch.offload.dispatch import trace_offload as trace_offload
+    from drivetrain_dispatch.offload.layerwise_casting import (
+        apply_layerwise_casting as apply_layerwise_casting,
+    )
+    from drivetrain_dispatch.offload.optimizer_offload import OptimizerOffload as OptimizerOffload
+    from drivetrain_dispatch.offload.optimizer_offload import disk_offload_optimizer as disk_offload_optimizer
+    from drivetrain_dispatch.offload.residency import OffloadStats as OffloadStats
+    from drivetrain_dispatch.offload.trace import OffloadTrace as OffloadTrace
+    from drivetrain_dispatch.planning.block_groups import Cost as Cost
+    from drivetrain_dispatch.planning.device_map import DeviceMap as DeviceMap
+    from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map as infer_auto_device_map
+    from drivetrain_dispatch.planning.memory_budget import get_max_memory as get_max_memory
+    from drivetrain_dispatch.planning.pipeline_model import Rates as Rates
     from drivetrain_dispatch.pretrained import load_pretrained as load_pretrained
-    from drivetrain_dispatch.quantization import Quantization as Quantization
-    from drivetrain_dispatch.quantization import StoredFP8 as StoredFP8
-    from drivetrain_dispatch.quantization import quantized_sizes as quantized_sizes
-    from drivetrain_dispatch.quantizers import BitsAndBytes4Bit as BitsAndBytes4Bit
-    from drivetrain_dispatch.quantizers import BitsAndBytes8Bit as BitsAndBytes8Bit
-    from drivetrain_dispatch.quantizers import TorchAO as TorchAO
-    from drivetrain_dispatch.seats import OffloadStats as OffloadStats
-    from drivetrain_dispatch.sizes import compute_module_sizes as compute_module_sizes
-    from drivetrain_dispatch.tied import find_tied_parameters as find_tied_parameters
-    from drivetrain_dispatch.tied import retie_parameters as retie_parameters
-    from drivetrain_dispatch.timeline import Rates as Rates
-    from drivetrain_dispatch.trace import OffloadTrace as OffloadTrace
+    from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit as BitsAndBytes4Bit
+    from drivetrain_dispatch.quantization.libraries import BitsAndBytes8Bit as BitsAndBytes8Bit
+    from drivetrain_dispatch.quantization.libraries import TorchAO as TorchAO
+    from drivetrain_dispatch.quantization.protocol import Quantization as Quantization
+    from drivetrain_dispatch.quantization.protocol import StoredFP8 as StoredFP8
+    from drivetrain_dispatch.quantization.protocol import quantized_sizes as quantized_sizes
 
 # Public name -> the file it stands in.
 _ROOMS = {
-    "BitsAndBytes4Bit": "quantizers",
-    "BitsAndBytes8Bit": "quantizers",
-    "Cost": "groups",
+    "BitsAndBytes4Bit": "quantization.libraries",
+    "BitsAndBytes8Bit": "quantization.libraries",
+    "Cost": "planning.block_groups",
     "CostError": "errors",
-    "DeviceMap": "device_map",
+    "DeviceMap": "planning.device_map",
     "DeviceMapError": "errors",
     "LoadError": "errors",
-    "LoadReport": "load",
-    "OffloadHook": "offloading",
-    "OffloadStats": "seats",
-    "OffloadTrace": "trace",
+    "LoadReport": "loading.load_checkpoint",
+    "OffloadHook": "offload.cpu_offload",
+    "OffloadStats": "offload.residency",
+    "OffloadTrace": "offload.trace",
     "OffloadedError": "errors",
-    "OptimizerOffload": "optimizer_state",
-    "Quantization": "quantization",
-    "Rates": "timeline",
-    "StoredFP8": "quantization",
+    "OptimizerOffload": "offload.optimizer_offload",
+    "Quantization": "quantization.protocol",
+    "Rates": "planning.pipeline_model",
+    "StoredFP8": "quantization.protocol",
     "TiedParametersError": "errors",
-    "TorchAO": "quantizers",
+    "TorchAO": "quantization.libraries",
     "WeightFilesError": "errors",
     "WeightsMismatchError": "errors",
-    "apply_layerwise_casting": "casting",
-    "compute_module_sizes": "sizes",
-    "cpu_offload": "offloading",
-    "cpu_offload_with_hook": "offloading",
-    "disk_offload": "offloading",
-    "disk_offload_optimizer": "optimizer_state",
-    "dispatch_model": "dispatching",
-    "find_tied_parameters": "tied",
-    "get_max_memory": "budget",
-    "infer_auto_device_map": "infer",
-    "init_empty_weights": "empty",
-    "init_on_device": "empty",
-    "load_checkpoint_and_dispatch": "loaded",
-    "load_checkpoint_in_model": "load",
+    "apply_layerwise_casting": "offload.layerwise_casting",
+    "compute_module_sizes": "model.sizes",
+    "cpu_offload": "offload.cpu_offload",
+    "cpu_offload_with_hook": "offload.cpu_offload",
+    "disk_offload": "offload.cpu_offload",
+    "disk_offload_optimizer": "offload.optimizer_offload",
+    "dispatch_model": "offload.dispatch",
+    "find_tied_parameters": "model.tied_weights",
+    "get_max_memory": "planning.memory_budget",
+    "infer_auto_device_map": "planning.infer_device_map",
+    "init_empty_weights": "model.meta_init",
+    "init_on_device": "model.meta_init",
+    "load_checkpoint_and_dispatch": "load_and_dispatch",
+    "load_checkpoint_in_model": "loading.load_checkpoint",
     "load_pretrained": "pretrained",
-    "offload_stats": "dispatching",
-    "quantized_sizes": "quantization",
-    "remove_hooks": "dispatching",
-    "retie_parameters": "tied",
-    "trace_offload": "dispatching",
+    "offload_stats": "offload.dispatch",
+    "quantized_sizes": "quantization.protocol",
+    "remove_hooks": "offload.dispatch",
+    "retie_parameters": "model.tied_weights",
+    "trace_offload": "offload.dispatch",
 }
 __all__ = [
     "BitsAndBytes4Bit",

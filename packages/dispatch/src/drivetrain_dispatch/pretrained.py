@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype, check_options
-from drivetrain_dispatch.block_scaled import BLOCK
-from drivetrain_dispatch.device_map import Device
-from drivetrain_dispatch.empty import init_empty_weights
-from drivetrain_dispatch.filling import Progress
-from drivetrain_dispatch.loaded import Way, load_checkpoint_and_dispatch
-from drivetrain_dispatch.quantization import Quantization, StoredFP8
-from drivetrain_dispatch.weight_files import weights_of
+from drivetrain_dispatch.files.weight_files import weights_of
+from drivetrain_dispatch.load_and_dispatch import Way, load_checkpoint_and_dispatch
+from drivetrain_dispatch.loading.tensor_reader import Progress
+from drivetrain_dispatch.model.meta_init import init_empty_weights
+from drivetrain_dispatch.planning.device_map import Device
+from drivetrain_dispatch.quantization.block_scaled import BLOCK
+from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drivetrain_backends import Prepared, uncompiled, whole
 from drivetrain_checkpoint import ExportPlan, TensorInfo, write_tensor_file
-from drivetrain_checkpoint.agreement import on_each_rank
+from drivetrain_checkpoint.coordination.collective_errors import on_each_rank
 from drivetrain_state import Context
 
 ADAPTER_FILE = "adapter_model.safetensors"

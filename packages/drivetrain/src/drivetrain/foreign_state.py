@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from drivetrain_backends import Prepared, plain_name, tied_weights
-from drivetrain_backends.optimizer_state import name_state
+from drivetrain_backends.state_dict.optimizer_state import name_state
 from drivetrain_checkpoint import ExportedTensors
 
 # torch's names for what optimizers keep of each element of a parameter.

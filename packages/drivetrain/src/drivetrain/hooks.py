@@ -1,6 +1,6 @@
 """What a user's code may do when a run is saved or taken up."""
 
-from drivetrain_checkpoint.storage import Place
+from drivetrain_checkpoint.storage.base import Place
 
 
 class CheckpointHook:

@@ -19,7 +19,8 @@ from drivetrain_data import (
     trim,
     trim_objects,
 )
-from drivetrain_state import Context, LeafError, collectives
+from drivetrain_state import Context, LeafError
+from drivetrain_state.collectives import operations as collectives
 
 
 def weigh(

@@ -9,7 +9,9 @@ import torch
 from drivetrain import metrics
 from drivetrain.call_site import CallSites
 from drivetrain_data import ActiveLoaders, ShardedLoader
-from drivetrain_state import Context, collectives, control
+from drivetrain_state import Context
+from drivetrain_state.collectives import control
+from drivetrain_state.collectives import operations as collectives
 
 
 class Ranks:

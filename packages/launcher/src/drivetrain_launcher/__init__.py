@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_launcher.errors import LaunchError as LaunchError
     from drivetrain_launcher.errors import RankFailedError as RankFailedError
-    from drivetrain_launcher.host import Host as Host
-    from drivetrain_launcher.host import look_at_host as look_at_host
-    from drivetrain_launcher.plan import LaunchPlan as LaunchPlan
-    from drivetrain_launcher.plan import RankPlan as RankPlan
-    from drivetrain_launcher.plan import Target as Target
-    from drivetrain_launcher.planning import plan_launch as plan_launch
-    from drivetrain_launcher.running import run_plan as run_plan
+    from drivetrain_launcher.plan.build import plan_launch as plan_launch
+    from drivetrain_launcher.plan.host import Host as Host
+    from drivetrain_launcher.plan.host import look_at_host as look_at_host
+    from drivetrain_launcher.plan.plan import LaunchPlan as LaunchPlan
+    from drivetrain_launcher.plan.plan import RankPlan as RankPlan
+    from drivetrain_launcher.plan.plan import Target as Target
+    from drivetrain_launcher.run.notebook import debug_launcher as debug_launcher
+    from drivetrain_launcher.run.notebook import notebook_launcher as notebook_launcher
+    from drivetrain_launcher.run.run import run_plan as run_plan
     from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
-    from drivetrain_launcher.spawn import debug_launcher as debug_launcher
-    from drivetrain_launcher.spawn import notebook_launcher as notebook_launcher
 
 # Public name -> the file it stands in.
 _ROOMS = {
-    "Host": "host",
+    "Host": "plan.host",
     "LaunchError": "errors",
-    "LaunchPlan": "plan",
+    "LaunchPlan": "plan.plan",
     "LaunchSettings": "settings",
     "RankFailedError": "errors",
-    "RankPlan": "plan",
-    "Target": "plan",
-    "debug_launcher": "spawn",
-    "look_at_host": "host",
-    "notebook_launcher": "spawn",
-    "plan_launch": "planning",
-    "run_plan": "running",
+    "RankPlan": "plan.plan",
+    "Target": "plan.plan",
+    "debug_launcher": "run.notebook",
+    "look_at_host": "plan.host",
+    "notebook_launcher": "run.notebook",
+    "plan_launch": "plan.build",
+    "run_plan": "run.run",
 }
 __all__ = [
     "Host",

@@ -2,7 +2,7 @@
 
 import sys
 
-from drivetrain_launcher.cli import main
+from drivetrain_launcher.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,26 +3,36 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_state.collectives import ReduceOp as ReduceOp
-    from drivetrain_state.collectives import barrier as barrier
-    from drivetrain_state.collectives import broadcast as broadcast
-    from drivetrain_state.collectives import broadcast_object as broadcast_object
-    from drivetrain_state.collectives import gather as gather
-    from drivetrain_state.collectives import gather_object as gather_object
-    from drivetrain_state.collectives import pad_across_processes as pad_across_processes
-    from drivetrain_state.collectives import reduce as reduce
+    from drivetrain_state.collectives.control import local_main_process_first as local_main_process_first
+    from drivetrain_state.collectives.control import main_process_first as main_process_first
+    from drivetrain_state.collectives.control import on_last_process as on_last_process
+    from drivetrain_state.collectives.control import on_local_main_process as on_local_main_process
+    from drivetrain_state.collectives.control import on_main_process as on_main_process
+    from drivetrain_state.collectives.control import on_process as on_process
+    from drivetrain_state.collectives.control import part_of as part_of
+    from drivetrain_state.collectives.control import print_on_main as print_on_main
+    from drivetrain_state.collectives.control import split_between_processes as split_between_processes
+    from drivetrain_state.collectives.logs import RankLogger as RankLogger
+    from drivetrain_state.collectives.logs import get_logger as get_logger
+    from drivetrain_state.collectives.operations import ReduceOp as ReduceOp
+    from drivetrain_state.collectives.operations import barrier as barrier
+    from drivetrain_state.collectives.operations import broadcast as broadcast
+    from drivetrain_state.collectives.operations import broadcast_object as broadcast_object
+    from drivetrain_state.collectives.operations import gather as gather
+    from drivetrain_state.collectives.operations import gather_object as gather_object
+    from drivetrain_state.collectives.operations import pad_across_processes as pad_across_processes
+    from drivetrain_state.collectives.operations import reduce as reduce
+    from drivetrain_state.collectives.scatter import scatter as scatter
+    from drivetrain_state.collectives.seed import derive_seed as derive_seed
+    from drivetrain_state.collectives.seed import deterministic_algorithms as deterministic_algorithms
+    from drivetrain_state.collectives.seed import load_rng_state as load_rng_state
+    from drivetrain_state.collectives.seed import reseed as reseed
+    from drivetrain_state.collectives.seed import rng_state as rng_state
+    from drivetrain_state.collectives.seed import set_seed as set_seed
+    from drivetrain_state.collectives.seed import synchronize_rng_states as synchronize_rng_states
     from drivetrain_state.connection import connect as connect
     from drivetrain_state.connection import group_backend as group_backend
     from drivetrain_state.context import Context as Context
-    from drivetrain_state.control import local_main_process_first as local_main_process_first
-    from drivetrain_state.control import main_process_first as main_process_first
-    from drivetrain_state.control import on_last_process as on_last_process
-    from drivetrain_state.control import on_local_main_process as on_local_main_process
-    from drivetrain_state.control import on_main_process as on_main_process
-    from drivetrain_state.control import on_process as on_process
-    from drivetrain_state.control import part_of as part_of
-    from drivetrain_state.control import print_on_main as print_on_main
-    from drivetrain_state.control import split_between_processes as split_between_processes
     from drivetrain_state.detect import DeviceAbility as DeviceAbility
     from drivetrain_state.detect import DeviceGroup as DeviceGroup
     from drivetrain_state.detect import abilities as abilities
@@ -35,27 +45,17 @@ if TYPE_CHECKING:
     from drivetrain_state.errors import DeviceError as DeviceError
     from drivetrain_state.errors import GroupMismatchError as GroupMismatchError
     from drivetrain_state.errors import LeafError as LeafError
-    from drivetrain_state.logs import RankLogger as RankLogger
-    from drivetrain_state.logs import get_logger as get_logger
+    from drivetrain_state.hang.progress_record import Watch as Watch
+    from drivetrain_state.hang.watchdog import Watchdog as Watchdog
+    from drivetrain_state.hang.watchdog import start_watchdog as start_watchdog
     from drivetrain_state.mesh import MeshPlan as MeshPlan
     from drivetrain_state.mesh import ParallelDims as ParallelDims
     from drivetrain_state.mesh import build_mesh as build_mesh
     from drivetrain_state.rendezvous import side_store as side_store
-    from drivetrain_state.scattering import scatter as scatter
-    from drivetrain_state.seed import derive_seed as derive_seed
-    from drivetrain_state.seed import deterministic_algorithms as deterministic_algorithms
-    from drivetrain_state.seed import load_rng_state as load_rng_state
-    from drivetrain_state.seed import reseed as reseed
-    from drivetrain_state.seed import rng_state as rng_state
-    from drivetrain_state.seed import set_seed as set_seed
-    from drivetrain_state.seed import synchronize_rng_states as synchronize_rng_states
     from drivetrain_state.settings import DeviceChoice as DeviceChoice
     from drivetrain_state.settings import StateSettings as StateSettings
     from drivetrain_state.topology import Topology as Topology
     from drivetrain_state.topology import topology_from_hosts as topology_from_hosts
-    from drivetrain_state.watch import Watch as Watch
-    from drivetrain_state.watchdog import Watchdog as Watchdog
-    from drivetrain_state.watchdog import start_watchdog as start_watchdog
 
 # Public name -> the file it stands in.
 _ROOMS = {
@@ -70,47 +70,47 @@ _ROOMS = {
     "LeafError": "errors",
     "MeshPlan": "mesh",
     "ParallelDims": "mesh",
-    "RankLogger": "logs",
-    "ReduceOp": "collectives",
+    "RankLogger": "collectives.logs",
+    "ReduceOp": "collectives.operations",
     "StateSettings": "settings",
     "Topology": "topology",
-    "Watch": "watch",
-    "Watchdog": "watchdog",
+    "Watch": "hang.progress_record",
+    "Watchdog": "hang.watchdog",
     "abilities": "detect",
-    "barrier": "collectives",
+    "barrier": "collectives.operations",
     "best_device_kind": "detect",
-    "broadcast": "collectives",
-    "broadcast_object": "collectives",
+    "broadcast": "collectives.operations",
+    "broadcast_object": "collectives.operations",
     "build_mesh": "mesh",
     "connect": "connection",
-    "derive_seed": "seed",
+    "derive_seed": "collectives.seed",
     "describe": "detect",
     "detect_devices": "detect",
-    "deterministic_algorithms": "seed",
+    "deterministic_algorithms": "collectives.seed",
     "device_count": "detect",
-    "gather": "collectives",
-    "gather_object": "collectives",
-    "get_logger": "logs",
+    "gather": "collectives.operations",
+    "gather_object": "collectives.operations",
+    "get_logger": "collectives.logs",
     "group_backend": "connection",
-    "load_rng_state": "seed",
-    "local_main_process_first": "control",
-    "main_process_first": "control",
-    "on_last_process": "control",
-    "on_local_main_process": "control",
-    "on_main_process": "control",
-    "on_process": "control",
-    "pad_across_processes": "collectives",
-    "part_of": "control",
-    "print_on_main": "control",
-    "reduce": "collectives",
-    "reseed": "seed",
-    "rng_state": "seed",
-    "scatter": "scattering",
-    "set_seed": "seed",
+    "load_rng_state": "collectives.seed",
+    "local_main_process_first": "collectives.control",
+    "main_process_first": "collectives.control",
+    "on_last_process": "collectives.control",
+    "on_local_main_process": "collectives.control",
+    "on_main_process": "collectives.control",
+    "on_process": "collectives.control",
+    "pad_across_processes": "collectives.operations",
+    "part_of": "collectives.control",
+    "print_on_main": "collectives.control",
+    "reduce": "collectives.operations",
+    "reseed": "collectives.seed",
+    "rng_state": "collectives.seed",
+    "scatter": "collectives.scatter",
+    "set_seed": "collectives.seed",
     "side_store": "rendezvous",
-    "split_between_processes": "control",
-    "start_watchdog": "watchdog",
-    "synchronize_rng_states": "seed",
+    "split_between_processes": "collectives.control",
+    "start_watchdog": "hang.watchdog",
+    "synchronize_rng_states": "collectives.seed",
     "topology_from_hosts": "topology",
 }
 __all__ = [

@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from drivetrain_config import environ, resolve
 from drivetrain_config.environ import LaunchedRanks
+from drivetrain_state.collectives.seed import deterministic_algorithms
 from drivetrain_state.context import Context
 from drivetrain_state.detect import best_device_kind, device_count
 from drivetrain_state.errors import ConnectError, DeviceError, GroupMismatchError
-from drivetrain_state.meeting import meet
+from drivetrain_state.hang.progress_record import Watch
 from drivetrain_state.mesh import ParallelDims, build_mesh
-from drivetrain_state.seed import deterministic_algorithms
 from drivetrain_state.settings import DeviceChoice, StateSettings
+from drivetrain_state.store_setup import meet
 from drivetrain_state.topology import Topology, topology_from_hosts
-from drivetrain_state.watch import Watch
 
 # Which library moves the tensors of each kind of device; the CPU's always travel by gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
@@ -72,7 +72,7 @@ def connect(
         owns_group = _join(place, topology, launched, settings, needs_group=needs_group, undo=undo)
         watch = Watch()
         if settings.watchdog and topology.world_size > 1:
-            from drivetrain_state.watchdog import start_watchdog  # its rooms serve several processes alone
+            from drivetrain_state.hang.watchdog import start_watchdog  # several processes alone need it
 
             reports = settings.hang_report_directory
             dog = start_watchdog(topology=topology, settings=settings, watch=watch, report_directory=reports)

@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain_state.errors import ConnectError
+from drivetrain_state.hang.progress_record import Watch
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.topology import Topology
-from drivetrain_state.watch import Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

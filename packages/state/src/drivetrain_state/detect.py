@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from drivetrain_state.links import LinkType, nvidia_link
+from drivetrain_state.device_links import LinkType, nvidia_link
 
 DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "npu", "hpu", "mlu", "xla", "cpu"]
 

@@ -7,12 +7,7 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.accumulation import AccumulationWindow
-from drivetrain_backends.activation import checkpoint_activations, restore_activations
-from drivetrain_backends.blocks import plan_blocks
-from drivetrain_backends.carrier import trainable_parameters
 from drivetrain_backends.deepspeed.applied import read_back
-from drivetrain_backends.deepspeed.carrier import EngineCarrier
 from drivetrain_backends.deepspeed.checks import (
     check_device,
     check_optimizer,
@@ -22,21 +17,26 @@ from drivetrain_backends.deepspeed.checks import (
 )
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.elementwise import check_elementwise, parts_of
+from drivetrain_backends.deepspeed.engine_backward import EngineCarrier
 from drivetrain_backends.deepspeed.library import entering, load_deepspeed, local_rank_known
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.optimizer import PartitionedOptimizer, remember_groups, share_groups
 from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared
 from drivetrain_backends.errors import AccumulationError, PairingError
-from drivetrain_backends.forward import prepare_forward, restore_forward
-from drivetrain_backends.gradients import GradientLedger
-from drivetrain_backends.optimizer import PreparedOptimizer
-from drivetrain_backends.pairing import owners, parameter_names
-from drivetrain_backends.prepared import TorchPrepared
+from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.engine import trainable_parameters
+from drivetrain_backends.gradients.tracker import GradientLedger
+from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations, restore_activations
+from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
+from drivetrain_backends.modules.meta_check import check_values
+from drivetrain_backends.modules.wrap_policy import plan_blocks
+from drivetrain_backends.optim.optimizer import PreparedOptimizer
+from drivetrain_backends.optim.parameter_matching import owners, parameter_names
+from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
 from drivetrain_backends.protocol import Chosen, Prepared
-from drivetrain_backends.scheduler import PreparedScheduler, Scheduler
 from drivetrain_backends.settings import DeepSpeedSettings
-from drivetrain_backends.torch_backend import check_new, check_schedulers
-from drivetrain_backends.values import check_values
+from drivetrain_backends.torch.base import check_new, check_schedulers
+from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import LossScaler, Policy
 from drivetrain_state import Context
 

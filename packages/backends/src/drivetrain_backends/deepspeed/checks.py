@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.compiled import uncompiled
 from drivetrain_backends.deepspeed.library import accelerator
 from drivetrain_backends.errors import EngineConfigError
-from drivetrain_backends.optimizer_state import check_divisible
-from drivetrain_backends.pairing import parameter_names
+from drivetrain_backends.modules.compile import uncompiled
+from drivetrain_backends.optim.parameter_matching import parameter_names
+from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_precision import Policy, PrecisionError
 
 

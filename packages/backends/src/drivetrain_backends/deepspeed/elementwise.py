@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.errors import EngineConfigError
-from drivetrain_backends.optimizer_trials import run_eagerly, set_visible_rates
+from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
 from drivetrain_state import Context
 
 _NUM_STEPS = 6  # a Lookahead, for one, acts on each fifth

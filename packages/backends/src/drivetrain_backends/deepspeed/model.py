@@ -5,8 +5,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from drivetrain_backends.outputs import tensors_in
-from drivetrain_backends.stand_in import StandIn
+from drivetrain_backends.modules.module_proxy import StandIn
+from drivetrain_backends.modules.outputs import tensors_in
 
 
 class EngineModel(StandIn):

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-from drivetrain_backends.optimizer import PreparedOptimizer, uncopyable
+from drivetrain_backends.optim.optimizer import PreparedOptimizer, uncopyable
 
 
 class PartitionedOptimizer(PreparedOptimizer):

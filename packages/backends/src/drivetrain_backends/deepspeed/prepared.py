@@ -7,21 +7,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.activation import checkpointing_of, restore_activations
-from drivetrain_backends.clipping import check_clip
-from drivetrain_backends.deepspeed.carrier import EngineCarrier
+from drivetrain_backends.deepspeed.engine_backward import EngineCarrier
 from drivetrain_backends.deepspeed.gradients import ReducedGradients
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.reached import ReachedParameters
 from drivetrain_backends.deepspeed.state import forget_keyed_state, load_state, read_state, spread
 from drivetrain_backends.deepspeed.written import NoMasters, WrittenValues, written_values
 from drivetrain_backends.errors import AccumulationError
-from drivetrain_backends.forward import restore_forward
-from drivetrain_backends.gradients import GradientGroup, GradientLedger
-from drivetrain_backends.known_parameters import KnownParameters
-from drivetrain_backends.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
-from drivetrain_backends.optimizer import PreparedOptimizer, StepResult
-from drivetrain_backends.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
+from drivetrain_backends.gradients.clipping import check_clip
+from drivetrain_backends.gradients.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
+from drivetrain_backends.gradients.tracker import GradientGroup, GradientLedger
+from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
+from drivetrain_backends.modules.autocast_forward import restore_forward
+from drivetrain_backends.modules.parameter_guard import KnownParameters
+from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
+from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain_backends.compiled import load_plain_state, plain_state
-from drivetrain_backends.deepspeed.parts import (
+from drivetrain_backends.deepspeed.partitions import (
     PartitionedTensor,
     as_trained,
     has_master,
@@ -19,7 +18,9 @@ from drivetrain_backends.deepspeed.parts import (
     whole_of_parts,
     write_own_part,
 )
-from drivetrain_backends.optimizer_state import (
+from drivetrain_backends.modules.compile import load_plain_state, plain_state
+from drivetrain_backends.state_dict.full_state_dict import whole
+from drivetrain_backends.state_dict.optimizer_state import (
     check_groups,
     check_named_state,
     check_unkeyed,
@@ -27,7 +28,6 @@ from drivetrain_backends.optimizer_state import (
     named_state,
     refuse_undivided,
 )
-from drivetrain_backends.states import whole
 
 
 def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from drivetrain_backends.activation import checkpointing_of
-from drivetrain_backends.blocks import class_name
 from drivetrain_backends.fsdp.dtypes import HALF, NAMES
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
+from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
+from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.protocol import Chosen
 from drivetrain_backends.settings import FSDPSettings
 

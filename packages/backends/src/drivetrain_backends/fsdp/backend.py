@@ -14,12 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_backends.accumulation import AccumulationWindow
-from drivetrain_backends.activation import checkpoint_activations
-from drivetrain_backends.blocks import BlockPlan, class_name, plan_blocks
-from drivetrain_backends.carrier import GradientCarrier
-from drivetrain_backends.compiled import uncompiled
-from drivetrain_backends.forward import prepare_forward
 from drivetrain_backends.fsdp.applied import read_back
 from drivetrain_backends.fsdp.block_order import BlockOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
@@ -27,21 +21,27 @@ from drivetrain_backends.fsdp.dtypes import plan_dtypes
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guard import AssignmentGuard
-from drivetrain_backends.fsdp.materialise import parameters_on_meta
 from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
+from drivetrain_backends.fsdp.meta_init import parameters_on_meta
 from drivetrain_backends.fsdp.misuse import explain_ungathered, refuse_misuse
 from drivetrain_backends.fsdp.optimizer_probe import check_steps_shards
-from drivetrain_backends.fsdp.pairing import repoint
+from drivetrain_backends.fsdp.optimizer_shards import repoint
 from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
-from drivetrain_backends.fsdp.placing import Sharding, check_dtypes, check_sources, shard_model
 from drivetrain_backends.fsdp.prepared import FSDPPrepared
 from drivetrain_backends.fsdp.refused_parameters import check_trainable
+from drivetrain_backends.fsdp.shard import Sharding, check_dtypes, check_sources, shard_model
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
-from drivetrain_backends.optimizer_state import check_divisible
-from drivetrain_backends.prepared import TorchPrepared
-from drivetrain_backends.scheduler import Scheduler
+from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.engine import GradientCarrier
+from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
+from drivetrain_backends.modules.autocast_forward import prepare_forward
+from drivetrain_backends.modules.compile import uncompiled
+from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name, plan_blocks
+from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.settings import FSDPSettings
-from drivetrain_backends.torch_backend import TorchBackend
+from drivetrain_backends.state_dict.optimizer_state import check_divisible
+from drivetrain_backends.torch.base import TorchBackend
+from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Policy
 from drivetrain_state import Context
 

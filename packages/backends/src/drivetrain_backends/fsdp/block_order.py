@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from drivetrain_backends.blocks import class_name
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
+from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context
 
 _MOST_REMEMBERED = 65536  # collectives between two steps, for the error that names the first that differs

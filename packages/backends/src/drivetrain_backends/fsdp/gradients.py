@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain_backends.averaging import average
-from drivetrain_backends.blocks import class_name
-from drivetrain_backends.carrier import ParameterGradients
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
-from drivetrain_backends.shards import local
+from drivetrain_backends.gradients.averaging import average
+from drivetrain_backends.gradients.engine import ParameterGradients
+from drivetrain_backends.modules.wrap_policy import class_name
+from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_precision import LossScaler
 
 

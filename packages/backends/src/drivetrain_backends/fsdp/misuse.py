@@ -12,9 +12,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (  # pyright: ignor
     TrainingState,
 )
 
-from drivetrain_backends.blocks import class_name
 from drivetrain_backends.errors import SecondDerivativeError, UnshardedParameterError
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
+from drivetrain_backends.modules.wrap_policy import class_name
 
 
 def refuse_misuse(sharded: ShardedModel) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from drivetrain_backends.shards import local
+from drivetrain_backends.state_dict.dtensor import local
 
 
 @torch.no_grad()  # with gradients on, taking each rank's part would be an operation of autograd

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from drivetrain_backends.fsdp.placing import is_plain
-from drivetrain_backends.optimizer_trials import run_eagerly, set_visible_rates
-from drivetrain_backends.shards import local, own_part
+from drivetrain_backends.fsdp.shard import is_plain
+from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
+from drivetrain_backends.state_dict.dtensor import local, own_part
 
 # Elementwise, as a test holds them to; of exactly these classes, for one derived from them may do more.
 _KNOWN = frozenset(

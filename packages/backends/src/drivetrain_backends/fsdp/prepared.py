@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain_backends.activation import restore_activations
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
-from drivetrain_backends.forward import restore_forward
 from drivetrain_backends.fsdp.block_order import BlockOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.gradients import ShardedGradients
@@ -19,11 +17,13 @@ from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.fsdp.state import divided_like, load_model
-from drivetrain_backends.gradients import GradientLedger
-from drivetrain_backends.optimizer import StepResult
-from drivetrain_backends.optimizer_state import check_divisible
-from drivetrain_backends.prepared import TorchPrepared
-from drivetrain_backends.shards import broadcast_from_first, local, own_part, whole_of
+from drivetrain_backends.gradients.tracker import GradientLedger
+from drivetrain_backends.modules.activation_checkpointing import restore_activations
+from drivetrain_backends.modules.autocast_forward import restore_forward
+from drivetrain_backends.optim.optimizer import StepResult
+from drivetrain_backends.state_dict.dtensor import broadcast_from_first, local, own_part, whole_of
+from drivetrain_backends.state_dict.optimizer_state import check_divisible
+from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_state import Context
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from drivetrain_backends.blocks import class_name
+from drivetrain_backends.modules.wrap_policy import class_name
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from drivetrain_backends.blocks import BlockPlan
 from drivetrain_backends.errors import UnshardedParameterError
+from drivetrain_backends.modules.wrap_policy import BlockPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_backends.compiled import load_plain_state, plain_state
-from drivetrain_backends.shards import local, write
+from drivetrain_backends.modules.compile import load_plain_state, plain_state
+from drivetrain_backends.state_dict.dtensor import local, write
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:

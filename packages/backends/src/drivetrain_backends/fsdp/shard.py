@@ -1,0 +1,232 @@
+"""A model on its way into shards, one block at a time: no rank holds more than its shards and one whole block."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from drivetrain_backends.fsdp.dtypes import HALF, DtypePlan
+from drivetrain_backends.fsdp.meta_init import check_ways, initialise, make_room, tensors_of
+from drivetrain_backends.fsdp.scratch import Scratch, room_for
+from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
+from drivetrain_backends.modules.wrap_policy import BlockPlan
+from drivetrain_backends.state_dict.dtensor import broadcast_from_first
+from drivetrain_state import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What every model of a run is sharded by.
+
+    Attributes:
+        mesh: The ranks that parameters are sharded over.
+        reshards: Whether parameters are let go after forward.
+        dtypes: In which dtypes they are kept and computed with.
+        offload: Whether shards live on the CPU.
+        pin_memory: Whether in pinned memory there.
+    """
+
+    mesh: DeviceMesh
+    reshards: bool
+    dtypes: DtypePlan
+    offload: bool
+    pin_memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sources:
+    """Where the values of each tensor come from, the same on all ranks; tensors go by their names in the model.
+
+    Attributes:
+        initialised: On meta everywhere: made by its module, on every rank alike.
+        seed: What for.
+    """
+
+    initialised: frozenset[str]
+    seed: int
+
+
+def shard_model(model: nn.Module, plan: BlockPlan, sharding: Sharding, context: Context) -> ShardedModel:
+    """Divide a model's parameters over the ranks, in place. Called on all ranks.
+
+    Values are rank 0's; where they are on meta on all ranks, each module makes its own.
+
+    Raises:
+        ValueError: Ranks hold different models, or a module on meta has no way to fill itself.
+    """
+    sources = _agree(model)
+    names = {module: name for name, module in model.named_modules()}
+    groups = _groups(model, plan)
+    upcast = tuple(n for n, p in model.named_parameters() if _kept_in(p, sharding.dtypes) is not p.dtype)
+    scratch = Scratch(
+        context.device, [_size_on_meta(modules, sharding.dtypes) for modules in groups.values()]
+    )
+    blocks: list[FSDPModule] = []
+    for name, modules in groups.items():
+        scratch.clear()
+        _bring_values(modules, model, names, sources, scratch, sharding, context)
+        blocks.append(
+            _shard(model.get_submodule(name), modules, sharding, is_root=not name, is_alone=not plan.blocks)
+        )
+    return ShardedModel(
+        module=model, plan=plan, blocks=tuple(blocks), places=tuple(find_places(model)), upcast=upcast
+    )
+
+
+def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
+    """The modules of each block that are in no block inside it, by the block's name; the root comes last."""
+    done: set[nn.Module] = set()
+    groups: dict[str, list[nn.Module]] = {}
+    for name in (*plan.blocks, ""):
+        groups[name] = [module for module in model.get_submodule(name).modules() if module not in done]
+        done.update(groups[name])
+    return groups
+
+
+def _size_on_meta(modules: list[nn.Module], dtypes: DtypePlan) -> int:
+    """How many bytes what is to be divided of some modules takes whole, as far as it is on meta."""
+    held = {p for module in modules for p in module.parameters(recurse=False)}
+    return sum(room_for(p, _kept_in(p, dtypes)) for p in held if p.is_meta and not is_plain(p))
+
+
+def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan) -> None:
+    """Refuse what `fully_shard` could not reduce: trainable parameters of several dtypes in one block.
+
+    Raises:
+        ValueError: There are some; the message names two.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for modules in _groups(model, plan).values():
+        found: dict[torch.dtype, str] = {}
+        for parameter in (p for module in modules for p in module.parameters(recurse=False)):
+            if parameter.requires_grad and not is_plain(parameter):
+                found.setdefault(_kept_in(parameter, dtypes), names[parameter])
+        if len(found) > 1:
+            shown = " and ".join(f"{key} in {str(dtype)[6:]}" for dtype, key in found.items())
+            raise ValueError(
+                f"{shown} are trained in one block, whose gradients are reduced in one dtype: bring them to one, or "
+                "set fsdp.upcast=True, which keeps all trainable ones in fp32"
+            )
+
+
+def check_sources(model: nn.Module) -> None:
+    """Refuse a model whose values would come from nowhere, while nothing is changed. Called on all ranks.
+
+    Raises:
+        ValueError: Ranks hold different models, or a module on meta has no way to fill itself.
+    """
+    check_ways(model, _agree(model).initialised)
+
+
+def is_plain(parameter: Tensor) -> bool:
+    """Whether a parameter stays whole on every rank: `fully_shard` divides neither scalars, integers nor nothing."""
+    return parameter.dim() == 0 or not parameter.numel() or not parameter.is_floating_point()
+
+
+def _agree(model: nn.Module) -> _Sources:
+    """Find out what the ranks have, in one exchange."""
+    tensors: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    meta = frozenset(name for name, tensor in tensors.items() if tensor.is_meta)
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    own = (crc32(repr(shapes).encode()), meta, int(torch.randint(2**31, ()).item()) if meta else 0)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    (first_shapes, first_meta, seed), *others = cast("list[tuple[int, frozenset[str], int]]", by_rank)
+    kind = type(model).__name__
+    if odd := [rank for rank, (theirs, _, _) in enumerate(others, start=1) if theirs != first_shapes]:
+        raise ValueError(
+            f"{kind} on rank {odd[0]} has other parameters than on rank 0: names, shapes and dtypes must be the same"
+        )
+    for rank, (_, theirs, _) in enumerate(others, start=1):
+        if lacking := sorted(first_meta - theirs):
+            raise ValueError(
+                f"{kind}: {lacking[0]} is on the meta device on rank 0 and has values on rank {rank}, but they are "
+                "taken from rank 0: build the model there with values, or on meta everywhere"
+            )
+    return _Sources(initialised=first_meta, seed=seed)
+
+
+def _bring_values(
+    group: list[nn.Module],
+    model: nn.Module,
+    names: Mapping[nn.Module, str],
+    sources: _Sources,
+    scratch: Scratch,
+    sharding: Sharding,
+    context: Context,
+) -> None:
+    """Bring the tensors of some modules, whole, to the device, with rank 0's values."""
+
+    def new_tensor(tensor: Tensor) -> Tensor:
+        is_divided = isinstance(tensor, nn.Parameter) and not is_plain(tensor)
+        dtype = _kept_in(tensor, sharding.dtypes)
+        if is_divided:
+            return scratch.like(tensor, dtype)
+        return torch.empty_like(tensor, dtype=dtype, device=context.device)
+
+    empty = make_room(group, new_tensor)
+    made = {
+        module: tuple(a for a in attributes if f"{names[module]}.{a}".lstrip(".") in sources.initialised)
+        for module, attributes in empty.items()
+    }
+    made = {module: attributes for module, attributes in made.items() if attributes}
+    around = [module for module in model.modules() if callable(getattr(module, "_init_weights", None))]
+    initialise(made, dict(names), around[:1], sources.seed)  # the outermost knows what is in it
+    filled = {
+        tensors_of(module)[attribute] for module, attributes in made.items() for attribute in attributes
+    }
+    seen: set[Tensor] = set()
+    for module in group:
+        for name, tensor in tensors_of(module).items():
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            values = tensor.detach().to(context.device, _kept_in(tensor, sharding.dtypes)).contiguous()
+            if tensor not in filled:
+                broadcast_from_first(values, context)
+            if is_parameter:
+                tensor.data = values
+            elif values.device != tensor.device or values.dtype != tensor.dtype:
+                setattr(module, name, values)
+            else:
+                tensor.copy_(values)
+
+
+def _kept_in(tensor: Tensor, dtypes: DtypePlan) -> torch.dtype:
+    """The dtype that a tensor is kept in."""
+    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return torch.float32 if is_trained and dtypes.upcast and tensor.dtype in HALF else tensor.dtype
+
+
+def _shard(
+    block: nn.Module, group: list[nn.Module], sharding: Sharding, *, is_root: bool, is_alone: bool
+) -> FSDPModule:
+    """Shard what a block holds beyond the blocks in it, and let go of the whole."""
+    held = list(dict.fromkeys(p for module in group for p in module.parameters(recurse=False)))
+    # What the root holds itself is wanted first in backward; torch keeps it until then if nothing is said.
+    reshards = None if is_root and not is_alone and sharding.reshards else sharding.reshards
+    offload = CPUOffloadPolicy(pin_memory=sharding.pin_memory) if sharding.offload else OffloadPolicy()
+    fully_shard(
+        block,
+        mesh=sharding.mesh,
+        reshard_after_forward=reshards,
+        mp_policy=sharding.dtypes.policy(is_root=is_root),
+        offload_policy=offload,
+        ignored_params={p for p in held if is_plain(p)},
+    )
+    for parameter in held:
+        if not is_plain(
+            parameter
+        ):  # an optimizer made before prepare() holds it still: that must not cost memory
+            parameter.data = parameter.data.new_empty(0)
+    return cast("FSDPModule", block)

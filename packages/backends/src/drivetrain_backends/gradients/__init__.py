@@ -1,0 +1,1 @@
+"""Take gradients from a backward to an optimizer step: accumulation, normalisation, clipping, checks."""

@@ -1,0 +1,221 @@
+"""What the gradients of a backend's models have in common, on their way from a backward to a step.
+
+Models that share an optimizer or a parameter go this way together, as a group: their losses have one normalisation
+and one overflow; see `gradient_group`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
+from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount
+from drivetrain_backends.gradients.edits import Marks, marks_of
+from drivetrain_backends.gradients.engine import GradientCarrier, ParameterGradients
+from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
+from drivetrain_backends.gradients.stages import GradientGroup as GradientGroup
+from drivetrain_precision import LossScaler
+from drivetrain_state import Context
+
+
+class GradientLedger:
+    """What the groups of one backend share.
+
+    Args:
+        context: Ranks and device.
+        window: The accumulation window.
+        scaler: The loss scale, for fp16.
+        carrier: What runs backwards and holds their gradients; `.grad` of the parameters by default.
+
+    Attributes:
+        in_grad: The carrier, where gradients lie in `.grad` between backwards, so that others may change them.
+        is_plain: Whether the mean gradients of a full window are what backwards leave, with nothing to be done and
+            no loss to be noted.
+        reference: What counted losses are divided by before backward.
+        first_losses: Whether the first losses reach what is prepared.
+        counted_in: The window of the last counted loss.
+        num_backwards: How many have run.
+        last_backward: The micro-batch of the last one.
+        has_stepped: Whether an optimizer stepped since the loss scale last moved.
+        is_joined: Whether ranks may run out of batches at different steps.
+        unreduced: The parameters whose gradients are not averaged over ranks, with their names: those that were
+            frozen when their model was replicated.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        window: AccumulationWindow,
+        scaler: LossScaler | None,
+        carrier: GradientCarrier | None = None,
+    ) -> None:
+        self.context = context
+        self.window = window
+        self.scaler = scaler
+        self.carrier: GradientCarrier = carrier or ParameterGradients(scaler)
+        self.in_grad = self.carrier if isinstance(self.carrier, ParameterGradients) else None
+        is_watched = window.nonfinite_gradients == "raise"
+        self.is_plain = scaler is None and type(self.carrier) is ParameterGradients and not is_watched
+        self._groups: list[
+            ref[GradientGroup]
+        ] = []  # which hold the ledger: models are freed with their last name
+        self.reference = ReferenceCount(context, window)
+        self.first_losses = FirstLosses()
+        self.counted_in = -1
+        self.num_backwards = 0
+        self.last_backward = -1
+        self.has_stepped = False
+        self.is_joined = False
+        self.unreduced: dict[Tensor, str] = {}
+
+    @property
+    def groups(self) -> list[GradientGroup]:
+        """Every group; its models hold it."""
+        return [group for one in self._groups if (group := one()) is not None]
+
+    @groups.setter
+    def groups(self, groups: Iterable[GradientGroup]) -> None:
+        self._groups = [ref(group) for group in groups]
+
+    def check_reduced(self, optimizer: Optimizer) -> None:
+        """Refuse to step on gradients that are not averaged over ranks.
+
+        Raises:
+            UnreducedGradientError: A parameter was trained that was frozen when its model was prepared.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self.unreduced:
+                    raise UnreducedGradientError(
+                        f"{self.unreduced[parameter]} was frozen when prepare() replicated its model, and has a "
+                        "gradient now, which ranks do not average: their weights would drift apart. Set "
+                        "requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"
+                    )
+
+    def backward(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
+        """Add the gradients of a loss of some groups.
+
+        Raises:
+            AccumulationError: See `GradientGroup.note`; or the loss reaches gradients that are final; or it is
+                counted while ranks may run out of batches.
+            PairingError: The loss trains a model that was not prepared, or whose optimizer was not.
+            TypeError, ValueError: It is no loss, or its count no count.
+        """
+        window = self.window
+        if count is not None or type(loss) is not Tensor or loss.dim() or not loss.requires_grad:
+            check_loss(loss, count)
+        is_plain = self.is_plain and window.num_micro_batches == 1 and self.counted_in < 0 and count is None
+        if is_plain and len(owners) == 1 and not self.first_losses.num_left:
+            owners[0].note(
+                None
+            )  # most steps: on small models, to look at what else may be would take as long again
+            loss.backward()
+        else:
+            self._add(loss, count, owners)
+        self.num_backwards += 1
+        self.last_backward = window.begun
+
+    def _add(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
+        if self.first_losses.num_left:
+            self.first_losses.follow(
+                loss, {group: self.carrier.leaves(group.models) for group in self.groups}
+            )
+        if self.scaler is not None:
+            self.move_scale()
+        if count is not None and all(group.stage in ("empty", "used") for group in self.groups):
+            self.reference.renew()
+        final = self._final(owners) if len(owners) > 1 else ()
+        window = self.window
+        for group in owners:
+            if not final or group not in final:
+                group.note(count)
+                if window.nonfinite_gradients == "raise":
+                    group.note_loss(loss)
+        if count is not None:
+            loss = loss / self._reference_of(count)
+        elif window.num_micro_batches > 1:
+            loss = loss / window.num_micro_batches
+        before = [marks_of(group.parameters()) for group in final] if final else ()
+        if self.is_plain:
+            loss.backward()  # as the carrier does
+        else:
+            self.carrier.run(loss, [model for group in owners for model in group.models])
+        if final:
+            _check_unreached(final, before)
+        if not self.is_plain or window.num_micro_batches > 1 or self.counted_in >= 0:
+            for group in self.groups:
+                if group.stage == "open":
+                    group.keep_marks()
+
+    def move_scale(self) -> None:
+        """Move the loss scale after a step, unless gradients of the present scale are still to be used."""
+        number, begun = self.window.number, self.window.begun
+        pending = begun and any(g.stage in ("open", "final") and g.opened_in == number for g in self.groups)
+        if self.scaler is not None and self.has_stepped and not pending:
+            self.scaler.update()
+            self.has_stepped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, where there is one, and the reference of counted losses."""
+        self.move_scale()
+        self.reference.renew()
+        return {
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "reference_count": self.reference.number,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the loss scale and the reference of a saved run.
+
+        Raises:
+            ValueError: The saved run scaled its loss and this one does not, or the reverse.
+        """
+        if (state["scaler"] is None) != (self.scaler is None):
+            saved, here = ("without", "scales") if state["scaler"] is None else ("with", "does not scale")
+            raise ValueError(
+                f"the checkpoint was saved {saved} fp16 loss scaling, and this run {here} its loss; resume in the "
+                "precision it was saved in"
+            )
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        reference: Tensor | None = state["reference_count"]
+        self.reference.number = None if reference is None else reference.to(self.context.device)
+
+    def finish_all_of(self, parameters: Sequence[Tensor]) -> list[GradientGroup]:
+        """Make the gradients of parameters final. Called on all ranks.
+
+        Returns:
+            The groups they belong to.
+        """
+        found = [group for group in self.groups if group.holds_any(parameters)]
+        for group in found:
+            group.finish()
+        return found
+
+    def _final(self, owners: Sequence[GradientGroup]) -> list[GradientGroup]:
+        number = self.window.number
+        return [group for group in owners if group.stage == "final" and group.opened_in == number]
+
+    def _reference_of(self, count: Tensor | float) -> Tensor:
+        if self.is_joined:
+            raise AccumulationError(
+                "backward(count=...) inside join_uneven_inputs: a rank without batches cannot add its count; prepare "
+                "the loader, which gives every rank equally many batches, or use the mean"
+            )
+        self.counted_in = self.window.number
+        return self.reference.value(count)
+
+
+def _check_unreached(final: Sequence[GradientGroup], before: Sequence[Marks]) -> None:
+    """Refuse a backward that reached groups whose gradients are final.
+
+    Raises:
+        AccumulationError: Their marks are not those from before it.
+    """
+    if any(not old.are(marks_of(group.parameters())) for old, group in zip(before, final, strict=True)):
+        raise AccumulationError(
+            "backward() reached gradients of this window that were clipped already; clip after its last loss"
+        )

@@ -1,0 +1,1 @@
+"""Prepare a model's modules: autocast, compilation, activation checkpointing, batch normalisation."""

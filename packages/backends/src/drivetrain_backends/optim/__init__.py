@@ -1,0 +1,1 @@
+"""Wrap optimizers and schedulers, and match them to models."""

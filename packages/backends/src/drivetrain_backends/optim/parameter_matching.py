@@ -1,0 +1,53 @@
+"""Which optimizer trains which model: decided by the identity of parameters, before anything is replaced."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.errors import PairingError
+from drivetrain_backends.modules.compile import plain_name
+
+
+def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
+    """Find the models an optimizer trains.
+
+    Args:
+        optimizer: An optimizer over parameters of one model or several.
+        models: The models to look through.
+
+    Returns:
+        The indices of the models that hold at least one of its parameters, in the order of `models`.
+
+    Raises:
+        PairingError: A parameter belongs to none of them; the message gives its shape and place.
+    """
+    held = [set(model.parameters()) for model in models]
+    found: set[int] = set()
+    for g, group in enumerate(optimizer.param_groups):
+        for p, parameter in enumerate(group["params"]):
+            where = [i for i, parameters in enumerate(held) if parameter in parameters]
+            if not where:
+                raise PairingError(
+                    f"{type(optimizer).__name__}: parameter {p} of group {g}, of shape {tuple(parameter.shape)}, "
+                    "belongs to no prepared model; pass the model to the same prepare() call, or prepare it first, "
+                    "and build the optimizer over that model's parameters()"
+                )
+            found.update(where[:1])
+    return sorted(found)
+
+
+def parameter_names(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
+    """Name every parameter once, as "name" for a single model and "model.name" for several.
+
+    A tied parameter keeps the first of its names, the one `named_parameters` gives. torch.compile leaves no trace in
+    names.
+    """
+    if len(models) == 1:
+        (model,) = models.values()
+        return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {}
+    for key, model in models.items():
+        for name, parameter in model.named_parameters():
+            names.setdefault(parameter, f"{key}.{plain_name(name)}")
+    return names

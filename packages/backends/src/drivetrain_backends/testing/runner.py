@@ -1,0 +1,80 @@
+"""A user's loop over the windows of a case of the contract, through a backend."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from drivetrain_backends.optim.optimizer import PreparedOptimizer
+from drivetrain_backends.protocol import Backend, Prepared
+from drivetrain_backends.state_dict.full_state_dict import whole_state
+from drivetrain_backends.testing.reference_training import Case, TinyModel, Window, loss_and_count
+from drivetrain_state import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A prepared model on its way through the windows of a case."""
+
+    context: Context
+    case: Case
+    backend: Backend
+    prepared: Prepared
+    model: TinyModel
+    windows: list[Window]
+    losses: list[Tensor] = field(default_factory=list[Tensor])  # of the present window
+    norms: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    @property
+    def optimizer(self) -> PreparedOptimizer:
+        """The model's only optimizer."""
+        return self.prepared.optimizers[0]
+
+    def steps(self, *, skip: int = 0) -> Iterator[None]:
+        """Train as a user's loop does, yielding after every window."""
+        for window in self.windows[skip:]:
+            for i, by_rank in enumerate(window):
+                self.backend.window.begin(is_last=i + 1 == len(window))
+                self._micro_batch(*by_rank[self.context.topology.rank])
+            yield
+            self.losses.clear()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights, whole."""
+        return whole_weights(self.prepared)
+
+    def _micro_batch(self, x: Tensor, y: Tensor) -> None:
+        x, y = x.to(self.context.device), y.to(self.context.device)
+        if self.case.zero_first:
+            self.optimizer.zero_grad()
+        with held(self.backend, self.prepared):
+            loss, count = loss_and_count(self.case, self.prepared.model(x), y)
+            self.prepared.backward(loss, count=count)
+        self.losses.append(loss.detach().cpu())
+        if self.case.clip is not None and (norm := self.prepared.clip(norm=self.case.clip)) is not None:
+            self.norms["norm"] = norm.cpu()
+        self.optimizer.step()
+        for scheduler in self.prepared.schedulers:
+            scheduler.step()
+        if not self.case.zero_first:
+            self.optimizer.zero_grad()
+
+
+def whole_weights(prepared: Prepared) -> dict[str, Tensor]:
+    """A prepared model's weights, whole, on the CPU. Called on all ranks."""
+    state = whole_state(prepared.state_dict()["model"])
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+
+def clip_and_step(prepared: Prepared, case: Case) -> None:
+    """End a micro-batch of a model with one optimizer, as a user's loop does."""
+    if case.clip is not None:
+        prepared.clip(norm=case.clip)
+    prepared.optimizers[0].step()
+    prepared.optimizers[0].zero_grad()
+
+
+def held(backend: Backend, prepared: Prepared) -> AbstractContextManager[None]:
+    """What a micro-batch runs in: gradients stay on their rank unless it closes its window."""
+    return nullcontext() if backend.window.closing else prepared.no_sync()

@@ -1,0 +1,1 @@
+"""Train with torch's own autograd: one device, or DistributedDataParallel."""

@@ -1,0 +1,297 @@
+"""Data parallel training: a replica on every rank, gradients averaged by torch's DistributedDataParallel."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.engine import GradientCarrier
+from drivetrain_backends.gradients.tracker import GradientLedger
+from drivetrain_backends.modules.batch_norm import (
+    batch_norms,
+    check_batch_norms,
+    restore_batch_norms,
+    synchronise_batch_norms,
+)
+from drivetrain_backends.modules.compile import uncompiled
+from drivetrain_backends.optim.optimizer import StepResult
+from drivetrain_backends.optim.scheduler import Scheduler
+from drivetrain_backends.protocol import Chosen
+from drivetrain_backends.settings import DDPSettings
+from drivetrain_backends.torch.base import TorchBackend, check_new
+from drivetrain_backends.torch.ddp_drift import check_replicas
+from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
+from drivetrain_backends.torch.ddp_replica import Replica
+from drivetrain_backends.torch.prepared import TorchPrepared
+from drivetrain_precision import Policy
+from drivetrain_state import Context
+
+# torch 2.15 renamed the argument, and warns of the old name.
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+_HOOKS = MappingProxyType(
+    {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "power_sgd": powerSGD_hook.powerSGD_hook,
+    }
+)
+
+
+class ReplicatedPrepared(TorchPrepared):
+    """A replica whose weights are compared over ranks every so many steps.
+
+    Args:
+        model: DDP's wrapper, or a model that is not trained.
+        context: Ranks and device.
+        ledger: What the backend's models know together of their gradients.
+        check_drift_every: Steps of the first optimizer that trains the model, or others together with it, between
+            two comparisons of them all.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, context: Context, ledger: GradientLedger, check_drift_every: int
+    ) -> None:
+        super().__init__(model, context=context, ledger=ledger)
+        self._check_drift_every = check_drift_every
+        self._num_steps = 0
+
+    def step(self, optimizer: Optimizer) -> StepResult:
+        """Step one optimizer if the window is closed. Called on all ranks.
+
+        Raises:
+            DriftedReplicasError: It is time to look, and ranks hold other weights.
+        """
+        result = super().step(optimizer)
+        if result.stepped and optimizer is self.group.optimizers[0]:
+            self._num_steps += 1
+            if self._num_steps % self._check_drift_every == 0:
+                check_replicas(self._context, self.group.models)
+        return result
+
+
+class DDPBackend(TorchBackend):
+    """Each model is replicated on every rank; a model without trainable parameters is only moved.
+
+    Raises:
+        RuntimeError: The context has no process group.
+    """
+
+    settings_section: ClassVar[str | None] = "ddp"
+    settings_type: ClassVar[type[Any] | None] = DDPSettings
+    needs_group: ClassVar[bool] = True
+
+    def __init__(
+        self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
+    ) -> None:
+        super().__init__(context, policy, window=window, settings=settings)
+        self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # those that are synchronised, as they were
+
+    def carrier(self) -> GradientCarrier:
+        """What knows which gradients ranks have not averaged."""
+        settings = cast("DDPSettings", self.settings)
+        self._gradients = ReplicatedGradients(
+            self.context, self.scaler, bucket_bytes=settings.bucket_size_mb * 2**20
+        )
+        return self._gradients
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
+    ) -> tuple[TorchPrepared, ...]:
+        """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
+
+        Raises:
+            ValueError: A model is prepared already; two share a parameter that is trained; or `sync_batch_norm` is
+                on, and a layer cannot be synchronised.
+        """
+        check_new(models)
+        _check_shared([*(p.unwrap() for p in self._prepared), *models])
+        if not cast("DDPSettings", self.settings).sync_batch_norm:
+            return super().prepare(models, optimizers, schedulers)
+        for model in models:
+            check_batch_norms(model, self.context.device)
+        changed = synchronise_batch_norms(models, self.context.group)
+        try:
+            prepared = super().prepare(models, optimizers, schedulers)
+        except BaseException:
+            restore_batch_norms(changed)
+            raise
+        self._batch_norms |= changed
+        return prepared
+
+    def check_replicas(self) -> None:
+        """Refuse weights that differ over ranks; see `ReplicatesWeights`. Called on all ranks."""
+        check_replicas(self.context, [prepared.unwrap() for prepared in self._prepared])
+
+    def make_prepared(self, model: nn.Module) -> TorchPrepared:
+        """Make what steps a replica, and looks for drift now and then where that is asked for."""
+        every = cast("DDPSettings", self.settings).check_drift_every
+        if every is None:
+            return super().make_prepared(model)
+        return ReplicatedPrepared(model, context=self.context, ledger=self._ledger, check_drift_every=every)
+
+    def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
+        """Forget the replicas too; see `TorchBackend.take_back`."""
+        super().take_back(placed, error)
+        for model in [prepared.unwrap() for prepared in placed]:
+            self._gradients.replicas.pop(model, None)
+            for parameter in model.parameters():
+                self._ledger.unreduced.pop(parameter, None)
+
+    def close(self) -> None:
+        """Give every model and layer its own class back and forget them all."""
+        super().close()
+        self._gradients.close()
+        restore_batch_norms(self._batch_norms)
+        self._batch_norms = {}
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Replicate `model`: rank 0's parameters and buffers reach all ranks. Called on all ranks."""
+        frozen = {
+            parameter: name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
+        settings = cast("DDPSettings", self.settings)
+        at_close = settings.reduce == "at_close"
+        if not (trained := any(p.requires_grad for p in model.parameters())) or not at_close:
+            self._ledger.unreduced |= frozen
+        if not trained:
+            return model
+        device = self.context.device
+        buffers: dict[str, Any] = {_BUFFERS: settings.broadcast_buffers}
+        replica = Replica(
+            model,
+            at_close=at_close,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=_group(self.context),
+            **buffers,
+            bucket_cap_mb=settings.bucket_size_mb,
+            find_unused_parameters=settings.find_unused_parameters,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+        )
+        _register_hook(replica, settings)
+        self._gradients.open()
+        self._gradients.replicas[model] = replica
+        return replica
+
+    @contextmanager
+    def join(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Let ranks run out of batches at different steps; inside, a finished rank answers the others' reductions.
+
+        Gradients are the mean over the ranks that still have batches.
+
+        Args:
+            models: The prepared models that are trained inside.
+
+        Raises:
+            RuntimeError: Gradients are averaged when their window closes, or weights compared, which a finished rank
+                does not answer.
+        """
+        settings = cast("DDPSettings", self.settings)
+        if settings.reduce == "at_close" or settings.check_drift_every is not None:
+            flag = "reduce at_close" if settings.reduce == "at_close" else "check-drift-every"
+            raise RuntimeError(
+                f"join_uneven_inputs with --ddp-{flag}: a rank without batches answers DDP's reducer alone. Leave "
+                "one of the two out, or prepare the loader, which gives every rank equally many batches"
+            )
+        found = (uncompiled(model) for model in models)
+        replicas: list[Joinable] = [model for model in found if isinstance(model, DistributedDataParallel)]
+        self._ledger.is_joined = self._gradients.is_joined = True
+        try:
+            with Join(replicas, divide_by_initial_world_size=False):
+                yield
+        finally:
+            self._ledger.is_joined = self._gradients.is_joined = False
+
+    def applied(self) -> Mapping[str, object]:
+        """What is in force, read back from the DDP wrappers."""
+        replicas = [p.model for p in self._prepared if isinstance(p.model, Replica)]
+        found = dict(super().applied())
+        for replica in replicas[:1]:
+            found |= {
+                "find_unused_parameters": replica.find_unused_parameters,
+                "static_graph": replica.static_graph,
+                "gradient_as_bucket_view": replica.gradient_as_bucket_view,
+                "broadcast_buffers": getattr(replica, _BUFFERS),
+                "sync_batch_norm": self._is_synchronised(),
+                "bucket_size_mb": replica.bucket_bytes_cap / 2**20,
+                **_applied_hook(replica),
+                "reduce": self._applied_reduce(replica),
+                "check_drift_every": cast("DDPSettings", self.settings).check_drift_every,
+            }
+        return found
+
+    def _applied_reduce(self, replica: Replica) -> object:
+        if cast("DDPSettings", self.settings).reduce is not None:
+            return "at_close" if replica.at_close else "overlap"
+        return Chosen(
+            value="overlap",
+            reason="gradients are averaged while backward runs; what comes around that, when the window closes",
+        )
+
+    def _is_synchronised(self) -> bool:
+        """Whether that was asked for and nothing is left to do."""
+        found = (module for prepared in self._prepared for _, module in batch_norms(prepared.unwrap()))
+        asked = cast("DDPSettings", self.settings).sync_batch_norm
+        return asked and all(isinstance(module, nn.SyncBatchNorm) for module in found)
+
+
+def _check_shared(models: Sequence[nn.Module]) -> None:
+    """Refuse models of which each would average the same gradient: DDP raises in backward, or adds to it twice."""
+    holders: dict[Tensor, nn.Module] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            other = holders.setdefault(parameter, model)
+            if parameter.requires_grad and other is not model:
+                raise ValueError(
+                    f"{type(other).__name__} and {type(model).__name__} share {name}, whose gradient the ddp backend "
+                    "would average once for each: put both into one nn.Module whose forward gives both outputs (it "
+                    "may have two optimizers), or freeze what they share"
+                )
+
+
+def _group(context: Context) -> ProcessGroup:
+    if context.group is None:
+        raise RuntimeError(
+            "the ddp backend needs a process group, and this is a single process; "
+            "start it with `drivetrain launch --num-processes N`, or use backend='single'"
+        )
+    return context.group
+
+
+def _applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
+    """How gradients are compressed, read back from what DDP will call."""
+    names = {hook: name for name, hook in _HOOKS.items()}
+    found: dict[str, object] = {"communication_hook": "none"}
+    for hook, state in replica._comm_hooks:  # pyright: ignore[reportPrivateUsage] DDP tells it nowhere else
+        found["communication_hook"] = names.get(hook, getattr(hook, "__qualname__", "unknown"))
+        if isinstance(state, powerSGD_hook.PowerSGDState):
+            found["power_sgd_rank"] = state.matrix_approximation_rank
+            found["power_sgd_start_step"] = state.start_powerSGD_iter
+    return found
+
+
+def _register_hook(replica: DistributedDataParallel, settings: DDPSettings) -> None:
+    if settings.communication_hook == "none":
+        return
+    state: object = replica.process_group
+    if settings.communication_hook == "power_sgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=replica.process_group,
+            matrix_approximation_rank=settings.power_sgd_rank,
+            start_powerSGD_iter=settings.power_sgd_start_step,
+        )
+    replica.register_comm_hook(state, _HOOKS[settings.communication_hook])

@@ -1,0 +1,70 @@
+"""Replicas that have drifted apart: noticed by a checksum of each weight, compared over ranks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_backends.errors import DriftedReplicasError
+from drivetrain_backends.modules.compile import plain_name
+from drivetrain_state import Context, gather, reduce
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
+    """Refuse models whose weights are not the same on all ranks. Called on all ranks; waits for the device once.
+
+    Every rank reads its weights once and sends two numbers for each. Buffers are left out, for ranks may keep their
+    own.
+
+    Args:
+        context: The ranks whose replicas are compared, and their device.
+        models: The users' modules, each whole on every rank.
+
+    Raises:
+        DriftedReplicasError: Some differ; the message names the first weight and its ranks.
+    """
+    if context.topology.world_size == 1:
+        return
+    names: dict[Tensor, str] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            names.setdefault(parameter, f"{plain_name(name)} of {type(model).__name__}")
+    if not names:
+        return
+    sums = torch.stack([checksum(weight).to(context.device) for weight in names])
+    largest = reduce(context, torch.cat([sums, -sums]), op="max")
+    assert isinstance(largest, Tensor)
+    if torch.equal(largest[: len(sums)], -largest[len(sums) :]):
+        return
+    by_rank = gather(context, sums[None])
+    assert isinstance(by_rank, Tensor)
+    others = (by_rank != by_rank[0]).cpu()
+    drifted: list[int] = others.any(0).nonzero().flatten().tolist()
+    ranks = ", ".join(map(str, others[:, drifted[0]].nonzero().flatten().tolist()))
+    first = list(names.values())[drifted[0]]
+    more = f", and {len(drifted) - 1} other weights" if len(drifted) > 1 else ""
+    raise DriftedReplicasError(
+        f"the replicas have drifted apart: {first} differs on ranks {ranks} from rank 0{more}. Weights were written "
+        "on some ranks alone, or stepped on what ranks had not averaged; a checkpoint would hold rank 0's. Have all "
+        "ranks write the same; to go on from rank 0's weights, on all ranks: "
+        "`with accelerator.gathered(model, write=True): pass`"
+    )
+
+
+@torch.no_grad()
+def checksum(weight: Tensor) -> Tensor:
+    """Add up a tensor's bits as integers, exactly, whatever its layout; an int64 of shape ()."""
+    weight = weight.detach()
+    if weight.is_complex():
+        weight = torch.view_as_real(weight)
+    integer = _INTEGERS[weight.element_size()]
+    if (
+        not weight.is_contiguous() or weight.data_ptr() % 8
+    ):  # on this rank, perhaps: the sum is that of the others
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    flat = weight.view(-1)
+    whole = flat.numel() - flat.numel() % (8 // flat.element_size())
+    # Eight bytes at a time: ten times as fast as four.
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].view(integer).sum(dtype=torch.int64)

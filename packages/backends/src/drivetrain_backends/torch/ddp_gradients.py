@@ -1,0 +1,143 @@
+"""Gradients of replicas: averaged by DDP's reducer while backward runs, and at the window's close what it missed."""
+
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from drivetrain_backends.errors import UnreducedGradientError
+from drivetrain_backends.gradients.averaging import average
+from drivetrain_backends.gradients.engine import ParameterGradients, trainable_parameters
+from drivetrain_backends.torch.ddp_replica import Replica
+from drivetrain_precision import LossScaler
+from drivetrain_state import Context
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicatedGradients(ParameterGradients):
+    """What DDP leaves in `.grad`: the mean over all ranks, of all that its reducer has seen.
+
+    A loss of a method of the model, or the second of two backwards, comes around the reducer. The mean over ranks of
+    `mean(a) + b` is `mean(a) + mean(b)`: so all gradients of a replica are averaged once more when its window closes,
+    if one of its backwards was not reduced.
+
+    Args:
+        context: Ranks and device.
+        scaler: The loss scale, for fp16.
+        bucket_bytes: How much is sent in one exchange.
+
+    Attributes:
+        replicas: DDP's wrappers by the users' modules.
+        is_joined: Whether ranks may run out of batches at different steps.
+    """
+
+    def __init__(self, context: Context, scaler: LossScaler | None, *, bucket_bytes: float) -> None:
+        super().__init__(scaler)
+        self.replicas: dict[nn.Module, Replica] = {}
+        self.is_joined = False
+        self.averages = context.topology.world_size > 1
+        self._context = context
+        self._bucket_bytes = bucket_bytes
+        self._group: ProcessGroup | None = None
+        self._rebuilt: set[Replica] = set()
+        self._has_told = False
+
+    def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+        """Run torch's backward, and note which replicas it reached; see `GradientCarrier.run`."""
+        before = [(replica, replica.mark()) for replica in self.replicas.values()]
+        super().run(loss, models)
+        for replica, mark in before:
+            replica.take(mark)
+
+    def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
+        """Average what came around the reducer, then unscale and correct in one pass; see `GradientCarrier.settle`.
+
+        Raises:
+            UnreducedGradientError: A backward was reduced in part; or there is something to average while ranks may
+                run out of batches.
+        """
+        if self.averages:
+            self._settle_replicas([self.replicas[model] for model in models if model in self.replicas])
+        return super().settle(models, factor)
+
+    def have_moved(self, models: Sequence[nn.Module]) -> bool:
+        """Tell, once, that DDP has built its buckets anew, with the gradients in them."""
+        rebuilt = {
+            replica
+            for model in models
+            if (replica := self.replicas.get(model)) is not None and replica._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage] told nowhere else
+        }
+        new = rebuilt - self._rebuilt
+        self._rebuilt |= new
+        return bool(new)
+
+    def note_foreign(self, models: Sequence[nn.Module]) -> None:
+        """Note that others changed gradients: they are averaged when the window closes."""
+        for model in models:
+            if model in self.replicas:
+                self.replicas[model].holds_back = True
+
+    def is_averaged(self, models: Sequence[nn.Module]) -> bool:
+        """Tell whether the reducer averaged all that backwards left; see `ParameterGradients.is_averaged`."""
+        return not any(self._waits(self.replicas[model]) for model in models if model in self.replicas)
+
+    def average(self, models: Sequence[nn.Module]) -> None:
+        """Average the gradients that others changed. Called on all ranks."""
+        replicas = [self.replicas[model] for model in models if model in self.replicas]
+        if not replicas or (self.is_joined and all(p.grad is None for r in replicas for p in r.parameters())):
+            return
+        self._settle_replicas(replicas)
+
+    def close(self) -> None:
+        """Forget the replicas, and end the group that gradients were averaged in. Called on all ranks."""
+        self.replicas.clear()
+        self._rebuilt.clear()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def open(self) -> None:
+        """Make the group that gradients are averaged in, once. Called on all ranks.
+
+        A group of its own: were an exchange left out by a rank, the reducer's would take its place unnoticed.
+        """
+        if self._group is None and self.averages:
+            made = dist.new_group()
+            assert isinstance(made, ProcessGroup)  # of all ranks, so that this one is a member
+            self._group = made
+
+    @staticmethod
+    def _waits(replica: Replica) -> bool:
+        return replica.at_close or replica.holds_back
+
+    def _settle_replicas(self, replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            replica.check_reduced()
+        chosen = [replica for replica in replicas if self._waits(replica)]
+        if parameters := trainable_parameters([replica.module for replica in chosen]):
+            self._average(parameters, chosen)
+        for replica in chosen:
+            replica.holds_back = False
+
+    def _average(self, parameters: Sequence[nn.Parameter], replicas: Sequence[Replica]) -> None:
+        names = " and ".join(type(replica.module).__name__ for replica in replicas)
+        if self.is_joined:
+            raise UnreducedGradientError(
+                f"gradients of {names} came around DDP's reducer inside join_uneven_inputs, where a rank without "
+                "batches cannot average them: let each loss come from model(batch), one backward after each forward, "
+                "or prepare the loader, which gives every rank equally many batches"
+            )
+        if not self._has_told and not all(replica.at_close for replica in replicas):
+            self._has_told = True
+            logger.info(
+                "gradients of %s came around DDP's reducer (a loss of a method of the model, a second backward after "
+                "one forward, or an edit) and are averaged when their window closes; where that is so in every "
+                "step, --ddp-reduce at_close spares the reducer's own averaging",
+                names,
+            )
+        self._context.watch.mark("averaging gradients at the window's close")
+        average(parameters, self._context.device, group=self._group, bucket_bytes=self._bucket_bytes)
+        self._context.watch.mark("gradients averaged")

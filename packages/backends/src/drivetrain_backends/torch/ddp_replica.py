@@ -1,0 +1,131 @@
+"""A model replicated by DistributedDataParallel, which tells how far its reducer is."""
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain_backends.errors import UnreducedGradientError
+from drivetrain_backends.gradients.edits import Marks, marks_of
+from drivetrain_backends.modules.module_proxy import StandIn
+from drivetrain_backends.modules.parameter_guard import KnownParameters
+
+
+class Replica(StandIn, DistributedDataParallel):
+    """DDP, which lets a frozen model be passed through, and tells of parameters without a gradient by their names.
+
+    DDP's reducer averages one backward after each forward of the wrapper: the first that reaches all parameters. What
+    another backward adds stays on its rank.
+
+    Args:
+        module: The user's module.
+        at_close: Whether the reducer never runs, for gradients are averaged when their window closes.
+        options: DDP's own.
+
+    Attributes:
+        at_close: Whether gradients are averaged when their window closes.
+        is_armed: Whether the reducer waits for a backward.
+        holds_back: Whether there may be gradients that ranks have not averaged.
+    """
+
+    def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
+        super().__init__(module, **options)
+        # What DDP counts through, whatever is frozen later.
+        self._reduced = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._reduced_parameters = tuple(self._reduced.values())
+        self.at_close = at_close
+        self.is_armed = False
+        self.holds_back = False
+        self._is_held = False
+        self._known = KnownParameters(module)
+        if at_close:
+            self.require_backward_grad_sync = False
+        self.hand_on()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model's forward; past DDP while all of it is frozen, for DDP would wait for its gradients."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            return self.module(*inputs, **kwargs)
+        try:
+            output = super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            if (named := self._named(error)) is None:
+                raise
+            raise named from error
+        if torch.is_grad_enabled():
+            if self.at_close:  # DDP shares buffers after a forward that reduces, as this one does in its way
+                self.require_forward_param_sync = not self._is_held
+            elif self.require_backward_grad_sync:
+                self.is_armed = True
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Keep gradients on their rank inside; see DDP."""
+        was_held, self._is_held = self._is_held, True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self._is_held = was_held
+
+    def mark(self) -> Marks:
+        """Read what changes when a backward reaches the model.
+
+        An armed reducer wants a gradient of every parameter, so that one tells of all; unless it finds out by itself
+        which have none.
+        """
+        if self.is_armed and not (self.find_unused_parameters or self.static_graph):
+            sample = next((p for p in self._reduced_parameters if p.requires_grad), None)
+            return marks_of([] if sample is None else [sample])
+        return marks_of(self._reduced_parameters)
+
+    def take(self, before: Marks) -> None:
+        """Note a backward that has run.
+
+        Args:
+            before: What `mark` gave before it.
+
+        Raises:
+            UnreducedGradientError: DDP was to learn a static graph from it, which began elsewhere.
+        """
+        if before.are(self.mark()):
+            return
+        if self.is_armed and self.static_graph and not self._static_graph_delay_allreduce_enqueued:
+            raise UnreducedGradientError(
+                f"the first backward of {type(self.module).__name__} did not come from its call, model(batch), from "
+                "which DDP learns a static graph: it would never average these gradients. Call the model, or leave "
+                "--ddp-static-graph out"
+            )
+        self.holds_back = not self.is_armed
+        self.is_armed = False
+
+    def check_reduced(self) -> None:
+        """Refuse gradients of a backward that reached some parameters alone, so that DDP waits for the others.
+
+        Raises:
+            UnreducedGradientError: There are such; the message names parameters without a gradient.
+        """
+        try:
+            self._check_reducer_finalized()
+        except RuntimeError as error:
+            if (named := self._named(error)) is None:
+                raise
+            raise named from error
+
+    def _named(self, error: RuntimeError) -> UnreducedGradientError | None:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
+        if found is None:
+            return None
+        self._known.look()  # a layer that was exchanged gets no gradient either
+        names = list(self._reduced)
+        unused = ", ".join(names[int(index)] for index in re.findall(r"\d+", found[1]))
+        return UnreducedGradientError(
+            f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is not "
+            "trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step; "
+            "--ddp-reduce at_close averages what there is when the window closes"
+        )

@@ -1,0 +1,26 @@
+"""Training on one device."""
+
+from typing import Any
+
+from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.torch.base import TorchBackend
+from drivetrain_precision import Policy
+from drivetrain_state import Context
+
+
+class SingleBackend(TorchBackend):
+    """One process, one device; the model stays the object it was.
+
+    Raises:
+        ValueError: There are several processes, each of which would train a model of its own.
+    """
+
+    def __init__(
+        self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
+    ) -> None:
+        if (count := context.topology.world_size) > 1:
+            raise ValueError(
+                f"backend='single' with {count} processes: each would train a model of its own, and no gradient is "
+                "averaged; say ddp, fsdp or deepspeed, or --num-processes 1"
+            )
+        super().__init__(context, policy, window=window, settings=settings)

@@ -1,0 +1,86 @@
+"""List the checkpoints of a folder: step, time, size, and whether each is valid."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from drivetrain_checkpoint.cli.given import DIRECTORY_HELP, directory_of, told
+from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, size_text, table, time_text
+from drivetrain_checkpoint.format.layout import step_of
+from drivetrain_checkpoint.loading.discovery import Found, find_checkpoints
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_config import Command
+
+_HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListArguments:
+    """What `drivetrain checkpoint list` is told."""
+
+    directory: str = field(metadata={"positional": True, "help": DIRECTORY_HELP})
+    json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
+
+
+@told
+def run(arguments: ListArguments) -> int:
+    """Print what there is, the last saved first; saves that were never completed come last."""
+    found = find_checkpoints(directory_of(arguments.directory))
+    newest = next((one for one in found if one.is_valid), None)
+    if arguments.json:
+        listed = [_as_json(one, is_newest=one is newest) for one in found]
+        sys.stdout.write(f"{json.dumps(listed, indent=2, allow_nan=False)}\n")
+    else:
+        sys.stdout.write(_as_text(found, newest, datetime.now(UTC)))
+    return 0
+
+
+def _as_json(one: Found, *, is_newest: bool) -> dict[str, Any]:
+    manifest = one.manifest
+    return {
+        "folder": str(one.folder),
+        "step": step_of(one.folder),
+        "saved_at": manifest and manifest.saved_at,
+        "size_bytes": _size_bytes(one),
+        "ranks": manifest and manifest.world_size,
+        "models": manifest and list(manifest.models),
+        "metrics": manifest and metrics_as_json(manifest.metrics),
+        "committed": one.committed,
+        "valid": one.is_valid,
+        "problem": one.problem,
+        "newest": is_newest,
+    }
+
+
+def _as_text(found: Sequence[Found], newest: Found | None, now: datetime) -> str:
+    rows: list[tuple[str, ...]] = []
+    for one in found:
+        said = ("-",) * 2
+        held = ("-",) * 2
+        if one.manifest is not None:
+            said = (time_text(one.manifest.saved_at), age_text(one.manifest.saved_at, now))
+            held = (str(one.manifest.world_size), ", ".join(one.manifest.models) or "-")
+        state = _state(one) + (", newest" if one is newest else "")
+        rows.append((str(step_of(one.folder)), *said, size_text(_size_bytes(one)), *held, state))
+    return table(_HEADER, rows)
+
+
+def _size_bytes(one: Found) -> int:
+    """By the manifest; without one, of what is there."""
+    return sum(storage.sizes_in(one.folder).values()) if one.manifest is None else one.manifest.size_bytes
+
+
+def _state(one: Found) -> str:
+    if one.is_valid:
+        return "valid"
+    return f"not valid: {one.problem}" if one.committed else "not completed"
+
+
+command = Command(
+    arguments=ListArguments,
+    run=run,
+    help="List the checkpoints of a folder: step, time, size, and whether each is valid.",
+)

@@ -1,0 +1,67 @@
+"""Write a model of a sharded checkpoint as safetensors that Hugging Face's libraries read."""
+
+import sys
+from dataclasses import dataclass, field
+
+from drivetrain_checkpoint.cli.given import CHECKPOINT_HELP, checkpoint_of, told
+from drivetrain_checkpoint.cli.printing import counted, size_text
+from drivetrain_checkpoint.cli.progress import Progress
+from drivetrain_checkpoint.export.merge import choose_model, merge_shards
+from drivetrain_checkpoint.export.plan import parse_size
+from drivetrain_checkpoint.format.layout import model_part
+from drivetrain_checkpoint.format.manifest import read_manifest
+from drivetrain_config import Command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeArguments:
+    """What `drivetrain checkpoint merge` is told."""
+
+    checkpoint: str = field(metadata={"positional": True, "help": CHECKPOINT_HELP})
+    output: str = field(
+        metadata={"positional": True, "help": "Folder of the export; one that is there is replaced."}
+    )
+    model: str | None = field(
+        default=None, metadata={"help": "Which model of the checkpoint; by default the only one."}
+    )
+    max_shard_size: str = field(
+        default="5GB", metadata={"help": "What the tensors of one file may take: bytes, 5GB, 512MiB."}
+    )
+
+    def __post_init__(self) -> None:
+        parse_size(_size(self.max_shard_size))
+
+
+@told
+def run(arguments: MergeArguments) -> int:
+    """Write the export, and print what it consists of."""
+    folder = checkpoint_of(arguments.checkpoint)
+    manifest = read_manifest(folder)
+    model = choose_model(manifest, arguments.model)
+    part = model_part(model)
+    total_bytes = sum(tensor.size_bytes for tensor in manifest.tensors[part].values())
+    with Progress(f"merge {model}", total_bytes) as progress:
+        plan = merge_shards(
+            folder,
+            arguments.output,
+            model=model,
+            max_shard_size=_size(arguments.max_shard_size),
+            on_bytes=progress.advance,
+        )
+    for file, names in plan.files.items():
+        size_bytes = sum(plan.tensors[name].size_bytes for name in names)
+        sys.stdout.write(f"{file}: {counted(len(names), 'tensor')}, {size_text(size_bytes)}\n")
+    for name, stored in plan.ties.items():
+        sys.stdout.write(f"{name} is {stored}\n")
+    return 0
+
+
+def _size(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+command = Command(
+    arguments=MergeArguments,
+    run=run,
+    help="Write a model of a sharded checkpoint as safetensors that Hugging Face's libraries read.",
+)

@@ -1,0 +1,53 @@
+"""How far long work is, on stderr: bytes and rate, in one line that is written again, or a line now and then."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from drivetrain_checkpoint.cli.printing import size_text
+
+_REDRAW_SECONDS = 0.2
+_LINE_SECONDS = 10.0  # where stderr is a file
+
+
+class Progress:
+    """Shows how much of some work is done.
+
+    Args:
+        doing: What is done, such as "verify step-100".
+        total_bytes: How much there is to do.
+    """
+
+    def __init__(self, doing: str, total_bytes: int) -> None:
+        self._doing = doing
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._began = self._shown = time.monotonic()
+        self._redraws = sys.stderr.isatty()
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes as done."""
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if now - self._shown >= (_REDRAW_SECONDS if self._redraws else _LINE_SECONDS):
+            self._show(now)
+
+    def _show(self, now: float) -> None:
+        self._shown = now
+        rate = int(self._done_bytes / max(now - self._began, 1e-6))
+        text = f"{self._doing}: {size_text(self._done_bytes)} of {size_text(self._total_bytes)}, {size_text(rate)}/s"
+        # Spaces cover what is left of a longer line.
+        sys.stderr.write(f"\r{text:<79}" if self._redraws else f"{text}\n")
+        sys.stderr.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._show(time.monotonic())
+        if self._redraws and self._shown > self._began:
+            sys.stderr.write("\n")

@@ -1,0 +1,134 @@
+"""Show what a checkpoint consists of: when, by how many ranks and what it was saved, its files and tensors."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from drivetrain_checkpoint.cli.given import CHECKPOINT_HELP, checkpoint_of, told
+from drivetrain_checkpoint.cli.printing import (
+    age_text,
+    counted,
+    metrics_as_json,
+    size_text,
+    table,
+    time_text,
+)
+from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, encode_plan, read_manifest
+from drivetrain_checkpoint.loading.discovery import inspect
+from drivetrain_checkpoint.storage.base import Place
+from drivetrain_config import Command
+
+_NUM_SHOWN = 10  # tensors of a part, where not all are asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowArguments:
+    """What `drivetrain checkpoint show` is told."""
+
+    checkpoint: str = field(metadata={"positional": True, "help": CHECKPOINT_HELP})
+    tensors: bool = field(
+        default=False, metadata={"help": f"List all tensors, not the first {_NUM_SHOWN} of each part."}
+    )
+    json: bool = field(default=False, metadata={"help": "Print JSON, for programs: all tensors too."})
+
+
+@told
+def run(arguments: ShowArguments) -> int:
+    """Print what the manifest says, and whether the files are there in their sizes."""
+    folder = checkpoint_of(arguments.checkpoint)
+    manifest = read_manifest(folder)
+    problem = inspect(folder).problem
+    if arguments.json:
+        sys.stdout.write(f"{json.dumps(_as_json(folder, manifest, problem), indent=2, allow_nan=False)}\n")
+        return 0
+    sys.stdout.write(_summary(folder, manifest, problem))
+    files = [(record.name, size_text(record.size_bytes)) for record in manifest.files.values()]
+    sys.stdout.write("\n" + table(("file", "size"), files))
+    for part, tensors in manifest.tensors.items():
+        if tensors:
+            sys.stdout.write("\n" + _tensors(part, tensors, None if arguments.tensors else _NUM_SHOWN))
+    if manifest.plan is not None:
+        sys.stdout.write("\n" + table(("plan", "value"), list(_flattened(manifest.plan))))
+    return 0
+
+
+def _as_json(folder: Place, manifest: Manifest, problem: str | None) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "step": manifest.step,
+        "sequence": manifest.sequence,
+        "saved_at": manifest.saved_at,
+        "ranks": manifest.world_size,
+        "mesh": dict(manifest.mesh),
+        "models": list(manifest.models),
+        "metrics": metrics_as_json(manifest.metrics),
+        "libraries": dict(manifest.libraries),
+        "size_bytes": manifest.size_bytes,
+        "problem": problem,
+        "files": {record.name: record.size_bytes for record in manifest.files.values()},
+        "tensors": {
+            part: {
+                name: {
+                    "dtype": tensor.dtype,
+                    "shape": list(tensor.shape),
+                    "size_bytes": tensor.size_bytes,
+                    "pieces": len(tensor.pieces),
+                }
+                for name, tensor in tensors.items()
+            }
+            for part, tensors in manifest.tensors.items()
+        },
+        "plan": encode_plan(manifest.plan),
+    }
+
+
+def _summary(folder: Place, manifest: Manifest, problem: str | None) -> str:
+    mesh = _pairs(manifest.mesh)
+    age = age_text(manifest.saved_at, datetime.now(UTC))
+    rows = {
+        "checkpoint": str(folder),
+        "step": f"{manifest.step}, save {manifest.sequence} into its folder",
+        "saved": f"{time_text(manifest.saved_at)}, {age} ago",
+        "ranks": f"{manifest.world_size}{f', as {mesh}' if mesh else ''}",
+        "models": ", ".join(manifest.models) or "none",
+        "metrics": _pairs(manifest.metrics) or "none",
+        "size": f"{size_text(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}",
+        "written by": ", ".join(f"{name} {version}" for name, version in manifest.libraries.items()),
+        "state": f"not valid: {problem}" if problem else "valid: every file is there in its size",
+    }
+    return "".join(f"{name:<10}  {value}\n" for name, value in rows.items())
+
+
+def _pairs(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _tensors(part: str, tensors: Mapping[str, StoredTensor], most: int | None) -> str:
+    shown = list(tensors.items())[:most]
+    size_bytes = sum(tensor.size_bytes for tensor in tensors.values())
+    rows = [(name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.pieces))) for name, tensor in shown]
+    left = len(tensors) - len(shown)
+    return (
+        f"{part}: {counted(len(tensors), 'tensor')}, {size_text(size_bytes)}\n"
+        + table(("name", "dtype", "shape", "pieces"), rows)
+        + (f"... and {left} more; --tensors lists all\n" if left else "")
+    )
+
+
+def _flattened(plan: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The values of a plan, each with the way to it."""
+    for key, value in plan.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+command = Command(
+    arguments=ShowArguments,
+    run=run,
+    help="Show what a checkpoint consists of: when, by how many ranks and what it was saved, its files and tensors.",
+)

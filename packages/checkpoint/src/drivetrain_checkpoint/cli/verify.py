@@ -1,0 +1,71 @@
+"""Read a checkpoint, or all of a folder, whole, and check every block: what is damaged is told by file and byte."""
+
+import sys
+from dataclasses import dataclass, field
+
+from drivetrain_checkpoint.cli.given import WRONG, checkpoint_of, directory_of, place_of, told
+from drivetrain_checkpoint.cli.printing import counted, size_text
+from drivetrain_checkpoint.cli.progress import Progress
+from drivetrain_checkpoint.errors import CorruptCheckpointError
+from drivetrain_checkpoint.format.layout import MANIFEST, step_of
+from drivetrain_checkpoint.format.manifest import Manifest, read_manifest
+from drivetrain_checkpoint.loading.discovery import find_checkpoints
+from drivetrain_checkpoint.loading.verify import verify_checkpoint
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place
+from drivetrain_config import Command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyArguments:
+    """What `drivetrain checkpoint verify` is told."""
+
+    folder: str = field(
+        metadata={"positional": True, "help": "Folder of a checkpoint, or of several, or its URL."}
+    )
+
+
+@told
+def run(arguments: VerifyArguments) -> int:
+    """Verify what is there, the last saved first, and print all that is wrong.
+
+    Returns:
+        0 if all is good; 1 if something is damaged.
+    """
+    place = place_of(arguments.folder)
+    if storage.is_file(place / MANIFEST) or step_of(place) is not None:
+        return 0 if _verify(checkpoint_of(arguments.folder)) else WRONG
+    found = find_checkpoints(directory_of(arguments.folder))
+    for one in found:
+        if not one.committed:
+            sys.stdout.write(f"{one.folder.name}: not completed, so no checkpoint; nothing to verify\n")
+    are_good = [_verify(one.folder) for one in found if one.committed]  # all of them, also after a bad one
+    return 0 if all(are_good) else WRONG
+
+
+def _verify(folder: Place) -> bool:
+    """Read one checkpoint, and print what is wrong; whether all is good."""
+    try:
+        manifest = read_manifest(folder)
+    except CorruptCheckpointError as error:
+        sys.stdout.write(f"{folder.name}: not valid: {error}\n")
+        return False
+    with Progress(f"verify {folder.name}", manifest.size_bytes) as progress:
+        damaged = verify_checkpoint(folder, on_bytes=progress.advance)
+    for damage in damaged:
+        sys.stdout.write(f"{damage}\n")
+    sys.stdout.write(f"{folder.name}: {_verdict(manifest, len(damaged))}\n")
+    return not damaged
+
+
+def _verdict(manifest: Manifest, num_damaged: int) -> str:
+    if num_damaged:
+        return f"damaged in {counted(num_damaged, 'place')}"
+    return f"good: {counted(len(manifest.files), 'file')}, {size_text(manifest.size_bytes)}"
+
+
+command = Command(
+    arguments=VerifyArguments,
+    run=run,
+    help="Read a checkpoint, or all of a folder, whole, and check every block; exit code 1 if something is damaged.",
+)

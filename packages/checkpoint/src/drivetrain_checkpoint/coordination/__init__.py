@@ -1,0 +1,1 @@
+"""Have all ranks succeed or fail together, without a collective."""

@@ -1,0 +1,114 @@
+"""How the ranks' writing threads tell each other what became of a save: through the store, beside the training."""
+
+import json
+import time
+from typing import cast
+
+from torch.distributed import DistError, PrefixStore, Store
+
+from drivetrain_checkpoint.coordination.collective_errors import Outcome
+from drivetrain_checkpoint.errors import OtherRankFailedError
+
+_FIRST_PAUSE_SECONDS = 0.005
+_LONGEST_PAUSE_SECONDS = 0.2
+_FAREWELL_SECONDS = 30.0
+
+
+class StoreTalk:
+    """One rank's end of the talk about one save. Used by one thread.
+
+    Args:
+        store: A connection of this thread's own.
+        save_id: Of the save: keys of different saves differ.
+        rank: This rank.
+        world_size: How many there are.
+        stall_seconds: After how long without a sign of progress from any rank it is given up.
+
+    Raises:
+        OtherRankFailedError: From `gather`: a rank has not answered, or the store is gone.
+    """
+
+    def __init__(
+        self, store: Store, save_id: str, *, rank: int, world_size: int, stall_seconds: float
+    ) -> None:
+        self._store = PrefixStore(save_id, store)
+        self._rank = rank
+        self._world_size = world_size
+        self._stall_seconds = stall_seconds
+        self._round = 0
+        self._is_answered = False  # the last round, by all ranks
+
+    def progress(self) -> None:
+        """Say that this rank goes on."""
+        self._store.add("progress", 1)
+
+    def gather(self, outcome: Outcome) -> list[Outcome]:
+        """Tell the other ranks what became of an action, and hear of theirs.
+
+        Args:
+            outcome: Plain values that JSON can hold, or what went wrong.
+
+        Returns:
+            The outcomes of all ranks on rank 0; elsewhere what went wrong, without the values.
+        """
+        try:
+            return self._gather(outcome)
+        except DistError as error:
+            raise OtherRankFailedError(
+                "the save was given up: the process that hosts the ranks' store has ended, or cannot be reached"
+            ) from error
+
+    def _gather(self, outcome: Outcome) -> list[Outcome]:
+        self._round += 1
+        self._is_answered = False
+        if self._rank:
+            self._store.set(f"{self._round}/{self._rank}", json.dumps(outcome))
+            outcomes = cast("list[Outcome]", self._wait(f"{self._round}/all", 0))
+            self._store.add(f"{self._round}/heard", 1)
+            return outcomes
+        others = [self._wait(f"{self._round}/{rank}", rank) for rank in range(1, self._world_size)]
+        outcomes = [outcome, *cast("list[Outcome]", others)]
+        self._is_answered = True
+        self._store.set(f"{self._round}/all", json.dumps([(None, told) for _, told in outcomes]))
+        return outcomes
+
+    def close(self) -> None:
+        """Let rank 0 stay until the others have heard the end, since it may host the store; forget the keys.
+
+        Nothing that fails here concerns the save any more.
+        """
+        if self._rank or not self._is_answered:
+            return
+        try:
+            self._await_farewell()
+            for number in range(1, self._round + 1):
+                for key in ("all", "heard", *map(str, range(1, self._world_size))):
+                    self._store.delete_key(f"{number}/{key}")
+            self._store.delete_key("progress")
+        except DistError:
+            return
+
+    def _await_farewell(self) -> None:
+        end = time.monotonic() + _FAREWELL_SECONDS
+        pause = _FIRST_PAUSE_SECONDS
+        while self._store.add(f"{self._round}/heard", 0) < self._world_size - 1 and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _wait(self, key: str, rank: int) -> object:
+        """What a rank says under a key, as long as some rank makes progress."""
+        seen, since = self._store.add("progress", 0), time.monotonic()
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._store.check([key]):
+            if (now_seen := self._store.add("progress", 0)) != seen:
+                seen, since = now_seen, time.monotonic()
+            if time.monotonic() - since > self._stall_seconds:
+                raise OtherRankFailedError(
+                    f"the save was given up: rank {rank} has not answered, and no rank has written anything for "
+                    f"{self._stall_seconds:g} s; rank {rank} may have died, or its disk hangs (if it is only slow, "
+                    "raise checkpoint.stall_seconds)"
+                    + ("" if rank else "; rank 0 commits: the newest checkpoint tells whether it has")
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return json.loads(self._store.get(key))

@@ -1,0 +1,153 @@
+"""An export into a model: what belongs to what is settled first, then each file is loaded in its turn."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_checkpoint.export.plan import tied_names
+from drivetrain_checkpoint.export.reader import ExportedTensors, open_export
+
+
+class IncompatibleNames(NamedTuple):
+    """What a load with `strict=False` passed over, as `load_state_dict` tells it.
+
+    Attributes:
+        missing_keys: The model's names that the export has not; they keep their values.
+        unexpected_keys: The export's names that the model has not.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportMatch:
+    """Which of a model's tensors is loaded from which of an export's.
+
+    Attributes:
+        sources: The model's names, with the export's name for each.
+        incompatible: The names on one side alone.
+    """
+
+    sources: Mapping[str, str]
+    incompatible: IncompatibleNames
+
+
+def load_model(
+    model: nn.Module, folder: Path | str, *, strict: bool = True, device: torch.device | str = "cpu"
+) -> IncompatibleNames:
+    """Load an export into a model, one file at a time; values are converted to the model's dtypes.
+
+    A weight that the model ties is loaded under any of its names. Where the export has one tensor for several names
+    and the model a parameter for each, each gets the value.
+
+    Args:
+        model: On a real device.
+        folder: Where the export is.
+        strict: Whether the names must be the same.
+        device: Where a file's tensors are read to, on their way.
+
+    Returns:
+        The names on one side alone; none if `strict`.
+
+    Raises:
+        NoCheckpointError: There is no export in the folder.
+        CorruptCheckpointError: A file is missing or damaged; the message names it.
+        ValueError: Names or shapes are not the model's, or the model has no memory to load into. In all of these
+            cases nothing was loaded.
+    """
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    kind = type(model).__name__
+    for name, value in own.items():
+        _check_loadable(kind, name, value)
+    exported = open_export(folder, device=device)
+    shapes = {name: tuple(value.shape) for name, value in own.items()}
+    match = match_export(exported, shapes, ties=tied_names(own), strict=strict, kind=kind)
+    by_file: defaultdict[str, list[str]] = defaultdict(list)
+    for name, source in match.sources.items():
+        by_file[exported.places[source].file].append(name)
+    for names in by_file.values():
+        # Strictness was settled above; torch would tell of the names in other files.
+        model.load_state_dict({name: exported[match.sources[name]] for name in names}, strict=False)
+    return match.incompatible
+
+
+def match_export(
+    exported: ExportedTensors,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    ties: Mapping[str, str],
+    strict: bool = True,
+    kind: str = "model",
+) -> ExportMatch:
+    """Find what a model's tensors are loaded from.
+
+    Args:
+        exported: Of `open_export`.
+        shapes: Of the model's tensors, by name.
+        ties: The model's names that are the same tensor as another: name to first name.
+        strict: Whether the names must be the same.
+        kind: What the message calls the model.
+
+    Raises:
+        ValueError: Names or shapes differ, or what is one tensor in the model has several values.
+    """
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in shapes:
+        groups[ties.get(name, name)].append(name)
+    sources: dict[str, str] = {}
+    for group in groups.values():
+        there = [name for name in group if name in exported]
+        _check_one_value(exported, there, kind)
+        sources |= {name: name if name in there else there[0] for name in group if there}
+    missing = [name for name in shapes if name not in sources]
+    unexpected = [name for name in exported if name not in shapes]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"the export is not of this {kind}: missing {_some(missing)}, unexpected {_some(unexpected)}; build the "
+            "model it is of, or pass strict=False to load the rest"
+        )
+    for name, source in sources.items():
+        if (found := exported.places[source].info.shape) != tuple(shapes[name]):
+            raise ValueError(
+                f"{kind}: {name} is of shape {tuple(shapes[name])}, in the export {found}; build the model it is of"
+            )
+    return ExportMatch(sources=sources, incompatible=IncompatibleNames(missing, unexpected))
+
+
+def _check_loadable(kind: str, name: str, value: Tensor) -> None:
+    if value.is_meta:
+        raise ValueError(
+            f"{kind}: {name} is on the meta device, which holds no values; call model.to_empty(device=...) first"
+        )
+    if hasattr(value, "full_tensor"):
+        raise ValueError(
+            f"{kind}: of {name} this rank holds a part; use Accelerator.load_model, or load before it is sharded"
+        )
+
+
+def _check_one_value(exported: ExportedTensors, names: Sequence[str], kind: str) -> None:
+    """Refuse an export that has several values for what is one tensor in the model: all but one would be lost."""
+    for other in names[1:]:
+        is_same = exported.places[other] == exported.places[names[0]]
+        if not is_same and not _is_equal(exported[names[0]], exported[other]):
+            raise ValueError(
+                f"{kind}: {names[0]} and {other} are one tensor, and the export has two with different values; "
+                "untie them in the model, or leave one out of the export"
+            )
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether the bits are, so that NaN equals itself and fp8 can be compared."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{list(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

@@ -1,0 +1,187 @@
+"""A model of a checkpoint, in whatever parts it was saved, as Hugging Face's libraries read it."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor
+
+from drivetrain_checkpoint.errors import CorruptCheckpointError
+from drivetrain_checkpoint.export.plan import ExportPlan, TensorInfo, plan_export
+from drivetrain_checkpoint.export.writer import write_export
+from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES
+from drivetrain_checkpoint.format.layout import model_part
+from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, check_files, read_manifest
+from drivetrain_checkpoint.format.state_tree import Json, decode
+from drivetrain_checkpoint.format.tensor_file import dtype_of
+from drivetrain_checkpoint.loading.reader import read_tensors, read_tree
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place
+
+logger = logging.getLogger(__name__)
+
+
+def merge_shards(
+    folder: Place | str,
+    output: Path | str,
+    *,
+    model: str | None = None,
+    max_shard_size: int | str = "5GB",
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> ExportPlan:
+    """Write a model of a checkpoint as `save_model` would have written it, without building the model.
+
+    One process does it, whatever the number of ranks that saved. The tensors of one file of the export are in memory
+    at a time; every block that is read is checked. Names that share a tensor are ties of the export. What is no
+    tensor, such as a module's extra state, has no place in an export: a warning lists it.
+
+    Args:
+        folder: The checkpoint's, or its URL.
+        output: The folder of the export; one that is there is replaced, see `write_export`.
+        model: Which model; None for the only one.
+        max_shard_size: What one file's tensors may take together, in bytes or as "5GB", "512MiB".
+        on_bytes: Called with the number of bytes of tensors that were read since the last call.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CorruptCheckpointError: The checkpoint is damaged; the message names the file, and nothing was written.
+        StateError: A tensor cannot be exported.
+        ValueError: There is no such model or size, or `output` is the checkpoint's folder.
+    """
+    place = storage.locate(folder)
+    if place == storage.on_disk(output).absolute():
+        raise ValueError(f"output={str(output)!r}: is the checkpoint itself; name another folder")
+    manifest = read_manifest(place)
+    check_files(place, manifest)
+    chosen = choose_model(manifest, model)
+    names = _names_of(place, manifest, chosen)
+    plan = plan_names(names, manifest.tensors[model_part(chosen)], max_shard_size=max_shard_size)
+    write_export(plan, _read(place, manifest, chosen, names.stored, plan, on_bytes), output)
+    return plan
+
+
+def choose_model(manifest: Manifest, model: str | None) -> str:
+    """The model that a user names, or the only one.
+
+    Raises:
+        ValueError: There is no such model, or none was named where there are several.
+    """
+    names = ", ".join(manifest.models) or "none"
+    if model is None and len(manifest.models) == 1:
+        return manifest.models[0]
+    if model in manifest.models:
+        return model
+    raise ValueError(f"model={model!r}: must name a model of the checkpoint, which has {names}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNames:
+    """The entries of a model's state.
+
+    Attributes:
+        stored: The names that a tensor has in the state, and the name that it is stored under.
+        others: The names of what is no tensor.
+    """
+
+    stored: Mapping[str, str]
+    others: tuple[str, ...]
+
+
+def names_in(tree: Json) -> ModelNames:
+    """The entries that a model's tagged JSON tells of. Pure."""
+    stored: dict[str, str] = {}
+    others: list[str] = []
+    for name, value in _entries(tree):
+        if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
+            stored[name] = cast("str", value["$tensor"])
+        else:
+            others.append(name)
+    return ModelNames(stored=stored, others=tuple(others))
+
+
+def _entries(tree: Json) -> Iterator[tuple[str, Json]]:
+    content = cast("dict[str, Json]", tree)
+    if "$dict" not in content:
+        yield from content.items()
+        return
+    for key, value in cast("list[list[Json]]", content["$dict"]):
+        yield decode(key, {}), value
+
+
+def _names_of(folder: Place, manifest: Manifest, model: str) -> ModelNames:
+    names = names_in(read_tree(folder, manifest, model_part(model), on_block=lambda: None))
+    if names.others:
+        logger.warning(
+            "left out of the export, for an export holds tensors alone: %s",
+            ", ".join(map(repr, names.others)),
+        )
+    return names
+
+
+def plan_names(
+    names: ModelNames, tensors: Mapping[str, StoredTensor], *, max_shard_size: int | str
+) -> ExportPlan:
+    """Plan the export of a model: what shares a stored tensor is tied to the first of its names. Pure.
+
+    Raises:
+        CorruptCheckpointError: The state names a tensor that the manifest does not.
+        StateError: A tensor cannot be exported.
+        ValueError: No such size.
+    """
+    first: dict[str, str] = {}
+    for name, stored in names.stored.items():
+        first.setdefault(stored, name)
+    return plan_export(
+        {name: _describe(stored, tensors) for name, stored in names.stored.items()},
+        max_shard_size=max_shard_size,
+        ties={name: first[stored] for name, stored in names.stored.items() if first[stored] != name},
+    )
+
+
+def _describe(stored: str, tensors: Mapping[str, StoredTensor]) -> TensorInfo:
+    if stored not in tensors:
+        raise CorruptCheckpointError(f"the model's state names {stored!r}, which the manifest does not list")
+    tensor = tensors[stored]
+    if (dtype := dtype_of(tensor.dtype)) is None:
+        raise CorruptCheckpointError(
+            f"{stored!r} has the dtype {tensor.dtype}, which this torch does not have: use a newer torch"
+        )
+    return TensorInfo(shape=tensor.shape, dtype=dtype)
+
+
+def _read(
+    folder: Place,
+    manifest: Manifest,
+    model: str,
+    stored: Mapping[str, str],
+    plan: ExportPlan,
+    on_bytes: Callable[[int], None],
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the plan in its order, read for one file of it at a time and let go of as they are taken."""
+    for names in plan.files.values():
+        count = _Count(sum(plan.tensors[name].size_bytes for name in names), on_bytes)
+        wanted = [stored[name] for name in names]
+        tensors = read_tensors(folder, manifest, model_part(model), wanted, on_block=count.block)
+        count.rest()
+        for name in names:
+            yield name, tensors.pop(stored[name])
+
+
+class _Count:
+    """Tells blocks that were read as bytes of tensors, of which they hold a few less, or some for a second time."""
+
+    def __init__(self, num_bytes: int, on_bytes: Callable[[int], None]) -> None:
+        self._left = num_bytes
+        self._on_bytes = on_bytes
+
+    def block(self) -> None:
+        num_bytes = min(BLOCK_BYTES, self._left)
+        self._left -= num_bytes
+        self._on_bytes(num_bytes)
+
+    def rest(self) -> None:
+        self._on_bytes(self._left)

@@ -1,0 +1,260 @@
+"""Files that are hashed as they pass: written and read block by block."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import xxhash
+
+from drivetrain_checkpoint.errors import CorruptCheckpointError
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.threads import in_threads
+
+BLOCK_BYTES = 16 * 2**20
+_MOST_VIEWS = 64  # that a block is read into one by one; smaller ones are cheaper to copy out of one read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """What the manifest says of a file.
+
+    Attributes:
+        name: Its name in the checkpoint's folder.
+        size_bytes: Its size.
+        checksums: The XXH3 (64 bit, hexadecimal) of each `BLOCK_BYTES` of it; the last block may be shorter.
+    """
+
+    name: str
+    size_bytes: int
+    checksums: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """The record of which JSON has kept the fields."""
+        return cls(
+            name=content["name"], size_bytes=content["size_bytes"], checksums=tuple(content["checksums"])
+        )
+
+
+class _BlockHash:
+    """The checksum of each block of a stream that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.checksums: list[str] = []
+        self._hash = xxhash.xxh3_64()
+
+    def room(self) -> int:
+        """Bytes left in the block."""
+        return BLOCK_BYTES - self.size_bytes % BLOCK_BYTES
+
+    def update(self, piece: memoryview) -> bool:
+        """Take a piece no longer than `room()`; whether it completed a block."""
+        self._hash.update(piece)
+        self.size_bytes += len(piece)
+        if self.size_bytes % BLOCK_BYTES:
+            return False
+        self._end_block()
+        return True
+
+    def finish(self) -> bool:
+        """End the last, shorter block; whether there was one."""
+        if self.size_bytes % BLOCK_BYTES == 0:
+            return False
+        self._end_block()
+        return True
+
+    def _end_block(self) -> None:
+        self.checksums.append(self._hash.hexdigest())
+        self._hash.reset()
+
+
+class HashedWriter:
+    """A new file, hashed as it is written, whole and durable once it has been recorded.
+
+    Args:
+        path: Where; it must not exist.
+        on_block: Called after each block, as a sign of progress.
+    """
+
+    def __init__(self, path: Place, *, on_block: Callable[[], None] = lambda: None) -> None:
+        self._path = path
+        self._on_block = on_block
+        self._hash = _BlockHash()
+        self._file = storage.create(path)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`, a buffer of single bytes."""
+        view = memoryview(data)
+        while len(view):
+            piece, view = view[: self._hash.room()], view[self._hash.room() :]
+            with self._named():
+                self._file.write(piece)
+            if self._hash.update(piece):
+                self._on_block()
+
+    def record(self) -> FileRecord:
+        """Make the file whole and durable, and say what it holds."""
+        with self._named():
+            self._file.finish()
+        self._hash.finish()
+        return FileRecord(
+            name=self._path.name,
+            size_bytes=self._hash.size_bytes,
+            checksums=tuple(self._hash.checksums),
+        )
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        """Have an error of the operating system, such as a full disk, say which file it met."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None and error.errno is not None:
+                error.filename = str(self._path)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class HashedReader:
+    """Ranges of a file of a checkpoint, every block that they touch checked against its record.
+
+    Args:
+        path: Where it is.
+        record: What the manifest says of it.
+        on_block: Called after each block, as a sign of progress.
+
+    Raises:
+        CorruptCheckpointError: From any method, when the file differs from its record.
+    """
+
+    def __init__(
+        self, path: Place, record: FileRecord, *, on_block: Callable[[], None] = lambda: None
+    ) -> None:
+        self._path = path
+        self._record = record
+        self._on_block = on_block
+        self._scratch: list[memoryview] = []  # for blocks that are wanted in pieces; one a thread
+        with self._checked_presence():
+            self._file = storage.open_to_read(path)
+        if (size_bytes := self._file.size_bytes) is not None and size_bytes != record.size_bytes:
+            self._file.close()
+            check_size(path, size_bytes, record)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each view with the file's bytes from a place on, in one pass over the blocks that hold them.
+
+        Args:
+            ranges: The first byte in the file, and a writable buffer of single bytes; ordered by the first byte. What
+                the buffers hold is good when this has returned.
+        """
+        for _ in in_threads(self._fill_from_block, _by_block(ranges), most=self._file.num_readers):
+            self._on_block()
+
+    def read_all(self) -> bytes:
+        """The whole file."""
+        content = bytearray(self._record.size_bytes)
+        self.read_ranges([(0, memoryview(content))])
+        return bytes(content)
+
+    def _fill_from_block(self, block: "tuple[int, list[tuple[int, memoryview]]]") -> None:
+        index, wanted = block
+        start = index * BLOCK_BYTES
+        end = min(start + BLOCK_BYTES, self._record.size_bytes)
+        ranges = [_within(start, end, at, view) for at, view in wanted]
+        if len(ranges) <= _MOST_VIEWS and _cover(start, end, ranges):
+            self._read_block(index, start, [view for _, view in ranges])
+            return
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:  # another thread has it
+            scratch = memoryview(bytearray(BLOCK_BYTES))
+        whole = scratch[: end - start]
+        self._read_block(index, start, [whole])
+        for at, view in ranges:
+            view[:] = whole[at - start : at - start + len(view)]
+        self._scratch.append(scratch)
+
+    def _read_block(self, index: int, start: int, views: Sequence[memoryview]) -> None:
+        with self._checked_presence():
+            size_bytes = self._file.read_at(start, views)
+        end = start + sum(map(len, views))
+        if size_bytes != end - start:
+            raise CorruptCheckpointError(f"{self._path} ended early while it was read")
+        checksum = xxhash.xxh3_64()
+        for view in views:
+            checksum.update(view)
+        if checksum.hexdigest() != self._record.checksums[index]:
+            raise CorruptCheckpointError(
+                f"{self._path} is damaged between byte {start} and {end}: its checksum differs from "
+                "the manifest's; load another checkpoint, or restore the file"
+            )
+
+    @contextmanager
+    def _checked_presence(self) -> Generator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{self._path} is missing, though the manifest lists it") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _by_block(ranges: Sequence[tuple[int, memoryview]]) -> list[tuple[int, list[tuple[int, memoryview]]]]:
+    """The ranges that touch each block, the blocks in order."""
+    blocks: dict[int, list[tuple[int, memoryview]]] = {}
+    for at, view in ranges:
+        if len(view):
+            for index in range(at // BLOCK_BYTES, (at + len(view) - 1) // BLOCK_BYTES + 1):
+                blocks.setdefault(index, []).append((at, view))
+    return sorted(blocks.items())
+
+
+def _within(start: int, end: int, at: int, view: memoryview) -> tuple[int, memoryview]:
+    """What of a range lies in a block."""
+    first, last = max(at, start), min(at + len(view), end)
+    return first, view[first - at : last - at]
+
+
+def _cover(start: int, end: int, ranges: Sequence[tuple[int, memoryview]]) -> bool:
+    """Whether ranges are a block without a gap and without a byte twice, so that it can be read into them."""
+    for at, view in ranges:
+        if at != start:
+            return False
+        start += len(view)
+    return start == end
+
+
+def check_size(path: Place, size_bytes: int | None, record: FileRecord) -> None:
+    """Refuse a file that is missing or has another size than its record.
+
+    Args:
+        path: The file.
+        size_bytes: Its size; None if it is not there.
+        record: What the manifest says of it.
+
+    Raises:
+        CorruptCheckpointError: If so.
+    """
+    if size_bytes is None:
+        raise CorruptCheckpointError(f"{path} is missing, though the manifest lists it")
+    if size_bytes != record.size_bytes:
+        raise CorruptCheckpointError(
+            f"{path} has {size_bytes} bytes, and the manifest says {record.size_bytes}: it is torn or was changed"
+        )

@@ -1,0 +1,283 @@
+"""The manifest: what a checkpoint consists of. It appears last and in one piece, and makes it a checkpoint."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import xxhash
+
+from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
+from drivetrain_checkpoint.format.boxes import Box
+from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES, FileRecord, check_size
+from drivetrain_checkpoint.format.layout import MANIFEST
+from drivetrain_checkpoint.format.state_tree import Json, decode, encode
+from drivetrain_checkpoint.format.tensor_file import item_bytes_of
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place
+
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a box of a tensor lies.
+
+    Attributes:
+        file: The file's name.
+        start: Its first byte in there; from it on it is contiguous, in row-major order.
+        box: Which box.
+    """
+
+    file: str
+    start: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: As safetensors calls it.
+        shape: That of the whole.
+        pieces: What it consists of: each of its elements once.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its elements."""
+        return prod(self.shape) * item_bytes_of(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        step: The optimizer step it was saved at.
+        sequence: Its number among the saves into its directory, from 1: the highest is the newest.
+        save_id: Random; by it the ranks know that they see the same checkpoint.
+        saved_at: When rank 0 committed it: UTC, ISO 8601.
+        world_size: The number of ranks that saved.
+        mesh: The parallel dimensions that they had, by name, if any.
+        attempt: The number in its files' names; 0 unless the step was saved before.
+        models: The names of the models.
+        files: Sizes and checksums by file name.
+        tensors: Every tensor by its name, by its part of the checkpoint.
+        libraries: Versions of what wrote it.
+        plan: The effective plan of the run, if one was given.
+        metrics: Numbers that tell how good it is, by name.
+    """
+
+    step: int
+    sequence: int
+    save_id: str
+    saved_at: str
+    world_size: int
+    mesh: Mapping[str, int]
+    attempt: int
+    models: tuple[str, ...]
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, Mapping[str, StoredTensor]]
+    libraries: Mapping[str, str]
+    plan: Mapping[str, Any] | None
+    metrics: Mapping[str, float]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files but the manifest."""
+        return sum(record.size_bytes for record in self.files.values())
+
+
+def commit_manifest(folder: Place, manifest: Manifest) -> None:
+    """Make the files of `folder` a checkpoint: when the manifest has appeared it is one, and before that it is none.
+
+    The files must be on the disk already.
+    """
+    content = _to_json(manifest)
+    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
+    storage.put(folder / MANIFEST, text.encode())
+
+
+def read_manifest(folder: Place) -> Manifest:
+    """The manifest of a checkpoint's folder.
+
+    Raises:
+        CorruptCheckpointError: It is missing, damaged, or of a newer format.
+    """
+    path = folder / MANIFEST
+    try:
+        text = storage.read_whole(path)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is missing: this save was never completed; load another checkpoint"
+        ) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path} is no manifest: {error}; load another checkpoint") from error
+    try:
+        content = json.loads(text)
+        checksum = content.pop("checksum")
+        version = content["format_version"]
+        fits = checksum == _checksum(content)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CorruptCheckpointError(f"{path} is damaged: {why}; load another checkpoint") from error
+    if not fits:
+        raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
+    if version != FORMAT_VERSION:
+        raise CorruptCheckpointError(
+            f"{path} is of format {version}, and this drivetrain-checkpoint reads {FORMAT_VERSION}: use the version "
+            f"that wrote it, {content.get('libraries', {}).get('drivetrain-checkpoint')}"
+        )
+    try:
+        manifest = _from_json(content)
+        _check(manifest)
+    except (
+        KeyError, TypeError, ValueError, AttributeError, RecursionError, CorruptCheckpointError, PickleNotAllowedError
+    ) as error:  # fmt: skip
+        raise CorruptCheckpointError(
+            f"{path} contradicts itself: {error}; load another checkpoint"
+        ) from error
+    return manifest
+
+
+def check_files(folder: Place, manifest: Manifest) -> None:
+    """Check that every file is there in its full size; what is in it is checked when it is read.
+
+    Raises:
+        CorruptCheckpointError: One is not; the message names it.
+    """
+    sizes = storage.sizes_in(folder)
+    for record in manifest.files.values():
+        check_size(folder / record.name, sizes.get(record.name), record)
+
+
+def encode_plan(plan: Mapping[str, Any] | None) -> Json:
+    """A plan as tagged JSON.
+
+    Raises:
+        StateError: It holds tensors, or something that JSON cannot express.
+    """
+    encoded = encode(plan, root="plan")
+    if encoded.tensors:
+        raise StateError(f"plan: {next(iter(encoded.tensors))!r} is a tensor; a plan is plain values")
+    return encoded.json
+
+
+def _to_json(manifest: Manifest) -> dict[str, Json]:
+    return {
+        "format": "drivetrain-checkpoint",
+        "format_version": FORMAT_VERSION,
+        "step": manifest.step,
+        "sequence": manifest.sequence,
+        "save_id": manifest.save_id,
+        "saved_at": manifest.saved_at,
+        "world_size": manifest.world_size,
+        "mesh": dict(manifest.mesh),
+        "attempt": manifest.attempt,
+        "models": list(manifest.models),
+        "checksum_kind": "xxh3_64",
+        "checksum_block_bytes": BLOCK_BYTES,
+        "files": {
+            record.name: {"size_bytes": record.size_bytes, "checksums": list(record.checksums)}
+            for record in manifest.files.values()
+        },
+        "tensors": {
+            part: {name: _tensor_to_json(tensor) for name, tensor in tensors.items()}
+            for part, tensors in manifest.tensors.items()
+        },
+        "libraries": dict(manifest.libraries),
+        "plan": encode_plan(manifest.plan),
+        "metrics": encode_plan(manifest.metrics),
+    }
+
+
+def _tensor_to_json(tensor: StoredTensor) -> Json:
+    return {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "pieces": [
+            [piece.file, piece.start, list(piece.box.offsets), list(piece.box.sizes)]
+            for piece in tensor.pieces
+        ],
+    }
+
+
+def _tensor_from_json(content: dict[str, Any]) -> StoredTensor:
+    return StoredTensor(
+        dtype=content["dtype"],
+        shape=tuple(content["shape"]),
+        pieces=tuple(
+            Piece(file, start, Box(offsets=tuple(offsets), sizes=tuple(sizes)))
+            for file, start, offsets, sizes in content["pieces"]
+        ),
+    )
+
+
+def _from_json(content: dict[str, Any]) -> Manifest:
+    same = ("step", "sequence", "save_id", "saved_at", "world_size", "mesh", "attempt", "libraries")
+    return Manifest(
+        **{name: content[name] for name in same},
+        models=tuple(content["models"]),
+        files={
+            name: FileRecord(name=name, size_bytes=record["size_bytes"], checksums=tuple(record["checksums"]))
+            for name, record in cast("dict[str, Any]", content["files"]).items()
+        },
+        tensors={
+            part: {name: _tensor_from_json(tensor) for name, tensor in tensors.items()}
+            for part, tensors in cast("dict[str, Any]", content["tensors"]).items()
+        },
+        plan=decode(content["plan"], {}),
+        metrics=decode(content["metrics"], {}),
+    )
+
+
+def _check(manifest: Manifest) -> None:
+    """Check that what a manifest says can be: a stranger may have written it, with a checksum that fits.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    counts = {"step": manifest.step, "sequence": manifest.sequence, "attempt": manifest.attempt}
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{name} is {count!r}")
+    for record in manifest.files.values():
+        if len(record.checksums) != -(-record.size_bytes // BLOCK_BYTES) or record.size_bytes < 0:
+            raise ValueError(
+                f"{record.name} has {len(record.checksums)} checksums for {record.size_bytes} bytes, one is for each "
+                f"{BLOCK_BYTES}"
+            )
+    for part, tensors in manifest.tensors.items():
+        for name, tensor in tensors.items():
+            _check_pieces(f"{part}: {name!r}", tensor, manifest.files)
+
+
+def _check_pieces(name: str, tensor: StoredTensor, files: Mapping[str, FileRecord]) -> None:
+    """Check that each piece lies in its file and in the tensor, and that all of them are as many elements as it has.
+
+    Raises:
+        ValueError: One does not, or they are not.
+    """
+    for piece in tensor.pieces:
+        size_bytes = piece.box.num_elements * item_bytes_of(tensor.dtype)
+        if piece.file not in files or not 0 <= piece.start <= files[piece.file].size_bytes - size_bytes:
+            raise ValueError(
+                f"{name} lies from byte {piece.start} on in {piece.file}, which does not reach so far"
+            )
+        for start, size, length in zip(piece.box.offsets, piece.box.sizes, tensor.shape, strict=True):
+            if not 0 <= start <= start + size <= length:
+                raise ValueError(f"{name} of shape {tensor.shape} has a piece at {piece.box}")
+    found = sum(piece.box.num_elements for piece in tensor.pieces)
+    if found != prod(tensor.shape) or len({piece.box for piece in tensor.pieces}) != len(tensor.pieces):
+        raise ValueError(f"{name} of shape {tensor.shape} has pieces of {found} elements")
+
+
+def _checksum(content: Mapping[str, Json]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())

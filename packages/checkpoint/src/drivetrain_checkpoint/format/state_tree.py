@@ -1,0 +1,341 @@
+"""States as tagged JSON and tensors: what is read back equals what was saved, type by type, and runs no code.
+
+What JSON has is itself. Everything else is an object with one key that begins with `$`: `{"$tuple": [1, 2]}`,
+`{"$float": "nan"}`, `{"$tensor": "optimizer/state/0/exp_avg"}`. A dict whose keys are not plain strings, or begin
+with `$`, is `{"$dict": [[key, value], ...]}`.
+"""
+
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
+from drivetrain_checkpoint.format import pickles
+from drivetrain_checkpoint.format.shards import Leaf, Replica, is_dtensor, is_flat_shard
+from drivetrain_checkpoint.format.tensor_file import is_storable
+
+# Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, as a user's `state_dict` returns it.
+State: TypeAlias = Any
+# What the json module reads and writes.
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
+# Keys and indices from the root to a value.
+Path: TypeAlias = tuple[object, ...]
+
+_MAX_DEPTH = 100  # a state that holds itself would otherwise end in a RecursionError that names nothing
+_MAX_INTEGER_BITS = 64  # beyond, JSON readers lose digits
+_HINT = (
+    "return tensors and plain values (numbers, strings, bytes, dicts, lists, tuples, sets) from state_dict()"
+)
+_KEY_TYPES = (str, int, float, bool, type(None), bytes, complex, tuple, frozenset, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A state, split into what JSON holds and what a tensor file holds.
+
+    Attributes:
+        json: The tagged JSON; a tensor stands in it by its name.
+        tensors: What is to be stored, by name: tensors, or what stands for one that is divided among ranks. What
+            meant the same memory in the state shares one entry.
+        leaves: The same and its aliases, each by the name that its own place in the state gives.
+    """
+
+    json: Json
+    tensors: dict[str, Leaf]
+    leaves: dict[str, Leaf]
+
+
+def encode(state: State, *, root: str, allow_pickle: bool = False) -> Encoded:
+    """Split a state into tagged JSON and tensors; nothing is copied.
+
+    Tensors that are one and the same piece of memory are stored once and come back as one tensor. Tensors that
+    merely overlap are stored in full, each. Where an object stands for a tensor, one and the same object is one.
+
+    Args:
+        state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays, plain values, and of what stands for a
+            tensor: DTensors, `Replica`s and `FlatShard`s.
+        root: What error messages call it.
+        allow_pickle: Whether anything else in it becomes a pickle.
+
+    Raises:
+        StateError: Something else is in it; the message names its path and type.
+    """
+    encoder = _Encoder(root, allow_pickle)
+    return Encoded(json=encoder.encode(state, ()), tensors=encoder.tensors, leaves=encoder.leaves)
+
+
+def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = False) -> State:
+    """The state that `encode` split. Tensors are not copied.
+
+    Raises:
+        CorruptCheckpointError: It names a tensor that is not there, or a tag of a newer version.
+        PickleNotAllowedError: It holds a pickle, and pickles are not allowed.
+    """
+    if not allow_pickle:
+        _refuse_pickles(json)
+    return _decode(json, tensors)
+
+
+def _decode(json: Json, tensors: Mapping[str, Leaf]) -> State:
+    if isinstance(json, list):
+        return [_decode(item, tensors) for item in json]
+    if not isinstance(json, dict):
+        return json
+    tag = next(iter(json), "")
+    if not tag.startswith("$"):
+        return {key: _decode(value, tensors) for key, value in json.items()}
+    if tag not in _DECODERS:
+        raise CorruptCheckpointError(
+            f"the state holds {tag!r}, which this version of drivetrain-checkpoint does not know: upgrade it"
+        )
+    return _DECODERS[tag](json[tag], tensors)
+
+
+def _refuse_pickles(json: Json, path: str = "") -> None:
+    if isinstance(json, dict):
+        if "$pickle" in json:
+            raise PickleNotAllowedError(
+                f"{path.removeprefix('/') or 'the state'} is a pickle: to load it runs code of whoever saved it; if "
+                "you trust them, allow it with checkpoint.allow_pickle=True"
+            )
+        for key, value in json.items():
+            _refuse_pickles(value, path if key.startswith("$") else f"{path}/{key}")
+    elif isinstance(json, list):
+        for value in json:
+            _refuse_pickles(value, path)
+
+
+@dataclass(slots=True)
+class _Encoder:
+    root: str
+    allow_pickle: bool
+    tensors: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
+    leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
+    _names: dict[object, str] = field(default_factory=dict[object, str])
+
+    def encode(self, value: State, path: Path) -> Json:
+        if len(path) > _MAX_DEPTH:
+            raise self._refusal(path, f"it is nested more than {_MAX_DEPTH} levels deep, or holds itself")
+        if value is None or type(value) in (bool, str):
+            return value
+        if type(value) in _ENCODERS:
+            return _ENCODERS[type(value)](self, value, path)
+        if isinstance(value, (Tensor, Replica)) or is_flat_shard(value):
+            return {"$tensor": self.name_of(value, path)}
+        if (numpy := sys.modules.get("numpy")) is not None:
+            if type(value) is numpy.ndarray:
+                return self._array(value, path)
+            if isinstance(value, numpy.generic):
+                return self._numpy_scalar(value, path)
+        return self._pickle(value, path)
+
+    def items(self, values: Iterable[State], path: Path) -> list[Json]:
+        return [self.encode(value, (*path, index)) for index, value in enumerate(values)]
+
+    def pairs(self, values: Mapping[State, State], path: Path) -> list[Json]:
+        for key in values:
+            if type(key) not in _KEY_TYPES and not type(key).__module__ == "numpy":
+                raise self._refusal(path, f"its key {key!r} is a {_type_name(key)}; {_HINT}, with plain keys")
+        return [[self.encode(key, path), self.encode(value, (*path, key))] for key, value in values.items()]
+
+    def mapping(self, values: Mapping[State, State], path: Path) -> Json:
+        if all(type(key) is str and not key.startswith("$") for key in values):
+            return {key: self.encode(value, (*path, key)) for key, value in values.items()}
+        return {"$dict": self.pairs(values, path)}
+
+    def name_of(self, leaf: Leaf, path: Path) -> str:
+        """The name under which a tensor is stored: that of its memory, if it was met before."""
+        self._check_leaf(leaf, path)
+        name = self._new_name(path)
+        self.leaves[name] = leaf
+        stored_as = self._names.setdefault(_memory_of(leaf), name)
+        if stored_as == name:
+            self.tensors[name] = leaf
+        return stored_as
+
+    def _new_name(self, path: Path) -> str:
+        wanted = name = "/".join(map(str, path)) or "value"
+        number = 0
+        while name in self.leaves or name == "__metadata__":  # the one name that safetensors keeps to itself
+            number += 1
+            name = f"{wanted}#{number}"
+        return name
+
+    def _check_leaf(self, leaf: Leaf, path: Path) -> None:
+        tensor = leaf.tensor if isinstance(leaf, Replica) else leaf.to_local() if is_dtensor(leaf) else leaf
+        if isinstance(tensor, Tensor):
+            self._check_tensor(tensor, path)
+        elif not is_storable(tensor.dtype):
+            raise self._refusal(path, f"safetensors has no {tensor.dtype}; convert it")
+
+    def _check_tensor(self, tensor: Tensor, path: Path) -> None:
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise self._refusal(
+                path,
+                f"it is a {_type_name(tensor)}; give plain tensors or DTensors: its dequantized or plain form",
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise self._refusal(
+                path, f"it is a tensor of layout {tensor.layout}, {tensor.dtype}; store its parts"
+            )
+        if tensor.is_meta:
+            raise self._refusal(path, "it is on the meta device and has no data; materialise it first")
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise self._refusal(path, "its memory was freed, as by storage().resize_(0); gather it first")
+        if not is_storable(tensor.dtype):
+            raise self._refusal(
+                path, f"safetensors has no {tensor.dtype}; convert it, with torch.view_as_real() for instance"
+            )
+
+    def _array(self, value: State, path: Path) -> Json:
+        described: dict[str, Json] = {"dtype": value.dtype.str, "shape": list(value.shape)}
+        return {"$ndarray": {**described, "tensor": self.name_of(self._numpy_bytes(value, path), path)}}
+
+    def _numpy_scalar(self, value: State, path: Path) -> Json:
+        data = bytes(self._numpy_bytes(value, path).tolist())
+        return {"$numpy_scalar": {"dtype": value.dtype.str, "data": base64.b64encode(data).decode()}}
+
+    def _numpy_bytes(self, value: State, path: Path) -> Tensor:
+        from drivetrain_checkpoint.format.numpy_values import as_bytes_tensor, is_plain
+
+        if not is_plain(value.dtype):
+            raise self._refusal(path, f"it is a NumPy value of dtype {value.dtype}; {_HINT}")
+        return as_bytes_tensor(value)
+
+    def _pickle(self, value: State, path: Path) -> Json:
+        if not self.allow_pickle:
+            raise self._refusal(path, _why_refused(value))
+        try:
+            return {"$pickle": pickles.to_text(value)}
+        except Exception as error:
+            raise self._refusal(
+                path, f"it is a {_type_name(value)}, which cannot be pickled: {error}"
+            ) from error
+
+    def _refusal(self, path: Path, why: str) -> StateError:
+        return StateError(f"{self.root}{''.join(f'[{key!r}]' for key in path)}: {why}")
+
+
+def _why_refused(value: object) -> str:
+    return (
+        f"it is a {_type_name(value)}, which a checkpoint cannot hold without running code at load; {_HINT}"
+    )
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _memory_of(leaf: Leaf) -> object:
+    """Equal for tensors that are the same elements of the same memory; what has no memory here is itself alone."""
+    if isinstance(leaf, Replica):
+        return _memory_of(leaf.tensor)
+    if is_flat_shard(leaf):
+        return id(leaf)
+    tensor: Tensor = leaf.to_local() if is_dtensor(leaf) else leaf
+    if tensor.numel() == 0:
+        return id(leaf)
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        leaf.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _encode_int(_: _Encoder, value: int, __: Path) -> Json:
+    return value if value.bit_length() < _MAX_INTEGER_BITS else {"$int": hex(value)}
+
+
+def _encode_float(_: _Encoder, value: float, __: Path) -> Json:
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+_ENCODERS: dict[type, Callable[[_Encoder, State, Path], Json]] = {
+    int: _encode_int,
+    float: _encode_float,
+    complex: lambda encoder, value, path: {"$complex": encoder.items((value.real, value.imag), path)},
+    bytes: lambda _, value, __: {"$bytes": base64.b64encode(value).decode()},
+    bytearray: lambda _, value, __: {"$bytearray": base64.b64encode(value).decode()},
+    list: lambda encoder, value, path: encoder.items(value, path),
+    tuple: lambda encoder, value, path: {"$tuple": encoder.items(value, path)},
+    set: lambda encoder, value, path: {"$set": encoder.items(sorted(value, key=repr), path)},
+    frozenset: lambda encoder, value, path: {"$frozenset": encoder.items(sorted(value, key=repr), path)},
+    deque: lambda encoder, value, path: {"$deque": [encoder.items(value, path), value.maxlen]},
+    dict: lambda encoder, value, path: encoder.mapping(value, path),
+    OrderedDict: lambda encoder, value, path: {"$ordered_dict": encoder.pairs(value, path)},
+    Counter: lambda encoder, value, path: {"$counter": encoder.pairs(value, path)},
+    torch.Size: lambda _, value, __: {"$size": list(value)},
+    torch.dtype: lambda _, value, __: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda _, value, __: {"$device": str(value)},
+}
+
+
+def _decode_pairs(json: Json, tensors: Mapping[str, Leaf]) -> list[tuple[State, State]]:
+    return [(_decode(key, tensors), _decode(value, tensors)) for key, value in cast("list[list[Json]]", json)]
+
+
+def _decode_tensor(json: Json, tensors: Mapping[str, Leaf]) -> Leaf:
+    if json not in tensors:
+        raise CorruptCheckpointError(
+            f"the state names the tensor {json!r}, which its tensor file does not hold"
+        )
+    return tensors[cast("str", json)]
+
+
+def _decode_dtype(json: Json, _: Mapping[str, Leaf]) -> torch.dtype:
+    dtype = getattr(torch, str(json), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(f"the state names the dtype {json!r}, which this torch does not have")
+    return dtype
+
+
+def _decode_ndarray(json: Json, tensors: Mapping[str, Leaf]) -> State:
+    from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
+
+    described = cast("dict[str, Any]", json)
+    return from_bytes_tensor(
+        _decode_tensor(described["tensor"], tensors), dtype=described["dtype"], shape=described["shape"]
+    )
+
+
+def _decode_numpy_scalar(json: Json, _: Mapping[str, Leaf]) -> State:
+    from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
+
+    described = cast("dict[str, Any]", json)
+    bits = torch.frombuffer(bytearray(base64.b64decode(described["data"])), dtype=torch.uint8)
+    return from_bytes_tensor(bits, dtype=described["dtype"], shape=[])[()]
+
+
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Leaf]], State]] = {
+    "$int": lambda json, _: int(json, 16),
+    "$float": lambda json, _: float(json),
+    "$complex": lambda json, tensors: complex(*_decode(json, tensors)),
+    "$bytes": lambda json, _: base64.b64decode(json),
+    "$bytearray": lambda json, _: bytearray(base64.b64decode(json)),
+    "$tuple": lambda json, tensors: tuple(_decode(json, tensors)),
+    "$set": lambda json, tensors: set(_decode(json, tensors)),
+    "$frozenset": lambda json, tensors: frozenset(_decode(json, tensors)),
+    "$deque": lambda json, tensors: deque(_decode(json[0], tensors), maxlen=json[1]),
+    "$dict": lambda json, tensors: dict(_decode_pairs(json, tensors)),
+    "$ordered_dict": lambda json, tensors: OrderedDict(_decode_pairs(json, tensors)),
+    "$counter": lambda json, tensors: Counter(dict(_decode_pairs(json, tensors))),
+    "$size": lambda json, _: torch.Size(json),
+    "$dtype": _decode_dtype,
+    "$device": lambda json, _: torch.device(json),
+    "$pickle": lambda json, _: pickles.from_text(json),
+    "$tensor": _decode_tensor,
+    "$ndarray": _decode_ndarray,
+    "$numpy_scalar": _decode_numpy_scalar,
+}

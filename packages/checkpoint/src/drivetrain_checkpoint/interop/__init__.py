@@ -1,0 +1,1 @@
+"""Read the checkpoints of other libraries."""

@@ -1,0 +1,1 @@
+"""Read what Hugging Face Accelerate's `save_state` wrote, without running any code of it."""

@@ -1,0 +1,191 @@
+"""A state that Hugging Face Accelerate saved, read without running any code of its pickles."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from drivetrain_checkpoint.errors import CorruptCheckpointError, ForeignStateError
+from drivetrain_checkpoint.export.plan import INDEX
+from drivetrain_checkpoint.export.reader import open_export, open_tensor_file
+from drivetrain_checkpoint.interop.accelerate.folder import (
+    PICKLED_INDEX,
+    AccelerateFiles,
+    list_accelerate_state,
+)
+from drivetrain_checkpoint.interop.accelerate.safe_pickle import read_pickle
+
+_ACCELERATOR_SEEDS = re.compile(r"torch_(?P<kind>\w+)_manual_seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccelerateState:
+    """What such a folder holds, on the CPU; nothing was applied to anything yet.
+
+    Lists are in the order in which Accelerate had prepared or registered things.
+
+    Attributes:
+        folder: Where it is.
+        models: Each model's tensors by name, read when they are asked for.
+        optimizers: Each optimizer's own `state_dict()`, whose tensors lie in the files' memory.
+        schedulers: Each scheduler's own.
+        scaler: The loss scale as `{"scale": float, "growth_tracker": int}`; None without.
+        loaders: What loaders that keep their place have saved.
+        custom: What each registered object has saved.
+        generators: The random number generators of one rank, as `drivetrain_state.load_rng_state` takes them; None if
+            they are missing or could not be read.
+        num_accumulated: How many times that run had entered `accumulate()`; None where it is not known.
+        world_size: How many ranks had saved, as far as the files here tell.
+        left_out: What is there and was not read, each with the reason.
+    """
+
+    folder: Path
+    models: tuple[Mapping[str, Any], ...]
+    optimizers: tuple[Mapping[str, Any], ...]
+    schedulers: tuple[Mapping[str, Any], ...]
+    scaler: Mapping[str, float | int] | None
+    loaders: tuple[Mapping[str, Any], ...]
+    custom: tuple[Any, ...]
+    generators: Mapping[str, Any] | None
+    num_accumulated: int | None
+    world_size: int
+    left_out: tuple[str, ...]
+
+
+def read_accelerate_state(folder: Path | str, *, rank: int = 0, local_rank: int = 0) -> AccelerateState:
+    """Read what Accelerate's `save_state` wrote.
+
+    Its pickles are read with `torch.load(weights_only=True)`: tensors, plain values and NumPy arrays come in, and
+    nothing that a file could have run. Tensors of models and optimizers are read when they are used; until then the
+    files must stay as they are.
+
+    Args:
+        folder: The folder that was given to `save_state`.
+        rank: Whose random number generators are read.
+        local_rank: Whose accelerator's generator is taken, where a rank saved those of all devices it saw.
+
+    Raises:
+        ForeignStateError: A file holds what could run code, or models and optimizers are there in parts; the message
+            names the file and a way out.
+        CorruptCheckpointError: A file is missing or damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CorruptCheckpointError(
+            f"{folder} is no folder: give the one that Accelerate's save_state wrote"
+        )
+    files = list_accelerate_state(folder)
+    left_out = [f"{path.name}: not known" for path in files.others]
+    generators, num_accumulated = _read_generators(files, rank, local_rank, left_out)
+    return AccelerateState(
+        folder=folder,
+        models=tuple(_open_model(path) for path in files.models),
+        optimizers=tuple(
+            _read_mapping(path, "state", "param_groups", mapped=True) for path in files.optimizers
+        ),
+        schedulers=tuple(_read_mapping(path) for path in files.schedulers),
+        scaler=None if files.scaler is None else _read_scaler(files.scaler),
+        loaders=tuple(_read_mapping(path) for path in files.loaders),
+        custom=tuple(read_pickle(path) for path in files.custom),
+        generators=generators,
+        num_accumulated=num_accumulated,
+        world_size=max(files.generators, default=-1) + 1,
+        left_out=tuple(left_out),
+    )
+
+
+def _open_model(path: Path) -> Mapping[str, Any]:
+    if path.name == INDEX:
+        return open_export(path.parent)
+    if path.name == PICKLED_INDEX:
+        return _read_shards(path)
+    return open_tensor_file(path) if path.suffix == ".safetensors" else _read_mapping(path, mapped=True)
+
+
+def _read_shards(index: Path) -> dict[str, Any]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        paths = [index.parent / Path(name).name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{index} is no index of files of weights: {error!r}") from error
+    return {name: value for path in paths for name, value in _read_mapping(path, mapped=True).items()}
+
+
+def _read_mapping(path: Path, *keys: str, mapped: bool = False) -> dict[str, Any]:
+    value = read_pickle(path, mapped=mapped)
+    if not isinstance(value, Mapping) or not all(key in value for key in keys):
+        raise CorruptCheckpointError(
+            f"{path} does not hold what its name says: a state with {keys or 'names'}"
+        )
+    return dict(cast("Mapping[str, Any]", value))
+
+
+def _read_scaler(path: Path) -> dict[str, float | int]:
+    saved = _read_mapping(path, "scale", "_growth_tracker")
+    return {"scale": float(saved["scale"]), "growth_tracker": int(saved["_growth_tracker"])}
+
+
+def _read_generators(
+    files: AccelerateFiles, rank: int, local_rank: int, left_out: list[str]
+) -> tuple[dict[str, Any] | None, int | None]:
+    """A rank's generators, or None with a note: a run can be taken up without them."""
+    path = files.generators.get(rank)
+    if path is None:
+        return None, None
+    try:
+        saved = _read_mapping(path)
+    except ForeignStateError as error:
+        left_out.append(str(error))
+        return None, None
+    known: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key == "step":
+            continue
+        name, convert = _converter(key, local_rank)
+        if convert is None:
+            left_out.append(f"{path.name}: {key!r} is not known")
+        elif value is not None:
+            known[name] = convert(value)
+    return known, saved.get("step")
+
+
+def _converter(key: str, local_rank: int) -> tuple[str, Callable[[Any], Any] | None]:
+    """What `load_rng_state` calls a generator, and how its state is brought into that form."""
+    if key == "random_state":
+        return "python", _python_state
+    if key == "numpy_random_seed":
+        return "numpy", _numpy_state
+    if key == "torch_manual_seed":
+        return "torch", lambda state: state
+    match = _ACCELERATOR_SEEDS.fullmatch(key)
+    if match is None:
+        return key, None
+    return "accelerator", lambda states: {"kind": match["kind"], "state": _of_device(states, local_rank)}
+
+
+def _python_state(state: Any) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+
+
+def _numpy_state(state: Any) -> dict[str, Any]:
+    kind, key, position, has_gauss, gauss = state
+    return {
+        "bit_generator": kind,
+        "key": torch.tensor(key.tolist(), dtype=torch.int64),
+        "position": position,
+        "has_gauss": has_gauss,
+        "gauss": gauss,
+    }
+
+
+def _of_device(states: Any, local_rank: int) -> Tensor:
+    """Of the generators of all devices that a rank saw, its own."""
+    if isinstance(states, Tensor):
+        return states
+    return states[local_rank if local_rank < len(states) else 0]

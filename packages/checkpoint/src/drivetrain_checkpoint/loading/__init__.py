@@ -1,0 +1,1 @@
+"""Find, verify and load checkpoints."""

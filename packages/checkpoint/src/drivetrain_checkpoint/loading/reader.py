@@ -1,0 +1,129 @@
+"""Reading a checkpoint's states: the slices that this rank needs, every block checked, then put together."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from drivetrain_checkpoint.errors import CorruptCheckpointError
+from drivetrain_checkpoint.format.checksummed_io import HashedReader
+from drivetrain_checkpoint.format.layout import tree_file
+from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor
+from drivetrain_checkpoint.format.shards import Leaf, Room, make_room
+from drivetrain_checkpoint.format.state_tree import Json, State, decode
+from drivetrain_checkpoint.format.tensor_file import bytes_of, dtype_of
+from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
+from drivetrain_checkpoint.storage.base import Place
+
+# Of a part and a tensor's name: what it is to be divided like here; None for the whole tensor.
+Like: TypeAlias = Callable[[str, str], Leaf | None]
+
+
+def read_parts(
+    folder: Place,
+    manifest: Manifest,
+    parts: Sequence[str],
+    *,
+    like: Like,
+    allow_pickle: bool,
+    on_block: Callable[[], None],
+) -> dict[str, State]:
+    """The states of some parts of a checkpoint, on the CPU.
+
+    Args:
+        folder: The checkpoint's.
+        manifest: What it consists of.
+        parts: Which parts.
+        like: How tensors are divided here.
+        allow_pickle: Whether pickles in them are loaded.
+        on_block: Called as a sign of progress.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or differs from its record.
+        PickleNotAllowedError: There is one, and that is not allowed.
+    """
+    trees = {part: read_tree(folder, manifest, part, on_block=on_block) for part in parts}
+    rooms = {
+        part: {
+            name: _make_room(name, tensor, like(part, name))
+            for name, tensor in manifest.tensors[part].items()
+        }
+        for part in parts
+    }
+    stored = (
+        (manifest.tensors[part][name], room)
+        for part, tensors in rooms.items()
+        for name, room in tensors.items()
+    )
+    _fill_rooms(folder, manifest, stored, on_block)
+    return {
+        part: decode(
+            trees[part], {name: room.value for name, room in tensors.items()}, allow_pickle=allow_pickle
+        )
+        for part, tensors in rooms.items()
+    }
+
+
+def read_tensors(
+    folder: Place, manifest: Manifest, part: str, names: Sequence[str], *, on_block: Callable[[], None]
+) -> dict[str, Tensor]:
+    """Some tensors of a part, whole and on the CPU; each block that holds something of them is read once.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or differs from its record.
+    """
+    tensors = manifest.tensors[part]
+    rooms = {name: _make_room(name, tensors[name], None) for name in names}
+    _fill_rooms(folder, manifest, ((tensors[name], room) for name, room in rooms.items()), on_block)
+    return {name: room.value for name, room in rooms.items()}
+
+
+def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callable[[], None]) -> Json:
+    """A part's tagged JSON, as `tree.encode` made it.
+
+    Raises:
+        CorruptCheckpointError: Its file is missing or differs from its record.
+    """
+    name = tree_file(part, manifest.attempt)
+    if name not in manifest.files:
+        raise CorruptCheckpointError(f"{folder}: the manifest does not list {name}")
+    with HashedReader(folder / name, manifest.files[name], on_block=on_block) as reader:
+        return cast("Json", json.loads(reader.read_all()))
+
+
+def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> Room:
+    dtype = dtype_of(tensor.dtype)
+    if dtype is None:
+        raise CorruptCheckpointError(
+            f"{name!r} has the dtype {tensor.dtype}, which this torch does not have: use a newer torch"
+        )
+    return make_room(tensor.shape, dtype, like)
+
+
+def _fill_rooms(
+    folder: Place,
+    manifest: Manifest,
+    stored: Iterable[tuple[StoredTensor, Room]],
+    on_block: Callable[[], None],
+) -> None:
+    reads = plan_reads((tensor.pieces, room.shards) for tensor, room in stored)
+    for file, wanted in reads.items():
+        with HashedReader(folder / file, manifest.files[file], on_block=on_block) as reader:
+            _read_file(reader, wanted)
+
+
+def _read_file(reader: HashedReader, wanted: Sequence[Read]) -> None:
+    """Fill what is wanted of one file. What is read in part goes through memory of its own."""
+    rows: list[tuple[Read, Tensor]] = []
+    ranges: list[tuple[int, memoryview]] = []
+    for read in wanted:
+        if read.rows is None:
+            ranges.append((read.start, bytes_of(read.target)))
+        else:
+            rows.append((read, torch.empty(read.size_bytes, dtype=torch.uint8)))
+            ranges.append((read.start, bytes_of(rows[-1][1])))
+    reader.read_ranges(ranges)
+    for read, content in rows:
+        fill(read, content)

@@ -1,0 +1,118 @@
+"""A checkpoint read whole: every block of every file held against its checksum, and all that is wrong told."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import xxhash
+
+from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES, FileRecord
+from drivetrain_checkpoint.format.manifest import read_manifest
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place, Reader
+from drivetrain_checkpoint.storage.threads import in_threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Something in a checkpoint that is not as it was written.
+
+    Attributes:
+        file: The file.
+        start: The first byte that is not good, or not known to be.
+        stop: The byte after the last one.
+        why: What is wrong with these bytes.
+    """
+
+    file: Place
+    start: int
+    stop: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: bytes {self.start} to {self.stop}: {self.why}"
+
+
+def verify_checkpoint(
+    folder: Place | str, *, on_bytes: Callable[[int], None] = lambda _: None
+) -> tuple[Damage, ...]:
+    """Read every file of a checkpoint and hold every block against its checksum.
+
+    A load checks what it reads, and stops at the first fault; this reads all, and tells all.
+
+    Args:
+        folder: The checkpoint's, or its URL.
+        on_bytes: Called with the number of bytes that were read since the last call.
+
+    Returns:
+        What is damaged, by file and place; nothing if the checkpoint is good.
+
+    Raises:
+        CorruptCheckpointError: The manifest is missing or damaged, so that nothing can be verified.
+    """
+    place = storage.locate(folder)
+    manifest = read_manifest(place)
+    sizes = storage.sizes_in(place)
+    return tuple(
+        damage
+        for record in manifest.files.values()
+        for damage in _in_file(place / record.name, sizes.get(record.name), record, on_bytes)
+    )
+
+
+def _in_file(
+    path: Place, size_bytes: int | None, record: FileRecord, on_bytes: Callable[[int], None]
+) -> Iterator[Damage]:
+    if size_bytes is None:
+        yield Damage(file=path, start=0, stop=record.size_bytes, why="the file is missing")
+        return
+    try:
+        reader = storage.open_to_read(path)
+    except OSError as error:
+        yield Damage(file=path, start=0, stop=record.size_bytes, why=f"cannot be read: {error}")
+        return
+    try:
+        yield from _in_blocks(path, reader, size_bytes, record, on_bytes)
+    finally:
+        reader.close()
+    if size_bytes > record.size_bytes:
+        yield Damage(file=path, start=record.size_bytes, stop=size_bytes, why="more than was written")
+
+
+def _in_blocks(
+    path: Place, reader: Reader, size_bytes: int, record: FileRecord, on_bytes: Callable[[int], None]
+) -> Iterator[Damage]:
+    buffers: SimpleQueue[bytearray] = SimpleQueue()
+    for _ in range(reader.num_readers):
+        buffers.put(bytearray(min(BLOCK_BYTES, record.size_bytes)))
+
+    def look(index: int) -> tuple[int, int, str | None]:
+        start = index * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, record.size_bytes)
+        if stop > size_bytes:  # a part of it is not there, so that nothing can tell about the rest
+            return start, stop, f"the file ends at byte {size_bytes}, and had {record.size_bytes}"
+        buffer = buffers.get()
+        try:
+            return (
+                start,
+                stop,
+                _fault(reader, start, memoryview(buffer)[: stop - start], record.checksums[index]),
+            )
+        finally:
+            buffers.put(buffer)
+
+    for start, stop, why in in_threads(look, range(len(record.checksums)), most=reader.num_readers):
+        on_bytes(stop - start)
+        if why is not None:
+            yield Damage(file=path, start=start, stop=stop, why=why)
+
+
+def _fault(reader: Reader, start: int, view: memoryview, checksum: str) -> str | None:
+    """What is wrong with a block; None if nothing is."""
+    try:
+        size_bytes = reader.read_at(start, [view])
+    except OSError as error:
+        return f"cannot be read: {error}"
+    if size_bytes != len(view):
+        return "the file ended while it was read"
+    return None if xxhash.xxh3_64_hexdigest(view) == checksum else "the checksum differs from the manifest's"

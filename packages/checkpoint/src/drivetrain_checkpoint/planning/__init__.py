@@ -1,0 +1,1 @@
+"""Plan which rank writes which bytes, and which bytes a rank reads."""

@@ -1,0 +1,105 @@
+"""Which file of a checkpoint holds what: a plan of writing, as files and as the manifest's list of tensors."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from drivetrain_checkpoint.format.boxes import whole
+from drivetrain_checkpoint.format.layout import tensor_file
+from drivetrain_checkpoint.format.manifest import Piece, StoredTensor
+from drivetrain_checkpoint.format.tensor_file import Entry as FileEntry
+from drivetrain_checkpoint.format.tensor_file import FileLayout, plan_file
+from drivetrain_checkpoint.planning.write_plan import Entry, TensorName, WritePlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A tensor file that a rank is to write.
+
+    Attributes:
+        part: The part of the checkpoint whose tensors it holds.
+        rank: Who writes it.
+        entries: What it holds.
+        layout: Where each of them lies.
+    """
+
+    part: str
+    rank: int
+    entries: tuple[Entry, ...]
+    layout: FileLayout
+
+    def name(self, attempt: int) -> str:
+        """In the checkpoint's folder."""
+        return tensor_file(self.part, self.rank, attempt)
+
+
+class Catalogue:
+    """The files of a plan, worked out when they are asked for, and then kept: the next save has the same.
+
+    Args:
+        plan: Who writes what.
+    """
+
+    def __init__(self, plan: WritePlan) -> None:
+        self._plan = plan
+        self._files: dict[int, tuple[PlannedFile, ...]] = {}
+
+    def files_of(self, rank: int) -> tuple[PlannedFile, ...]:
+        """The tensor files that a rank writes: one for each part of the checkpoint of which it writes something."""
+        if rank not in self._files:
+            by_part: dict[str, list[Entry]] = {}
+            for entry in self._plan.entries[rank]:
+                by_part.setdefault(entry.tensor.part, []).append(entry)
+            self._files[rank] = tuple(
+                PlannedFile(part, rank, tuple(entries), plan_file(_described(self._plan, entries)))
+                for part, entries in by_part.items()
+            )
+        return self._files[rank]
+
+    def tensors(self, parts: Iterable[str], attempt: int) -> Mapping[str, Mapping[str, StoredTensor]]:
+        """The manifest's list of tensors, by part and name.
+
+        Args:
+            parts: All parts of the checkpoint.
+            attempt: The number in the files' names.
+        """
+        pieces: dict[str, dict[str, list[Piece]]] = {part: {} for part in parts}
+        for part, name in self._plan.tensors:
+            pieces[part][name] = []
+        for rank in range(len(self._plan.entries)):
+            for file in self.files_of(rank):
+                name = file.name(attempt)
+                for entry, start in zip(file.entries, file.layout.starts, strict=True):
+                    pieces[file.part][entry.tensor.name].append(Piece(name, start, entry.box))
+        described = self._plan.tensors
+        return {
+            part: {
+                name: StoredTensor(
+                    described[TensorName(part, name)].dtype,
+                    described[TensorName(part, name)].shape,
+                    tuple(sorted(found, key=lambda piece: piece.box)),
+                )
+                for name, found in tensors.items()
+            }
+            for part, tensors in pieces.items()
+        }
+
+
+def _described(plan: WritePlan, entries: Iterable[Entry]) -> list[FileEntry]:
+    """A piece's key is the tensor's name, with the box in brackets where it is not the whole."""
+    described: list[FileEntry] = []
+    taken = {entry.tensor.name for entry in entries}
+    for entry in entries:
+        tensor = plan.tensors[entry.tensor]
+        key = entry.tensor.name
+        if entry.box != whole(tensor.shape):
+            key = _free(f"{key}[{', '.join(f'{s.start}:{s.stop}' for s in entry.box.slices())}]", taken)
+        described.append(FileEntry(key, tensor.dtype, entry.box.sizes))
+    return described
+
+
+def _free(key: str, taken: set[str]) -> str:
+    """The key, lengthened where a tensor has it as its name."""
+    while key in taken:
+        key += "'"
+    taken.add(key)
+    return key

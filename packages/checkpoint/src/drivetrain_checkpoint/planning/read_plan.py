@@ -1,0 +1,98 @@
+"""Which bytes of which files this rank must read, and where they go. Pure but for the memory they go to."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from drivetrain_checkpoint.format.boxes import Box, overlap
+from drivetrain_checkpoint.format.manifest import Piece
+from drivetrain_checkpoint.format.shards import Shard
+
+_MOST_BYTES = 64 * 2**20  # of memory for rows of which only some columns are wanted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """A run of bytes of a file, and the tensor it goes to.
+
+    Attributes:
+        file: The file's name.
+        start: The first byte.
+        size_bytes: How many.
+        target: Where the elements go; contiguous if they go there as they are.
+        rows: Of which box the run is all elements, if only a part of it is wanted: `target` is this part.
+        part: Which part.
+    """
+
+    file: str
+    start: int
+    size_bytes: int
+    target: Tensor
+    rows: Box | None = None
+    part: Box | None = None
+
+
+def plan_reads(wanted: Iterable[tuple[Sequence[Piece], Sequence[Shard]]]) -> dict[str, list[Read]]:
+    """What to read, by file, in the order of their bytes.
+
+    Args:
+        wanted: For each tensor, the pieces that it is stored in, and the shards that are to be filled.
+    """
+    reads: dict[str, list[Read]] = {}
+    for pieces, shards in wanted:
+        for shard in shards:
+            for piece in pieces:
+                if (common := overlap(piece.box, shard.box)) is not None:
+                    reads.setdefault(piece.file, []).extend(_reads(piece, shard, common))
+    return {file: sorted(found, key=lambda read: read.start) for file, found in sorted(reads.items())}
+
+
+def _reads(piece: Piece, shard: Shard, common: Box) -> list[Read]:
+    """The runs of a piece that cover what it has in common with a shard."""
+    target = shard.data[common.slices(within=shard.box)]
+    # Whole rows of the piece: in the first dimension along which several are wanted, from the first to the last.
+    axis = next((axis for axis, size in enumerate(common.sizes) if size > 1), len(common.sizes))
+    run = Box(
+        offsets=(*common.offsets[: axis + 1], *piece.box.offsets[axis + 1 :]),
+        sizes=(*common.sizes[: axis + 1], *piece.box.sizes[axis + 1 :]),
+    )
+    if run == common and target.is_contiguous():
+        return [_read(piece, run, target)]
+    return [
+        _read(piece, rows, shard.data[part.slices(within=shard.box)], part)
+        for rows in run.cut(_MOST_BYTES // target.element_size())
+        if (part := overlap(rows, common)) is not None
+    ]
+
+
+def _read(piece: Piece, run: Box, target: Tensor, part: Box | None = None) -> Read:
+    strides = [prod(piece.box.sizes[axis + 1 :]) for axis in range(len(piece.box.sizes))]
+    first = sum(
+        (a - b) * stride for a, b, stride in zip(run.offsets, piece.box.offsets, strides, strict=True)
+    )
+    item_bytes = target.element_size()
+    return Read(
+        file=piece.file,
+        start=piece.start + first * item_bytes,
+        size_bytes=run.num_elements * item_bytes,
+        target=target,
+        rows=run if part is not None else None,
+        part=part,
+    )
+
+
+def fill(read: Read, content: Tensor) -> None:
+    """Put what was read for a part of some rows into its place.
+
+    Args:
+        read: What was read.
+        content: Its bytes, of dtype uint8.
+    """
+    assert read.rows is not None
+    assert read.part is not None
+    rows = content.view(read.target.dtype).view(read.rows.sizes)
+    with torch.no_grad():
+        read.target.copy_(rows[read.part.slices(within=read.rows)])

@@ -1,0 +1,135 @@
+"""What is saved, as this rank has it: trees of plain values, and what it holds of which tensor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from drivetrain_checkpoint.errors import StateError
+from drivetrain_checkpoint.format.layout import STATE_PART, check_model_names, model_part, rank_part
+from drivetrain_checkpoint.format.shards import Leaf, Shard, piece_of, shards_of
+from drivetrain_checkpoint.format.state_tree import Json, State, encode
+from drivetrain_checkpoint.format.tensor_file import name_of_dtype
+from drivetrain_checkpoint.planning.write_plan import Entry, Holding, TensorName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What is saved. Of `models` and `replicated`, rank 0's plain values and plain tensors are written.
+
+    Attributes:
+        models: Each model's state by its name.
+        replicated: States that are the same on all ranks, by name.
+        per_rank: States that each rank has of its own, by name.
+        plan: The effective plan of the run: plain values.
+        metrics: Numbers that tell how good it is, by name.
+        best_metric: Which of them must be among them, if there are any.
+        allow_pickle: Whether what cannot be expressed otherwise becomes a pickle.
+    """
+
+    models: Mapping[str, Mapping[str, State]]
+    replicated: Mapping[str, State]
+    per_rank: Mapping[str, State]
+    plan: Mapping[str, Any] | None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    best_metric: str | None = None
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a rank can write, by tensor, in the order of the state.
+
+    Attributes:
+        shared: Of models and replicated states; on rank 0 every tensor of them.
+        own: Of its own states.
+        aliases: On rank 0, further names of tensors of `shared`, such as a tied weight's.
+    """
+
+    shared: dict[TensorName, Holding] = field(default_factory=dict[TensorName, Holding])
+    own: dict[TensorName, Holding] = field(default_factory=dict[TensorName, Holding])
+    aliases: set[TensorName] = field(default_factory=set[TensorName])
+
+    def digest(self) -> str:
+        """Equal for equal holdings."""
+        return xxhash.xxh3_128_hexdigest(repr((list(self.shared.items()), list(self.own.items()))).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class OwnContent:
+    """What this rank contributes to a checkpoint.
+
+    Attributes:
+        trees: The plain values that it writes, by part.
+        holdings: What it can write of tensors.
+        shards: The tensors themselves.
+    """
+
+    trees: dict[str, Json] = field(default_factory=dict[str, Json])
+    holdings: Holdings = field(default_factory=Holdings)
+    shards: dict[TensorName, tuple[Shard, ...]] = field(default_factory=dict[TensorName, tuple[Shard, ...]])
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """The elements that are to be written of a tensor: a view."""
+        return piece_of(self.shards[entry.tensor], entry.box)
+
+
+def own_content(content: Content, rank: int) -> OwnContent:
+    """Split this rank's states into plain values and tensors; nothing is copied.
+
+    Raises:
+        StateError: Something in them cannot be stored; the message names its path and type.
+    """
+    _check_kinds(content)
+    check_model_names(content.models)
+    own = OwnContent()
+    states = {model_part(name): (f"models[{name!r}]", dict(state)) for name, state in content.models.items()}
+    states[STATE_PART] = ("replicated", dict(content.replicated))
+    for part, (root, state) in states.items():
+        encoded = encode(state, root=root, allow_pickle=content.allow_pickle)
+        if rank == 0:
+            own.trees[part] = encoded.json
+            own.holdings.aliases.update(
+                TensorName(part, name) for name in encoded.leaves.keys() - encoded.tensors
+            )
+        for name, leaf in (encoded.tensors if rank == 0 else encoded.leaves).items():
+            _add(own, TensorName(part, name), leaf, own.holdings.shared, is_main=rank == 0)
+    encoded = encode(dict(content.per_rank), root="per_rank", allow_pickle=content.allow_pickle)
+    own.trees[rank_part(rank)] = encoded.json
+    for name, leaf in encoded.tensors.items():
+        _add(own, TensorName(rank_part(rank), name), leaf, own.holdings.own, is_main=True)
+    return own
+
+
+def _check_kinds(content: Content) -> None:
+    """Refuse what is no state.
+
+    Raises:
+        StateError: An argument, or a model's state, is no mapping.
+    """
+    states: dict[str, Any] = {
+        "models": content.models, "replicated": content.replicated, "per_rank": content.per_rank
+    }  # fmt: skip
+    for name, state in states.items():
+        if not isinstance(state, Mapping):
+            raise StateError(f"{name} is a {type(state).__name__}: give a mapping from names to states")
+    for name, state in states["models"].items():
+        if not isinstance(state, Mapping):
+            raise StateError(f"models[{name!r}] is a {type(state).__name__}: give its state_dict()")
+
+
+def _add(
+    own: OwnContent, name: TensorName, leaf: Leaf, holdings: dict[TensorName, Holding], *, is_main: bool
+) -> None:
+    shards = shards_of(leaf, is_main=is_main)
+    if not shards and not is_main:
+        return
+    own.shards[name] = shards
+    holdings[name] = Holding(
+        name_of_dtype(leaf.dtype),
+        leaf.dtype.itemsize,
+        tuple(leaf.shape),
+        tuple(shard.box for shard in shards),
+    )

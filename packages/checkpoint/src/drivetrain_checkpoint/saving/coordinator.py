@@ -1,0 +1,233 @@
+"""The agreement on a save: what every rank has, who writes what, and into which folder."""
+
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+from uuid import uuid4
+
+from drivetrain_checkpoint.coordination.collective_errors import on_each_rank, on_main
+from drivetrain_checkpoint.errors import FolderNotSharedError, StateError
+from drivetrain_checkpoint.format.layout import (
+    MANIFEST,
+    STATE_PART,
+    model_part,
+    next_attempt,
+    own_files,
+    rank_part,
+    step_folder,
+    step_folders,
+    tree_file,
+)
+from drivetrain_checkpoint.format.manifest import Manifest, encode_plan
+from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
+from drivetrain_checkpoint.planning.file_list import Catalogue
+from drivetrain_checkpoint.planning.save_content import Content, Holdings, OwnContent, own_content
+from drivetrain_checkpoint.planning.write_plan import plan_writes
+from drivetrain_checkpoint.saving.transaction import Save
+from drivetrain_checkpoint.saving.writer_lock import check_shared, lease_of
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place
+from drivetrain_state import Context, gather_object
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Agrees with the other ranks on saves into a directory; keeps what serves the next one.
+
+    Args:
+        context: This process among the others.
+        directory: The folder of the checkpoints.
+    """
+
+    def __init__(self, context: Context, directory: Place) -> None:
+        self._context = context
+        self._directory = directory
+        self._digests: list[str] = []
+        self._catalogue: Catalogue | None = None
+        self._sequences: dict[str, int] = {}  # by folder
+        self._spared: frozenset[str] | None = None
+        self._lease = lease_of(directory)
+
+    def prepare(self, step: int, content: Content, *, continues: bool) -> Save:
+        """Agree on a save. Called on all ranks, by the main thread; nothing is written but for an empty folder.
+
+        Args:
+            step: The optimizer step.
+            content: What is saved.
+            continues: Whether this run goes on from what the directory held before its first save.
+
+        Raises:
+            StateError: Something in `content` cannot be stored; nothing was saved.
+            OtherRankFailedError: Another rank failed; nothing was saved.
+            FolderNotSharedError: This rank does not see the folder that rank 0 made.
+            FolderInUseError: Another run writes into the directory.
+            ValueError: The ranks mean different folders.
+        """
+        context, topology = self._context, self._context.topology
+        doing = f"the save of step {step}"
+        own = on_each_rank(context, lambda: self._encode(step, content), doing=doing)
+        catalogue = self._agree(step_folder(self._directory, step), own.holdings)
+        manifest, token = on_main(context, lambda: self._start(step, content, continues), doing=doing)
+        save = Save(
+            directory=self._directory,
+            folder=step_folder(self._directory, step),
+            manifest=manifest,
+            catalogue=catalogue,
+            files=tuple(
+                (file, tuple(map(own.tensor, file.entries))) for file in catalogue.files_of(topology.rank)
+            ),
+            trees={tree_file(part, manifest.attempt): tree for part, tree in own.trees.items()},
+            is_main=topology.is_main,
+            spared=self._spared or frozenset(),
+        )
+        try:
+            on_each_rank(context, lambda: self._check_visible(save.folder, token), doing=doing)
+        except BaseException:
+            if topology.is_main:
+                save.discard()
+            raise
+        return save
+
+    def _encode(self, step: int, content: Content) -> OwnContent:
+        """What this rank contributes. What cannot be written is known before anything is.
+
+        Raises:
+            StateError: There is something of that kind.
+            ValueError: The step, the folder or the metrics can be none.
+        """
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
+        encode_plan(content.plan)
+        _check_metrics(content.metrics, content.best_metric)
+        if self._context.topology.is_main and storage.is_file(self._directory / MANIFEST):
+            raise ValueError(
+                f"{self._directory} is a checkpoint itself: name the folder that holds the checkpoints"
+            )
+        return own_content(content, self._context.topology.rank)
+
+    def _agree(self, folder: Place, holdings: Holdings) -> Catalogue:
+        """Who writes what, planned anew where ranks hold other parts than at the last save.
+
+        Raises:
+            StateError: The ranks' parts are no whole tensors.
+            ValueError: The ranks mean different folders.
+        """
+        told = gather_object(self._context, (str(folder), holdings.digest()))
+        if len({folder for folder, _ in told}) > 1:
+            shown = ", ".join(f"rank {rank}: {folder}" for rank, (folder, _) in enumerate(told))
+            raise ValueError(
+                f"save() would write different folders ({shown}); save the same step into the same directory on all "
+                "ranks"
+            )
+        digests = [digest for _, digest in told]
+        if self._catalogue is None or digests != self._digests:
+            ranks = gather_object(self._context, holdings)
+            _check_names(ranks)
+            tensors = {**ranks[0].shared, **{name: t for rank in ranks for name, t in rank.own.items()}}
+            self._catalogue = Catalogue(plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks]))
+            self._digests = digests
+        return self._catalogue
+
+    def _start(self, step: int, content: Content, continues: bool) -> tuple[Manifest, str | None]:
+        """Make the folder. Files of a committed checkpoint of this step stay until the new ones are committed.
+
+        Raises:
+            FolderInUseError: Another run writes into the directory.
+        """
+        if self._spared is None:
+            self._spared = frozenset() if continues else self._of_an_earlier_run()
+        token = self._lease.take() if self._lease is not None else None
+        folder = step_folder(self._directory, step)
+        if not storage.is_file(folder / MANIFEST):
+            storage.remove(own_files(folder))
+        sequence = self._next_sequence(folder)
+        attempt, world_size = next_attempt(folder), self._context.topology.world_size
+        storage.make_folder(folder)
+        parts = [*map(model_part, content.models), STATE_PART, *map(rank_part, range(world_size))]
+        mesh = self._context.mesh
+        manifest = Manifest(
+            step=step,
+            sequence=sequence,
+            save_id=uuid4().hex,
+            saved_at="",
+            world_size=world_size,
+            mesh={} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
+            attempt=attempt,
+            models=tuple(content.models),
+            files={},
+            tensors={part: {} for part in parts},
+            libraries={"python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "safetensors", "drivetrain-checkpoint")},
+            plan=content.plan,
+            metrics=content.metrics,
+        )
+        return manifest, token
+
+    def _of_an_earlier_run(self) -> frozenset[str]:
+        """The names of the checkpoints that are here already, of which nothing was loaded; with a warning."""
+        names = [one.folder.name for one in find_checkpoints(self._directory) if one.committed]
+        if names:
+            logger.warning(
+                "%s holds %s checkpoints of an earlier run, %s the newest, and this run has loaded none of them: "
+                "they stay whatever keep_last says, but a save of the same step replaces one; load before the first "
+                "save to go on from them, or give each run a folder of its own",
+                self._directory,
+                len(names),
+                names[0],
+            )
+        return frozenset(names)
+
+    def _next_sequence(self, folder: Place) -> int:
+        """Above that of every checkpoint of the directory, of which each is looked at once."""
+        for one in step_folders(self._directory):
+            if one.name not in self._sequences:
+                self._sequences[one.name] = inspect(one).sequence
+        self._sequences[folder.name] = 1 + max(self._sequences.values(), default=0)
+        return self._sequences[folder.name]
+
+    def _check_visible(self, folder: Place, token: str | None) -> None:
+        """Check that this rank reaches the folder that rank 0 made.
+
+        Raises:
+            FolderNotSharedError: It does not.
+        """
+        rank = self._context.topology.rank
+        if token is not None:
+            check_shared(self._directory, token, rank)
+        if not storage.sees(folder):
+            raise FolderNotSharedError(
+                f"rank {rank} does not see {folder}, which rank 0 made: save into a folder that every host mounts"
+            )
+
+    def close(self) -> None:
+        """Let others write into the directory."""
+        if self._lease is not None:
+            self._lease.release()
+
+
+def _check_names(ranks: Sequence[Holdings]) -> None:
+    """Refuse a tensor of models or replicated states that rank 0's state does not have: nothing would load it.
+
+    Raises:
+        StateError: There is one.
+    """
+    for rank, holdings in enumerate(ranks):
+        for name in holdings.shared:
+            if name not in ranks[0].shared and name not in ranks[0].aliases:
+                raise StateError(
+                    f"rank {rank} has a part of {name.name!r} ({name.part}), and rank 0's state has no such tensor: "
+                    "give all ranks a state of the same names, or what a rank has of its own as per_rank"
+                )
+
+
+def _check_metrics(metrics: Any, best: str | None) -> None:
+    if not isinstance(metrics, Mapping):
+        raise StateError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
+    if metrics and best is not None and best not in metrics:
+        raise ValueError(f"metrics={dict(metrics)!r} lacks best_metric={best!r}, which is to tell the best")
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise StateError(f"metrics[{name!r}]={value!r}: must be a number; give tensor.item() of a tensor")

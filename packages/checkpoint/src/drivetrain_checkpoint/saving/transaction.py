@@ -1,0 +1,228 @@
+"""A save as a transaction: what ranks write is agreed, written by all, and committed by rank 0 with the manifest."""
+
+import json
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain_checkpoint.coordination.collective_errors import Outcome, on_all_ranks, on_each_rank
+from drivetrain_checkpoint.errors import FolderNotSharedError
+from drivetrain_checkpoint.format.checksummed_io import FileRecord, HashedWriter
+from drivetrain_checkpoint.format.layout import own_files, path_in_state
+from drivetrain_checkpoint.format.manifest import Manifest, commit_manifest
+from drivetrain_checkpoint.format.state_tree import Json
+from drivetrain_checkpoint.format.tensor_file import bytes_of
+from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
+from drivetrain_checkpoint.planning.file_list import Catalogue, PlannedFile
+from drivetrain_checkpoint.planning.write_plan import TensorName
+from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap, copy_all, on_host
+from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place
+from drivetrain_state import Context
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A save that all ranks have agreed on, with this rank's values: ready to be written.
+
+    Attributes:
+        directory: The folder of the checkpoints.
+        folder: The checkpoint's.
+        manifest: What it will say, but for the files, the tensors and the time.
+        catalogue: The tensor files of all ranks.
+        files: The tensor files that this rank writes, with their tensors.
+        trees: The other files that this rank writes.
+        is_main: Whether this rank commits.
+        spared: The names of checkpoints that retention leaves alone: an earlier run's.
+        overlap: The copies that are made before anything is written, while training goes on.
+    """
+
+    directory: Place
+    folder: Place
+    manifest: Manifest
+    catalogue: Catalogue
+    files: tuple[tuple[PlannedFile, tuple[Tensor, ...]], ...]
+    trees: Mapping[str, Json]
+    is_main: bool
+    spared: frozenset[str] = frozenset()
+    overlap: Overlap | None = None
+
+    @property
+    def step(self) -> int:
+        """The optimizer step."""
+        return self.manifest.step
+
+    def staged(self, buffer: HostBuffer, may_wait: Callable[[TensorName], bool] | None = None) -> "Save":
+        """Return the same save, of copies of the tensors, which training does not change.
+
+        Args:
+            buffer: The memory for the copies.
+            may_wait: Whether a tensor, by its name, stays as it is until the next step: its copy is left to `write`.
+                None copies all of them now.
+        """
+        tensors = [tensor for _, tensors in self.files for tensor in tensors]
+        copies = buffer.stage(tensors) if may_wait is None else buffer.make_room(tensors)
+        left = iter(copies)
+        files = tuple((file, tuple(next(left) for _ in of_file)) for file, of_file in self.files)
+        staged = replace(self, files=files)
+        if may_wait is None:
+            return staged
+        names = [entry.tensor for file, _ in self.files for entry in file.entries]
+        later: list[tuple[Tensor, Tensor]] = []
+        now: list[tuple[Tensor, Tensor]] = []
+        for name, copy, tensor in zip(names, copies, tensors, strict=True):
+            (later if may_wait(name) else now).append((copy, tensor))
+        copy_all(now, awaited_later={tensor.device for _, tensor in later})
+        return replace(staged, overlap=Overlap(later)) if later else staged
+
+    def write(self, on_block: Callable[[], None]) -> list[FileRecord]:
+        """Write this rank's files; they are on the disk when this returns."""
+        if self.overlap is not None:
+            self.overlap.run(on_block)
+        records: list[FileRecord] = []
+        for file, tensors in self.files:
+            path = self.folder / file.name(self.manifest.attempt)
+            with HashedWriter(path, on_block=on_block) as writer:
+                writer.write(file.layout.header)
+                for index in file.layout.order:
+                    staged = on_host(tensors[index])
+                    writer.write(bytes_of(staged))
+                records.append(writer.record())
+        for name, tree in self.trees.items():
+            with HashedWriter(self.folder / name, on_block=on_block) as writer:
+                writer.write(json.dumps(tree, allow_nan=False, indent=1).encode())
+                records.append(writer.record())
+        return records
+
+    def commit(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Make it a checkpoint of the files that all ranks have written. Called on rank 0."""
+        files = {record["name"]: FileRecord.from_json(record) for record in records}
+        sizes = storage.sizes_in(self.folder)
+        if lost := sorted(name for name, record in files.items() if sizes.get(name) != record.size_bytes):
+            raise FolderNotSharedError(
+                f"rank 0 does not see in {self.folder} what was written there, {lost[0]} for one: save into a folder "
+                "that every host mounts, or a store that every process reaches"
+            )
+        manifest = replace(
+            self.manifest,
+            files=files,
+            tensors=self.catalogue.tensors(self.manifest.tensors, self.manifest.attempt),
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        commit_manifest(self.folder, manifest)
+
+    def discard(self) -> None:
+        """Delete its files, unless it was committed after all. Called on rank 0."""
+        with _warned_of(f"{self.folder}: leftovers of a save that was given up stay"):
+            committed = inspect(self.folder).manifest
+            if committed is not None and committed.save_id == self.manifest.save_id:
+                return
+            _delete_unlisted(self.folder, keep=committed.files if committed is not None else {})
+            if committed is None:
+                delete([self.folder])
+
+    def clean_up(self, keep: Keep) -> None:
+        """Delete what it replaced in its folder, then what retention lets go. Called on rank 0 after the commit."""
+        with _warned_of(f"{self.directory}: old checkpoints stay"):
+            committed = inspect(self.folder).manifest
+            if committed is not None:
+                _delete_unlisted(self.folder, keep=committed.files)
+            if keep.last is not None:
+                found = find_checkpoints(self.directory)
+                delete(plan_retention([one for one in found if one.folder.name not in self.spared], keep))
+
+
+@contextmanager
+def _warned_of(what: str) -> Generator[None]:
+    """Have what cannot be deleted be a warning: what became of the save is certain already."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", what, error)
+
+
+def _delete_unlisted(folder: Place, *, keep: Mapping[str, FileRecord]) -> None:
+    storage.remove(path for path in own_files(folder) if path.name not in keep)
+
+
+def stage_save(
+    context: Context, save: Save, buffer: HostBuffer, may_wait: Callable[[TensorName], bool] | None = None
+) -> Save:
+    """Return the same save, of copies of the tensors; see `Save.staged`. Called on all ranks.
+
+    Raises:
+        OtherRankFailedError: Another rank has no memory for its copies; nothing was saved.
+        RuntimeError: This one has none; nothing was saved.
+    """
+    try:
+        return on_each_rank(
+            context, lambda: save.staged(buffer, may_wait), doing=f"the save of step {save.step}"
+        )
+    except BaseException:
+        if save.is_main:
+            save.discard()
+        raise
+
+
+def by_tensor(by_path: Callable[[str], bool]) -> Callable[[TensorName], bool]:
+    """Return what is asked of a tensor's path in the state, such as `"models/model/fc.weight"`, for its name here."""
+
+    def ask(tensor: TensorName) -> bool:
+        path = path_in_state(tensor.part, tensor.name)
+        return path is not None and by_path(path)
+
+    return ask
+
+
+def run_save(
+    context: Context,
+    save: Save,
+    *,
+    keep: Keep,
+    on_block: Callable[[], None],
+    gather: Callable[[Outcome], list[Outcome]] | None = None,
+) -> Place:
+    """Write a save, commit it, then delete what need not stay. Called on all ranks.
+
+    Args:
+        context: This process among the others.
+        save: What `Saver.prepare` gave.
+        keep: Which checkpoints stay.
+        on_block: Called as a sign of progress.
+        gather: How ranks tell each other what became of it; None: by the process group.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OtherRankFailedError: Another rank failed; nothing was saved.
+        OSError: The disk is full, or the folder cannot be written; nothing was saved.
+    """
+    try:
+        records = on_all_ranks(
+            context,
+            lambda: [asdict(record) for record in save.write(on_block)],
+            doing=f"the save of step {save.step}",
+            gather=gather,
+        )
+        on_all_ranks(
+            context,
+            lambda: save.commit([record for own in records for record in own]) if save.is_main else None,
+            doing=f"the commit of step {save.step}",
+            gather=gather,
+        )
+    except BaseException:
+        if save.is_main:
+            save.discard()
+        raise
+    if save.is_main:
+        save.clean_up(keep)
+    return save.folder

@@ -1,0 +1,164 @@
+"""One writer for a directory of checkpoints: a locked file that says who it is, and that all ranks must see."""
+
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+from uuid import uuid4
+from weakref import finalize, ref
+
+from drivetrain_checkpoint.errors import FolderInUseError, FolderNotSharedError
+from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.base import Place
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+logger = logging.getLogger(__name__)
+
+LEASE = "writer.json"
+_PATIENCE_SECONDS = 2.0  # a run that was just stopped may still be ending
+_PROCESS = uuid4().hex  # a process id alone may be another's, in another container of the host
+
+
+class Lease:
+    """The right to write into a directory, held from `take` until `release` or the end of the process.
+
+    The operating system holds the lock: there is nothing to expire, and nothing to clear away after a crash.
+
+    Args:
+        directory: The folder of the checkpoints.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._token = uuid4().hex
+        self._descriptor: int | None = None
+        self._close: finalize[Any, Any] | None = None
+        _forget_in_children(self)
+
+    def take(self) -> str:
+        """Take the lease, unless it is held already; two writers in one process are one run, and share it.
+
+        Returns:
+            What the directory's file says at random: a rank that does not find it sees another directory.
+
+        Raises:
+            FolderInUseError: Another process has it; the message says which.
+        """
+        descriptor = self._open()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not _lock(descriptor, self._directory):
+            holder = _read(self._directory)
+            if (holder.get("process"), holder.get("pid")) == (_PROCESS, os.getpid()):
+                return str(holder["token"])
+            if time.monotonic() > deadline:
+                raise FolderInUseError(
+                    f"{self._directory} is written by another run (process {holder.get('pid')} on "
+                    f"{holder.get('host')}, since {holder.get('since')}): stop it, or save into another folder"
+                )
+            time.sleep(0.05)
+        if _read(self._directory).get("token") != self._token:
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            process = {"host": gethostname(), "pid": os.getpid(), "process": _PROCESS}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({**process, "since": since, "token": self._token}).encode(), 0)
+            os.fsync(descriptor)  # other hosts must see it
+        return self._token
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._close is not None:
+            self._close()
+            self._close = self._descriptor = None
+
+    def forget(self) -> None:
+        """Close this process's copy of a file that its parent has locked, and leave the lock alone."""
+        if self._close is not None and self._descriptor is not None:
+            self._close.detach()
+            os.close(self._descriptor)
+            self._close = self._descriptor = None
+
+    def _open(self) -> int:
+        """The file to lock; made again where somebody has cleared it away."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / LEASE
+        if self._descriptor is not None and not _is_open_as(self._descriptor, path):
+            self.release()
+        if self._descriptor is None:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._close = finalize(self, _close, self._descriptor, os.getpid())
+        return self._descriptor
+
+
+def lease_of(directory: Place) -> Lease | None:
+    """What guards a directory; None for an object store, which has no locks."""
+    return Lease(directory) if isinstance(directory, Path) else None
+
+
+def check_shared(directory: Place, token: str, rank: int) -> None:
+    """Check that this rank sees the directory that rank 0 writes into.
+
+    Raises:
+        FolderNotSharedError: It sees another one.
+    """
+    if _read(directory).get("token") != token:
+        raise FolderNotSharedError(
+            f"rank {rank} on {gethostname()} does not see in {directory} what rank 0 wrote there: it is a folder of "
+            "one host; save into a folder that every host mounts"
+        )
+
+
+def _lock(descriptor: int, directory: Path) -> bool:
+    """Lock a file if nobody else has."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning(
+            "%s has no locks (%s): a second run that writes there is not noticed", directory, error
+        )
+    return True
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _forget_in_children(lease: Lease) -> None:
+    """Have no child hold the lock of a process that is gone: a lock ends when the last to have the file open ends."""
+    parents = ref(lease)
+
+    def forget() -> None:
+        if (own := parents()) is not None:
+            own.forget()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
+
+
+def _close(descriptor: int, opened_by: int) -> None:
+    """Unlock and close a file: a child that was forked meanwhile may have it open too, and would keep the lock."""
+    if fcntl is not None and os.getpid() == opened_by:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _read(directory: Place) -> dict[str, Any]:
+    try:
+        return json.loads(storage.read_whole(directory / LEASE))
+    except (FileNotFoundError, ValueError):  # not there, or just being written
+        return {}

@@ -1,0 +1,1 @@
+"""Draw random orders and numbers that depend on a key alone."""

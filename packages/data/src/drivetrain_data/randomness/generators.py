@@ -1,0 +1,110 @@
+"""Random draws that depend on a key alone: not on what the program drew before, and not felt by it afterwards."""
+
+import base64
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from drivetrain_data.randomness.permutation import hash_key
+
+
+class _States(NamedTuple):
+    torch: torch.Tensor
+    numpy: Any  # the bit generator itself: exchanging it takes 1 us, copying its state 30
+    python: Any
+
+
+class KeyedDraws:
+    """The global CPU generators of torch, NumPy and Python, seeded from a key, for as long as a block lasts.
+
+    The next block goes on where the last one stopped; outside, the generators are as if nothing had been drawn.
+
+    Args:
+        key: Any non-negative integers, such as (seed, epoch).
+    """
+
+    def __init__(self, *key: int) -> None:
+        self._seed = hash_key(*key)
+        self._states: _States | None = None
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Draw from the keyed generators inside."""
+        outside = _capture()
+        if self._states is None:
+            seed_global_generators(self._seed)
+        else:
+            _restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = _capture()
+            _restore(outside)
+
+
+def seed_global_generators(seed: int) -> None:
+    """Seed the global CPU generators of torch, NumPy and Python."""
+    torch.default_generator.manual_seed(seed)
+    np.random.set_bit_generator(np.random.MT19937(seed))  # pyright: ignore[reportAttributeAccessIssue] numpy types it not
+    random.seed(seed)
+
+
+def plain_states() -> dict[str, Any]:
+    """The states of the global CPU generators of torch, NumPy and Python, as numbers, strings and lists."""
+    version, words, gauss = random.getstate()
+    return {
+        "torch": _as_text(torch.get_rng_state().numpy()),
+        "numpy": _plain(np.random.get_state(legacy=False)),
+        "python": [version, _as_text(np.array(words, dtype=np.uint32)), gauss],
+    }
+
+
+def load_plain_states(states: Mapping[str, Any]) -> None:
+    """Take up what `plain_states` gave."""
+    torch.default_generator.set_state(torch.from_numpy(_as_array(states["torch"], "uint8")))
+    np.random.set_bit_generator(getattr(np.random, states["numpy"]["bit_generator"])())  # pyright: ignore[reportAttributeAccessIssue]
+    np.random.set_state(_unplain(states["numpy"]))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(_as_array(words, "uint32").tolist()), gauss))
+
+
+def _capture() -> _States:
+    bit_generator: Any = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
+    return _States(torch.get_rng_state(), bit_generator, random.getstate())
+
+
+def _restore(states: _States) -> None:
+    torch.set_rng_state(states.torch)
+    np.random.set_bit_generator(states.numpy)  # pyright: ignore[reportAttributeAccessIssue]
+    random.setstate(states.python)
+
+
+def _plain(state: Any) -> Any:
+    """A bit generator's state with its arrays as text."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in cast("dict[str, Any]", state).items()}
+    if isinstance(state, np.ndarray):
+        array = cast("npt.NDArray[Any]", state)
+        return {"dtype": str(array.dtype), "base64": _as_text(array)}
+    return state
+
+
+def _unplain(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if "base64" in state:
+        return _as_array(state["base64"], state["dtype"])
+    return {name: _unplain(value) for name, value in cast("dict[str, Any]", state).items()}
+
+
+def _as_text(array: npt.NDArray[Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _as_array(text: str, dtype: str) -> npt.NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

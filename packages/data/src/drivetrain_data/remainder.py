@@ -1,0 +1,206 @@
+"""Cut a gathered value down to the samples that count, in the dataset's order. Pure, and the same on every rank."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+
+from drivetrain_data._nested import Nested, map_leaves
+from drivetrain_data.errors import TrimError
+from drivetrain_data.sampling.step_info import BatchPlan
+
+
+def row_counts(data: Nested) -> Nested:
+    """For each of nested tensors a tensor of shape (1,): the rows it gives to a gather. To be gathered for `trim`."""
+
+    def count(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.tensor([leaf.shape[0] if leaf.dim() else 1], device=leaf.device)
+
+    return map_leaves(data, count)
+
+
+def trim(
+    plan: BatchPlan | None,
+    gathered: Nested,
+    *,
+    rows: Nested | None = None,
+    readers: Sequence[int] | None = None,
+) -> Nested:
+    """Leave out padding and replays from nested tensors that were concatenated rank by rank.
+
+    Args:
+        plan: What was known of the batch; None leaves all.
+        gathered: Nested tensors. A tensor of shape (num_shards,) made of one number a rank loses those of ranks that
+            hold no sample of their own. Leaves that are no tensors stay.
+        rows: How many rows each rank gave of each tensor, where the caller knows: the same structure, gathered from
+            `row_counts`. By default they are one a sample held, or equally many on every rank.
+        readers: The rank whose rows are taken for each shard, where several ranks read one, as in tensor parallelism;
+            `rows` must then be given. By default every rank reads a shard of its own.
+
+    Returns:
+        The same structure; each tensor holds exactly the real samples.
+
+    Raises:
+        TrimError: Which rows belong to which rank is not certain.
+        ValueError: `readers` without `rows`.
+    """
+    if readers is not None and rows is None:
+        raise ValueError("readers=: which rows are whose must be said too; gather row_counts() for rows=")
+    if readers is None and _is_whole(plan):
+        return gathered
+
+    given: list[list[int]] = []
+    if rows is not None:
+        map_leaves(rows, lambda leaf: given.append(leaf.tolist()) if isinstance(leaf, torch.Tensor) else None)
+    known = iter(given)
+
+    def cut(leaf: Any) -> Any:
+        return _cut(plan, leaf, next(known, None), readers) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(gathered, cut)
+
+
+def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
+    """Leave out padding and replays from one object a rank.
+
+    Args:
+        plan: What was known of the batch; None leaves all.
+        by_rank: The object of a rank for each shard, in shard order. Lists, if all are, hold one element a sample and
+            are joined. Of other objects, the lists and tensors inside hold one element or row a sample.
+
+    Raises:
+        TrimError: Not all of a rank's batch counts, and an object holds nothing that could be cut to what does.
+    """
+    lists = all(isinstance(value, list) for value in by_rank)
+    if _is_whole(plan):
+        return [element for value in by_rank for element in value] if lists else list(by_rank)
+    assert plan is not None
+    assert plan.real_counts is not None
+    cut = [_cut_object(plan, rank, value) for rank, value in enumerate(by_rank) if plan.real_counts[rank]]
+    return [element for value in cut for element in value] if lists else cut
+
+
+def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
+    """Refuse to trim what was collected in a loop that is over; one number of each rank is none of it.
+
+    Args:
+        left: What was known of the last batch of the loop that ended last.
+        data: What is to be gathered.
+
+    Raises:
+        TrimError: Samples were repeated in that batch, and `data` may hold them.
+    """
+    if _is_whole(left):
+        return
+    assert left is not None
+    assert left.real_counts is not None
+    if not holds_rows(data):
+        return
+    raise TrimError(
+        f"this comes after the loop: in its last step only {'+'.join(map(str, left.real_counts))} samples of the "
+        "ranks counted, and which rows of what was collected are theirs is not known any more. Gather inside the "
+        "loop, for each batch, and collect what comes back. What is summed up goes through reduce(); gather() keeps "
+        "every row; loader= names the batch of a loop that still runs"
+    )
+
+
+def holds_rows(data: Nested) -> bool:
+    """Whether data may hold something of each sample: anything but single numbers and tensors of shape ()."""
+    leaves: list[Any] = []
+    map_leaves(data, leaves.append)
+    return not all(
+        isinstance(leaf, torch.Tensor | int | float | complex) and not _has_rows(leaf) for leaf in leaves
+    )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:
+    """The part of a rank's object that counts."""
+    assert plan.real_counts is not None
+    if plan.sizes is None or plan.real_counts[rank] == plan.sizes[rank]:
+        return value
+    if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim()):
+        rows = cast("list[Any]", value)
+        return rows[: _rows_kept(plan, rank, len(rows))]
+    if isinstance(value, dict):
+        return {key: _cut_object(plan, rank, part) for key, part in cast("dict[Any, Any]", value).items()}
+    if type(value) is tuple:
+        return tuple(_cut_object(plan, rank, part) for part in cast("tuple[Any, ...]", value))
+    if isinstance(value, torch.Tensor | int | float | complex):
+        return value  # one number for the whole batch
+    raise TrimError(
+        f"rank {rank} gave a {type(value).__name__} for a batch of {plan.sizes[rank]} samples, of which "
+        f"{plan.real_counts[rank]} count: which part of it is whose is not certain. Gather lists of one element a "
+        "sample"
+    )
+
+
+def _is_whole(plan: BatchPlan | None) -> bool:
+    """Whether nothing is known that could be left out."""
+    return plan is None or plan.is_whole or plan.real_counts is None
+
+
+def _cut(
+    plan: BatchPlan | None, tensor: torch.Tensor, rows: Sequence[int] | None, readers: Sequence[int] | None
+) -> torch.Tensor:
+    if rows is None:
+        assert plan is not None
+        rows = _rows_given(plan, tensor.shape[0])
+    starts = [0, *accumulate(rows)]
+    whole = _is_whole(plan)
+    same = (
+        len(set(rows)) == 1
+    )  # else rows were left out, and a single one need not be a number for the whole batch
+    pieces: list[torch.Tensor] = []
+    for shard, rank in enumerate(range(len(rows)) if readers is None else readers):
+        kept = (
+            rows[rank] if whole or plan is None else _rows_kept(plan, shard, rows[rank], may_be_number=same)
+        )
+        pieces.append(tensor[starts[rank] : starts[rank] + kept])
+    return torch.cat(pieces)
+
+
+def _rows_given(plan: BatchPlan, total: int) -> Sequence[int]:
+    """How many rows each rank gave to a tensor of `total` rows."""
+    assert plan.real_counts is not None
+    count = len(plan.real_counts)
+    sizes = plan.sizes
+    if sizes is not None and total == sum(sizes):
+        return sizes
+    by_rank = [total // count] * count if total % count == 0 else None
+    by_sample = None
+    if sizes is not None and total % sum(sizes) == 0:
+        by_sample = [size * (total // sum(sizes)) for size in sizes]
+    if by_rank is not None and by_sample in (None, by_rank) and sizes is not None:
+        return by_rank
+    if by_sample is not None and by_rank is None:
+        return by_sample
+    held = "an unknown number of" if sizes is None else f"{'+'.join(map(str, sizes))}"
+    raise TrimError(
+        f"a gathered tensor has {total} rows, and the {count} shards held {held} samples, of which "
+        f"{'+'.join(map(str, plan.real_counts))} count: which rows are whose is not certain. Gather one row a "
+        "sample, or gather objects"
+    )
+
+
+def _rows_kept(plan: BatchPlan, rank: int, num_rows: int, *, may_be_number: bool = True) -> int:
+    """How many of the rows that a rank gave belong to samples that count."""
+    assert plan.real_counts is not None
+    real = plan.real_counts[rank]
+    held = plan.sizes[rank] if plan.sizes is not None else max(real, 1)
+    if real in (0, held):
+        return num_rows if real else 0
+    if num_rows == 1 and may_be_number:
+        return 1  # one number for the whole batch: the rank does hold samples of its own
+    if num_rows % held == 0:
+        return num_rows // held * real
+    raise TrimError(
+        f"rank {rank} gave {num_rows} rows or elements for a batch of {held} samples, of which {real} count: which "
+        "ones is not certain. Gather one a sample"
+    )

@@ -1,0 +1,307 @@
+"""Orders that keep to storage: blocks of the data that shards read each for itself, and blocks that are shuffled."""
+
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Protocol, cast, runtime_checkable
+from zlib import crc32
+
+import numpy as np
+
+from drivetrain_data.errors import DataStateError, IndexRangeError
+from drivetrain_data.randomness.permutation import ORDER_VERSION, Permutation, Positions, hash_key
+from drivetrain_data.shard import Shard
+
+_CHECKED_WHOLE = 2**20  # samples, up to which a function is asked for all of them
+
+logger = logging.getLogger(__name__)
+
+
+class IndexFunction(Protocol):
+    """A user's rule for which sample a shard reads; a pure function of its two arguments.
+
+    Over all shards of a count, each of which reads one sample at each of its positions (the first `size % count` of
+    them one more), every sample comes exactly once.
+    """
+
+    def __call__(self, position: int, shard: Shard, /) -> int:
+        """The sample at a shard's own position, counted from 0."""
+        ...
+
+
+@runtime_checkable
+class InvertibleFunction(IndexFunction, Protocol):
+    """A rule that also tells who reads a sample, so that another number of shards can take up its rest."""
+
+    def inverse(self, index: int, num_shards: int, /) -> tuple[int, int]:
+        """The position and the shard's index that a sample is read at."""
+        ...
+
+
+class BlockOrder:
+    """Blocks of the data, each in an order of its own; the epoch goes round them, so that what is read is a prefix.
+
+    Position p is number p // num_blocks of block p % num_blocks. Blocks are contiguous and their sizes differ by at
+    most one, unless `function` says which samples they hold.
+
+    Args:
+        size: The number of samples in the dataset.
+        num_blocks: How many blocks.
+        seed: The seed of all epochs.
+        shuffled: Whether each block is read in a random order, another one each epoch.
+        function: Which sample each shard reads, where blocks are shards.
+        tells: Warn where a resume leaves the blocks; on one rank, since all know the same.
+
+    Raises:
+        IndexRangeError: `function` gives an index that the dataset does not have.
+        ValueError: It gives a sample twice.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_blocks: int,
+        *,
+        seed: int,
+        shuffled: bool,
+        function: IndexFunction | None = None,
+        tells: bool = True,
+    ) -> None:
+        self.size = size
+        self.seed = seed
+        self._num_blocks = num_blocks
+        self._shuffled = shuffled
+        self._function = function
+        self._tells = tells
+        self._resumed: tuple[int, int] | None = None  # an epoch begun with another number of blocks
+        self._permutation = lru_cache(maxsize=num_blocks)(Permutation)
+        # Of what the function gives, by the number of shards.
+        self._checksums = {} if function is None else {num_blocks: check_function(function, size, num_blocks)}
+
+    @property
+    def name(self) -> str:
+        """What a saved position names it by."""
+        kind = "blocks" if self._function is None else f"function:{_name(self._function)}"
+        return f"{kind}, {'shuffled' if self._shuffled else 'sequential'}/{ORDER_VERSION}"
+
+    @property
+    def source(self) -> str:
+        """Where the order comes from."""
+        if self._function is None:
+            held = f"{self._num_blocks} contiguous blocks"
+        else:
+            held = f"what {_name(self._function)} gives each of {self._num_blocks} shards"
+        if not self._shuffled:
+            return f"{held}, in sequence"
+        return (
+            f"{held}, each shuffled by permutation {ORDER_VERSION} keyed by (seed {self.seed}, epoch, block)"
+        )
+
+    def num_blocks(self, epoch: int) -> int:
+        """The blocks of an epoch: as asked, or those with which it was begun before a resume."""
+        return self._resumed[1] if self._resumed and self._resumed[0] == epoch else self._num_blocks
+
+    def length(self, _epoch: int) -> int:
+        """The positions in an epoch."""
+        return self.size
+
+    def identity(self) -> dict[str, Any]:
+        """What it was built from."""
+        return {"num_positions": self.size}
+
+    def take(self, epoch: int, positions: Positions) -> list[int]:
+        """The samples at positions."""
+        num_blocks = self.num_blocks(epoch)
+        numbers, blocks = np.divmod(positions, num_blocks)
+        taken = np.empty_like(positions)
+        for block in np.unique(blocks).tolist():
+            chosen = blocks == block
+            taken[chosen] = self._in_block(epoch, num_blocks, block, numbers[chosen])
+        return taken.tolist()
+
+    def extra_state(self, epoch: int, position: int) -> dict[str, Any]:
+        """The number of blocks of an epoch that was begun, and a checksum of what a function gives them."""
+        if not position:
+            return {}
+        num_blocks = self.num_blocks(epoch)
+        found = {"num_blocks": num_blocks}
+        return {**found, "function": self._checksums[num_blocks]} if self._function is not None else found
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Go on with an epoch that was begun with a number of blocks.
+
+        Raises:
+            DataStateError: It is another number, and the user's function has no inverse; or the function was another.
+        """
+        num_blocks: int = state.get("num_blocks", self._num_blocks)
+        if num_blocks != self._num_blocks and not isinstance(self._function, InvertibleFunction | None):
+            raise DataStateError(
+                f"the loader's state was saved in an epoch that {num_blocks} shards read by "
+                f"{_name(self._function)}, and here are {self._num_blocks}: resume with {num_blocks}, or give "
+                "the function inverse(index, num_shards) -> (position, shard index)"
+            )
+        self._check_values(num_blocks, state)
+        if num_blocks != self._num_blocks and self._tells:
+            logger.warning(
+                "epoch %d was begun with %d blocks of the data, and there are %d now: its rest is read by the old "
+                "blocks, so that shards leave theirs until the epoch ends",
+                epoch,
+                num_blocks,
+                self._num_blocks,
+            )
+        self._resumed = (epoch, num_blocks)
+        self._permutation = lru_cache(maxsize=max(num_blocks, self._num_blocks))(Permutation)
+
+    def _check_values(self, num_blocks: int, state: Mapping[str, Any]) -> None:
+        if self._function is None:
+            return
+        if num_blocks not in self._checksums:
+            self._checksums[num_blocks] = check_function(self._function, self.size, num_blocks)
+        own = self._checksums[num_blocks]
+        if state.get("function", own) != own:
+            raise DataStateError(
+                f"the loader's state was saved in an epoch that was read by another function than "
+                f"{_name(self._function)}, or by one that gave other samples: some would be lost and others come "
+                "twice; pass the same function as strategy=, or start the epoch anew"
+            )
+
+    def _in_block(self, epoch: int, num_blocks: int, block: int, numbers: Positions) -> Positions:
+        size, larger = divmod(self.size, num_blocks)
+        length = size + (block < larger)
+        if self._shuffled:
+            numbers = self._permutation(length, self.seed, epoch, block).at(numbers)
+        if self._function is None:
+            return numbers + (block * size + min(block, larger))
+        return self._by_function(num_blocks, block, numbers)
+
+    def _by_function(self, num_blocks: int, block: int, numbers: Positions) -> Positions:
+        function, shard = self._function, Shard(block, num_blocks)
+        assert function is not None
+        indices = _values(function, numbers, shard, self.size)
+        if num_blocks == self._num_blocks or not isinstance(function, InvertibleFunction):
+            return indices
+        for number, index in zip(numbers.tolist(), indices.tolist(), strict=True):
+            told = tuple(function.inverse(index, num_blocks))
+            if told != (number, block):
+                raise IndexRangeError(
+                    f"{_name(function)} gave index {index} for position {number} of shard {block} of "
+                    f"{num_blocks}, and its inverse says position {told[0]} of shard {told[1]}: one of them is "
+                    "wrong, and samples would be lost"
+                )
+        return indices
+
+
+def check_function(function: IndexFunction, size: int, num_shards: int) -> int:
+    """Hold a function against what it must be: every sample once over all shards. Returns a checksum of its values.
+
+    Up to 2**20 samples it is asked for all of them; above, for 2**16, evenly spread over the positions of each shard.
+
+    Raises:
+        IndexRangeError: It gives an index that the dataset does not have.
+        ValueError: It gives a sample twice, or no whole number.
+    """
+    given = np.empty(0, dtype=np.int64)
+    places: list[Positions] = []
+    for index in range(num_shards):
+        positions = _looked_at(size // num_shards + (index < size % num_shards), num_shards, size)
+        given = np.append(given, _values(function, positions, Shard(index, num_shards), size))
+        places.append(np.stack([positions, np.full_like(positions, index)], axis=1))
+    found, first, counts = np.unique(given, return_index=True, return_counts=True)
+    if len(found) < len(given):
+        where = np.concatenate(places)
+        sample, one = int(found[counts > 1][0]), first[counts > 1][0]
+        other = np.flatnonzero(given == sample)[1]
+        said = [f"position {where[i][0]} of shard {where[i][1]}" for i in (one, other)]
+        raise ValueError(
+            f"strategy={_name(function)} gives sample {sample} twice, for {said[0]} and for {said[1]} of "
+            f"{num_shards}: over all shards, each of the {size} samples must come exactly once, so that none is lost"
+        )
+    return crc32(given.data)
+
+
+def _looked_at(length: int, num_shards: int, size: int) -> Positions:
+    if size <= _CHECKED_WHOLE:
+        return np.arange(length)
+    number = max(2, min(length, _CHECKED_WHOLE // 16 // num_shards))
+    return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))
+
+
+def _values(function: IndexFunction, positions: Positions, shard: Shard, size: int) -> Positions:
+    """What a function gives for positions of a shard."""
+    given = [function(position, shard) for position in cast("list[int]", positions.tolist())]
+    for position, index in zip(positions.tolist(), given, strict=True):
+        if not hasattr(index, "__index__"):
+            raise ValueError(
+                f"strategy={_name(function)} gave {index!r} for position {position} of shard {shard.index} of "
+                f"{shard.count}: must be a whole number, the index of a sample"
+            )
+        if not 0 <= index < size:
+            raise IndexRangeError(
+                f"{_name(function)} gave index {index} for position {position} of shard {shard.index} of "
+                f"{shard.count}, and the dataset has {size} samples (0 to {size - 1})"
+            )
+    return np.asarray(given, dtype=np.int64)
+
+
+class BlockShuffledOrder:
+    """Runs of neighbouring samples in a random order, each shuffled within: random access stays near.
+
+    The last run, if it is shorter, stands anywhere among the others.
+
+    Args:
+        size: The number of samples in the dataset.
+        block_size: The samples of a run.
+        seed: The seed of all epochs.
+    """
+
+    def __init__(self, size: int, block_size: int, *, seed: int) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size!r}: a block holds at least 1 sample")
+        self.size = size
+        self.block_size = block_size
+        self.seed = seed
+        self._blocks = lru_cache(maxsize=2)(Permutation)
+
+    @property
+    def name(self) -> str:
+        """What a saved position names it by."""
+        return f"shuffled in blocks of {self.block_size}/{ORDER_VERSION}"
+
+    @property
+    def source(self) -> str:
+        """Where the order comes from."""
+        return (
+            f"blocks of {self.block_size} neighbours, shuffled and each shuffled within: permutation {ORDER_VERSION} "
+            f"keyed by (seed {self.seed}, epoch)"
+        )
+
+    def length(self, _epoch: int) -> int:
+        """The positions in an epoch."""
+        return self.size
+
+    def identity(self) -> dict[str, Any]:
+        """What it was built from."""
+        return {"num_positions": self.size}
+
+    def take(self, epoch: int, positions: Positions) -> list[int]:
+        """The samples at positions."""
+        num_whole, rest = divmod(self.size, self.block_size)
+        short_at = hash_key(self.seed, epoch, 1) % (num_whole + 1) * self.block_size
+        in_short = (positions >= short_at) & (positions < short_at + rest)
+        whole = np.where(positions < short_at, positions, positions - rest)
+        places, within = np.divmod(whole, self.block_size)
+        blocks = np.full_like(positions, num_whole)  # the short one
+        if num_whole:
+            blocks[~in_short] = self._blocks(num_whole, self.seed, epoch, 0).at(places[~in_short])
+        within[in_short] = positions[in_short] - short_at
+        taken = np.empty_like(positions)
+        for block in np.unique(blocks).tolist():
+            chosen = blocks == block
+            length = rest if block == num_whole else self.block_size
+            inside = Permutation(length, self.seed, epoch, 2, block).at(within[chosen])
+            taken[chosen] = inside + block * self.block_size
+        return taken.tolist()
+
+
+def _name(function: IndexFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)

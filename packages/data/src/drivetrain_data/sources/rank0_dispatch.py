@@ -1,0 +1,251 @@
+"""Dispatch: one rank reads, and every rank receives its own batches.
+
+A message is one scatter, as large as the one before was; a message that has outgrown it takes a second one for the
+rest. Small steps that are read fast share a message. Structure, shapes and what is known of a step travel along only
+when they change. A reader that fails sends its traceback in place of a batch, so that no rank waits for one.
+"""
+
+import traceback
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from drivetrain_data.errors import DispatchError
+from drivetrain_data.sampling.step_info import BatchPlan
+from drivetrain_data.shard import Shard
+from drivetrain_data.sources.base import Mark, Reading, Source
+from drivetrain_data.transport.channel import open_channel
+from drivetrain_data.transport.message import Incoming, Layout, Outgoing, Step, take_apart
+
+_NO_WORKER = -1
+_GROUP_BYTES = 2**18  # for a rank; beyond, a message is no cheaper for holding more
+_GROUP_NANOSECONDS = 3_000_000  # that a read step may wait for others
+
+
+class _Read(NamedTuple):
+    """A step as the reader has it, and as it is sent."""
+
+    reading: Reading
+    steps: list[Step]  # one for each batch
+
+    @property
+    def layouts(self) -> list[Layout]:
+        return [step.layout for step in self.steps]
+
+
+class DispatchSource:
+    """Hands out what a source reads on the first rank of a group. Every method is called on all of its ranks.
+
+    Args:
+        inner: Reads for all shards. It is opened on the first rank alone.
+        group: The ranks that receive.
+        shard: Which batch of a step is this rank's.
+        device: What the group communicates on, if it cannot on the CPU.
+        read_ahead: Start sending the next message before the batches of the current one are given to the loop.
+    """
+
+    reads_for_all = False
+
+    def __init__(
+        self,
+        inner: Source,
+        *,
+        group: dist.ProcessGroup,
+        shard: Shard,
+        device: torch.device | None,
+        read_ahead: bool,
+    ) -> None:
+        self._inner = inner
+        self._shard = shard
+        self._is_reader = dist.get_rank(group) == 0
+        self._channel = open_channel(group, device)
+        self._shards = _shards_of(group, shard)
+        self._read_ahead = read_ahead
+        self._loop = 0  # how many loops have begun
+        self._sent: list[Layout] = []
+        self._received: Layout | None = None
+
+    @property
+    def seed(self) -> int:
+        """What the order of every epoch depends on."""
+        return self._inner.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._inner.seed = seed
+
+    @property
+    def order_source(self) -> str:
+        """Where the order comes from."""
+        order = self._inner.order_source.split("; ")[0]
+        return f"{order}; read by one rank, which hands out every rank's batches through {self._channel.name}"
+
+    def open(self, epoch: int, position: int) -> Iterator[Reading]:
+        """Read or receive an epoch."""
+        self._loop += 1
+        self._sent = []  # a message that was sent ahead, and the layout in it, may have been left unread
+        steps = self._send(epoch, position) if self._is_reader else self._receive()
+        try:
+            yield from steps
+        finally:
+            steps.close()
+            self._channel.settle()
+
+    def note_received(self, plan: BatchPlan, mark: Mark) -> None:
+        """A step has reached the loop."""
+        self._inner.note_received(plan, mark)
+
+    def num_steps(self, epoch: int, position: int) -> int:
+        """The steps of an epoch from a position on."""
+        return self._inner.num_steps(epoch, position)
+
+    def position_after(self, epoch: int, position: int, num_steps: int) -> int:
+        """The position when `num_steps` steps from `position` are done."""
+        return self._inner.position_after(epoch, position, num_steps)
+
+    def identity(self) -> Mapping[str, Any]:
+        """What a saved state must agree on."""
+        return self._inner.identity()
+
+    def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
+        """What a state must hold besides the position; of a stream's own state the reader alone knows."""
+        return self._inner.extra_state(epoch, position)
+
+    def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._inner.take_up(epoch, state)
+
+    def _send(self, epoch: int, position: int) -> Generator[Reading]:
+        try:
+            yield from self._sent_steps(self._inner.open(epoch, position))
+        except DispatchError:  # a rank that is handed batches has ended: there is nobody to tell
+            raise
+        except (Exception, SystemExit):  # of the dataset, or in packing what it gave: told to all
+            self._tell(traceback.format_exc())
+            raise
+
+    def _sent_steps(self, readings: Iterator[Reading]) -> Generator[Reading]:
+        groups = self._groups(readings)
+        group = self._post(next(groups, []))
+        while group:
+            held, error = group, None
+            if self._read_ahead:
+                try:
+                    group = self._post(next(groups, []))
+                except (Exception, SystemExit) as raised:  # noqa: BLE001 raised below, after the steps before it
+                    error = raised
+            for (plan, batches, mark), _ in held:
+                yield plan, batches[min(self._shard.index, len(batches) - 1)], mark
+            if error is not None:
+                raise error
+            if not self._read_ahead:
+                group = self._post(next(groups, []))
+
+    def _groups(self, readings: Iterator[Reading]) -> Iterator[list[_Read]]:
+        """Steps of one layout, as many as are read in a moment; an error comes after the steps before it."""
+        group: list[_Read] = []
+        begun = num_bytes = 0
+        while True:
+            try:
+                read = _next_read(readings)
+            except (Exception, SystemExit):
+                if group:
+                    yield group
+                raise
+            if read is None:
+                break
+            if group and (
+                num_bytes >= _GROUP_BYTES
+                or perf_counter_ns() - begun > _GROUP_NANOSECONDS
+                or not _same_layouts(read.layouts, group[0].layouts)
+            ):
+                yield group
+                group = []
+            if not group:
+                begun, num_bytes = perf_counter_ns(), 0
+            group.append(read)
+            num_bytes += read.steps[0].num_bytes
+        if group:
+            yield group
+
+    def _post(self, group: list[_Read]) -> list[_Read]:
+        if not group:
+            self._tell(None)
+            return group
+        tags = [_NO_WORKER if mark is None else mark.worker for (_, _, mark), _ in group]
+        layouts = group[0].layouts
+        known = _same_layouts(layouts, self._sent)
+        self._sent = layouts
+        # A shard without a batch of its own repeats the last one.
+        slots = [min(shard, len(layouts) - 1) for shard in self._shards[1:]]
+        by_slot = {
+            slot: Outgoing([read.steps[slot] for read in group], tags, loop=self._loop, with_layout=not known)
+            for slot in set(slots)
+        }
+        self._channel.send([by_slot[slot] for slot in slots], complete=not self._read_ahead)
+        return group
+
+    def _tell(self, note: str | None) -> None:
+        self._sent = []
+        message = Outgoing([take_apart(note, ())], [_NO_WORKER], loop=self._loop, with_layout=True)
+        self._channel.send([message] * (len(self._shards) - 1), complete=not self._read_ahead)
+
+    def _receive(self) -> Generator[Reading]:
+        while True:
+            message = Incoming(self._channel.receive())
+            if message.loop != self._loop:
+                raise RuntimeError(
+                    f"this rank is in its loop {self._loop} over the loader, and the rank that reads for all sent a "
+                    f"batch of its loop {message.loop}: all ranks must leave a loop at the same step"
+                )
+            if message.layout is not None:
+                self._received = self._for_this_shard(message.layout)
+            layout = self._received
+            assert layout is not None
+            if not isinstance(layout.note, BatchPlan):
+                if layout.note is not None:
+                    raise DispatchError(f"the rank that reads for all failed:\n{layout.note}")
+                return
+            if self._read_ahead:
+                self._channel.expect()
+            for step, tag in enumerate(message.tags):
+                yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else Mark(tag)
+
+    def _for_this_shard(self, layout: Layout) -> Layout:
+        plan = layout.note
+        if not isinstance(plan, BatchPlan):
+            return layout
+        return replace(layout, note=replace(plan, replayed=plan.replays(self._shard.index)))
+
+
+def _next_read(readings: Iterator[Reading]) -> _Read | None:
+    reading = next(readings, None)
+    return (
+        None if reading is None else _Read(reading, [take_apart(reading[0], batch) for batch in reading[1]])
+    )
+
+
+def _same_layouts(one: list[Layout], other: list[Layout]) -> bool:
+    return len(one) == len(other) and all(map(Layout.same, one, other))
+
+
+def _shards_of(group: dist.ProcessGroup, shard: Shard) -> list[int]:
+    """The shard of each rank of a group. Called on all of them.
+
+    Raises:
+        ValueError: A shard has no rank there, so that nobody would get its batches.
+    """
+    shards: list[Shard | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shards, shard, group=group)
+    held = [each for each in shards if each is not None]
+    if {(each.index, each.count) for each in held} != {(index, shard.count) for index in range(shard.count)}:
+        told = ", ".join(f"{each.index} of {each.count}" for each in held)
+        raise ValueError(
+            f"dispatch: the group's ranks hold the shards {told}, and every shard needs a rank there: pass "
+            "the group of all ranks that share the data, and the same count on each"
+        )
+    return [each.index for each in held]

@@ -1,0 +1,1 @@
+"""Save and restore the position of loaders, samplers and streams."""

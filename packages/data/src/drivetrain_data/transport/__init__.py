@@ -1,0 +1,1 @@
+"""Send batches from one rank to the others."""

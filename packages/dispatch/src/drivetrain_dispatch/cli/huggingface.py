@@ -1,0 +1,126 @@
+"""Models of Hugging Face's transformers, built from their folder without memory."""
+
+import json
+from collections import Counter
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.errors import CostError
+from drivetrain_dispatch.model.meta_init import init_empty_weights
+
+_CONFIG = "config.json"
+_CACHES = ("past_key_values", "cache_params", "state")  # what models call what they keep from token to token
+
+
+def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build the language model that a folder describes, without memory; its weights need not be there.
+
+    Args:
+        folder: A folder with a `config.json`, or that file.
+        dtype: Of its floating-point tensors; None takes the one that the configuration names, or else float32.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: The folder has no configuration, none of a model that generates text, or one of a checkpoint that
+            is quantised already.
+    """
+    if folder.name == _CONFIG and folder.is_file():
+        folder = folder.parent
+    if not (folder / _CONFIG).is_file():
+        raise ValueError(f"{folder} has no {_CONFIG}: name the folder of a Hugging Face model")
+    try:
+        transformers: Any = import_module("transformers")
+        # Its checks of configurations raise what is no ValueError, in versions that have them.
+        invalid = getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    except ImportError as error:
+        raise ImportError(
+            "to build a Hugging Face model the package transformers is needed: pip install transformers"
+        ) from error
+    _check_not_quantised(folder / _CONFIG)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with init_empty_weights(include_buffers=True):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, invalid) as error:
+        raise ValueError(f"{folder / _CONFIG} does not describe a language model: {error}") from error
+    named = getattr(config, "dtype", None)
+    return model.eval().to(dtype or (named if isinstance(named, torch.dtype) else torch.float32))
+
+
+def whole_classes(model: nn.Module) -> list[str]:
+    """The classes whose modules should not be divided: the model's own word, or else those of its layers."""
+    there = {type(module).__name__ for module in model.modules()}
+    if said := sorted(there.intersection(getattr(model, "_no_split_modules", None) or ())):
+        return said
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        return []
+    layers = max(lists, key=len)
+    return [Counter(type(layer).__name__ for layer in layers).most_common(1)[0][0]]
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """How many tokens a prompt may have at most; None where the model does not say."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
+
+
+def prompt_of(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:
+    """What the forward over a prompt is given, of shape (batch_size, num_tokens), without data.
+
+    Raises:
+        ValueError: The model takes no prompt as long as that.
+    """
+    most = most_tokens(model)
+    if most is not None and num_tokens > most:
+        raise ValueError(f"a prompt of {num_tokens} tokens: {type(model).__name__} takes {most} at most")
+    ids = torch.empty(batch_size, num_tokens, dtype=torch.long, device="meta")
+    # To generate, only the last token's scores are asked for.
+    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    return {"input_ids": ids, "use_cache": True, **last}
+
+
+def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:
+    """What the forward for the token after a prompt is given: the token, and the cache that the prompt leaves.
+
+    Args:
+        model: A model without memory.
+        batch_size: Prompts.
+        num_tokens: Of each prompt.
+
+    Raises:
+        CostError: The model gives no cache.
+    """
+    with torch.no_grad():
+        result = model(**prompt_of(model, batch_size, num_tokens))
+    caches = {name: cache for name in _CACHES if (cache := getattr(result, name, None)) is not None}
+    if not caches:
+        raise CostError(
+            f"{type(model).__name__} gives none of {', '.join(_CACHES)}, so that a token cannot be told from a "
+            "prompt: plan with infer_auto_device_map, and give what each part does by hand"
+        )
+    return {**prompt_of(model, batch_size, 1), **caches}
+
+
+def _check_not_quantised(config: Path) -> None:
+    """Check that a configuration is of weights in full precision.
+
+    Raises:
+        ValueError: They are packed already.
+    """
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError:  # transformers says what is wrong
+        return
+    said = found.get("quantization_config") if isinstance(found, dict) else None
+    if said:
+        method = said.get("quant_method", "quantised") if isinstance(said, dict) else said
+        raise ValueError(
+            f"{config} has a quantization_config ({method}): its own library loads such a checkpoint; "
+            "leave that key out of a copy, and plan with --quantize"
+        )

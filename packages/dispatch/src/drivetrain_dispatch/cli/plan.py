@@ -1,0 +1,327 @@
+"""Plan where a Hugging Face model goes: what each device holds, and how long a token takes. Nothing is loaded."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.cli.forecast import Forecast, Holding, forecast
+from drivetrain_dispatch.cli.huggingface import (
+    build_empty,
+    most_tokens,
+    prompt_of,
+    token_after,
+    whole_classes,
+)
+from drivetrain_dispatch.errors import CostError
+from drivetrain_dispatch.planning.blocks import blocks_of
+from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
+from drivetrain_dispatch.planning.device_map import Device
+from drivetrain_dispatch.planning.hardware import Described, Hardware, described, hardware_of
+from drivetrain_dispatch.planning.infer_device_map import rooms_of
+from drivetrain_dispatch.planning.memory_budget import get_max_memory, parse_size
+from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
+from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
+
+_SEQ = 4096  # tokens of a prompt, where nothing is said and the model takes them
+_USAGE = 2  # what the shell is told of a command that cannot be carried out
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+_QUANTIZATIONS: dict[str, Callable[[], Quantization]] = {
+    "bnb-8bit": BitsAndBytes8Bit,
+    "bnb-nf4": BitsAndBytes4Bit,
+    "bnb-fp4": lambda: BitsAndBytes4Bit(quant_type="fp4"),
+    "torchao-int8": lambda: _torchao("Int8WeightOnlyConfig"),
+    "torchao-fp8": lambda: _torchao("Float8WeightOnlyConfig"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanArguments:
+    """What `drivetrain dispatch plan` is told."""
+
+    model_dir: str = field(
+        metadata={"positional": True, "help": "Folder of a Hugging Face model; its config.json will do."}
+    )
+    gpu: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; left out, those that are here. "
+            "0GB: none."
+        },
+    )
+    cpu: str | None = field(
+        default=None, metadata={"help": "Memory of the host, such as 64GB; left out, what is free here."}
+    )
+    batch: int = field(default=1, metadata={"help": "Prompts at once."})
+    seq: int | None = field(
+        default=None, metadata={"help": "Tokens of each prompt; left out, 4096 or what the model takes."}
+    )
+    dtype: str | None = field(
+        default=None, metadata={"help": "bf16, fp16 or fp32; left out, what config.json says."}
+    )
+    quantize: str | None = field(
+        default=None,
+        metadata={"help": "How weights are packed: bnb-8bit, bnb-nf4, bnb-fp4, torchao-int8 or torchao-fp8."},
+    )
+    link: str | None = field(
+        default=None,
+        metadata={"help": "Bytes a second from the host to an accelerator; left out, its kind's, or 25GB."},
+    )
+    disk: str = field(default="3GB", metadata={"help": "Bytes a second from the disk."})
+    tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "What computes, in 10^12 operations a second; left out, its kind's, 100, or 0.5 without one."
+        },
+    )
+    bandwidth: str | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes a second of the memory of what computes; left out, its kind's, 1TB, or 50GB without one."
+        },
+    )
+    json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("batch", "seq"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1")
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: say one of {', '.join(_DTYPES)}")
+        if self.quantize is not None and self.quantize not in _QUANTIZATIONS:
+            raise ValueError(f"--quantize {self.quantize}: say one of {', '.join(_QUANTIZATIONS)}")
+
+
+class Command(NamedTuple):
+    """A subcommand of `drivetrain`, in the shape that the launcher takes.
+
+    Attributes:
+        arguments: The dataclass of its arguments.
+        run: Takes them and returns the exit code.
+        help: One sentence.
+    """
+
+    arguments: type[Any]
+    run: Callable[[Any], int]
+    help: str
+
+
+def run(arguments: PlanArguments) -> int:
+    """Print the plan; what cannot be done is a line on stderr and the exit code 2."""
+    try:
+        gpus = [_described(text) for text in arguments.gpu]
+        budgets = _budgets(arguments, gpus)
+        on_host = rooms_of(budgets)[0] == ["cpu"]
+        usual = hardware_of("cpu" if on_host else next((gpu.kind for gpu in gpus if gpu.kind), "cuda"))
+        link = usual.link_bytes_per_second if arguments.link is None else _speed("link", arguments.link)
+        rates = Rates(to_device=link, from_disk=_speed("disk", arguments.disk))
+        rate = _compute_rate(arguments, usual)
+        dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
+        model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
+        seq = _tokens(model, arguments.seq)
+        arguments = replace(arguments, seq=seq)
+        found = _forecast(model, arguments, seq, budgets, rates, rate)
+    except (ValueError, ImportError, OSError, CostError) as error:
+        sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
+        return _USAGE
+    shown = (
+        json.dumps(_as_json(model, arguments, found), indent=2)
+        if arguments.json
+        else _as_text(model, arguments, found, rate, rates)
+    )
+    sys.stdout.write(f"{shown}\n")
+    return 0
+
+
+def _budgets(arguments: PlanArguments, gpus: Sequence[Described]) -> dict[Device, int]:
+    """What each device may hold: as said, or as there is here."""
+    here: Mapping[Device, int] = {} if arguments.gpu and arguments.cpu else get_max_memory()
+    if arguments.gpu:
+        given = [size for gpu in gpus for size in gpu.sizes]
+        budgets: dict[Device, int] = {index: size for index, size in enumerate(given) if size}
+    else:
+        budgets = {device: size for device, size in here.items() if device != "cpu"}
+    budgets["cpu"] = here["cpu"] if arguments.cpu is None else _size("cpu", arguments.cpu)
+    return budgets
+
+
+def _described(text: str) -> Described:
+    try:
+        return described(text)
+    except ValueError as error:
+        raise ValueError(f"--gpu {text}: {error}") from error
+
+
+def _compute_rate(arguments: PlanArguments, usual: Hardware) -> ComputeRate:
+    said = usual.tflops if arguments.tflops is None else arguments.tflops
+    if not said > 0:
+        raise ValueError(f"--tflops {said}: must be above 0")
+    return ComputeRate(
+        flops_per_second=said * 1e12,
+        bytes_per_second=usual.memory_bytes_per_second
+        if arguments.bandwidth is None
+        else _speed("bandwidth", arguments.bandwidth),
+    )
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--{flag} {text}: {error}") from error
+
+
+def _speed(flag: str, text: str) -> int:
+    if not (speed := _size(flag, text.removesuffix("/s"))):
+        raise ValueError(f"--{flag} {text}: must be above 0")
+    return speed
+
+
+def _tokens(model: nn.Module, said: int | None) -> int:
+    """How many tokens a prompt has: as said, or as many as is usual."""
+    most = most_tokens(model)
+    if said is not None and most is not None and said > most:
+        raise ValueError(f"--seq {said}: {type(model).__name__} takes {most} tokens at most")
+    return said if said is not None else min(_SEQ, most or _SEQ)
+
+
+def _forecast(
+    model: nn.Module,
+    arguments: PlanArguments,
+    seq: int,
+    budgets: Mapping[Device, int],
+    rates: Rates,
+    rate: ComputeRate,
+) -> Forecast:
+    quantization = None if arguments.quantize is None else _QUANTIZATIONS[arguments.quantize]()
+    sizes = None if quantization is None else quantized_sizes(model, quantization)
+    blocks = blocks_of(model, no_split=whole_classes(model), special_sizes=sizes, offload_buffers=False)
+    try:
+        prompt = prompt_of(model, arguments.batch, seq)
+        token = token_after(model, arguments.batch, seq)
+        prefill = measure_costs(model, kwargs=prompt, blocks=blocks, rate=rate)
+        decode = measure_costs(model, kwargs=token, blocks=blocks, rate=rate)
+    except CostError:
+        raise
+    except RuntimeError as error:  # torch's, of shapes that do not fit
+        folder = arguments.model_dir.removesuffix("/config.json")
+        raise ValueError(
+            f"a forward of the model that {folder}/config.json describes fails ({error}): check "
+            "the sizes in it"
+        ) from error
+    return forecast(blocks, budgets, rates, prefill=prefill, token=decode)
+
+
+def _torchao(config: str) -> Quantization:
+    try:
+        library: Any = import_module("torchao.quantization")
+    except ModuleNotFoundError as error:
+        raise ImportError("--quantize torchao-...: pip install 'drivetrain-dispatch[torchao]'") from error
+    return TorchAO(getattr(library, config)())
+
+
+def _as_json(model: nn.Module, arguments: PlanArguments, found: Forecast) -> dict[str, Any]:
+    return {
+        "model": type(model).__name__,
+        "dtype": _dtype_of(model),
+        "quantize": arguments.quantize,
+        "size_bytes": sum(found.device_map.sizes.values()),
+        "device_map": dict(found.device_map),
+        "devices": {
+            str(device): {
+                "budget_bytes": held.budget_bytes,
+                "peak_bytes": held.peak_bytes,
+                "weight_bytes": held.weight_bytes,
+                "moving_bytes": held.moving_bytes,
+                "kept_bytes": held.kept_bytes,
+                "activation_bytes": held.activation_bytes,
+            }
+            for device, held in found.holdings.items()
+        },
+        "prefill_seconds": found.prefill_seconds,
+        "token_seconds": found.token_seconds,
+    }
+
+
+def _as_text(
+    model: nn.Module, arguments: PlanArguments, found: Forecast, rate: ComputeRate, rates: Rates
+) -> str:
+    size = sum(found.device_map.sizes.values()) / 1e9
+    rows = [("device", "at its peak", "of", "weights", "on their way", "kept", "activations")]
+    rows += [_row(str(device), held) for device, held in found.holdings.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(
+            f"{cell:<{width}}" if not at else f"{cell:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    kept = ", ".join(filter(None, (_dtype_of(model), arguments.quantize)))
+    said = f"{rate.flops_per_second / 1e12:g} TFLOP/s, {rate.bytes_per_second / 1e9:g} GB/s of memory"
+    return "\n".join(
+        [
+            f"{type(model).__name__}, {kept}, {size:,.2f} GB; {arguments.batch} x {arguments.seq} tokens",
+            _limit(found),
+            f"prompt   {_seconds(found.prefill_seconds)}",
+            f"a token  {_seconds(found.token_seconds)}",
+            f"with {said}, link {rates.to_device / 1e9:g} GB/s, disk {rates.from_disk / 1e9:g} GB/s",
+            "",
+            *table,
+            "",
+            str(found.device_map),
+        ]
+    )
+
+
+def _limit(found: Forecast) -> str:
+    """Whether the model fits, and what a token waits for."""
+    computed = sum(found.device_map.seconds.values())
+    if all(device not in ("cpu", "disk") for device in found.device_map.values()):
+        return "fits: all weights stay where they are computed; computing is what takes the time"
+    if set(found.device_map.values()) == {"cpu"}:
+        return "fits into the host's memory, which computes"
+    slow = "disk" if "disk" in found.device_map.values() else "link"
+    if found.token_seconds <= 1.1 * computed:
+        return "fits with weights that come and go, behind what is computed meanwhile"
+    return f"fits with weights that come and go: the {slow} is what takes the time"
+
+
+def _row(device: str, held: Holding) -> tuple[str, ...]:
+    parts = (held.weight_bytes, held.moving_bytes, held.kept_bytes, held.activation_bytes)
+    budget = "no end" if held.budget_bytes is None else _gigabytes(held.budget_bytes)
+    return (device, _gigabytes(held.peak_bytes), budget, *map(_gigabytes, parts))
+
+
+def _gigabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:,.2f} GB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
+
+
+def _dtype_of(model: nn.Module) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+command = Command(
+    arguments=PlanArguments,
+    run=run,
+    help="Plan where a Hugging Face model goes, what each device holds, and how long a token takes.",
+)

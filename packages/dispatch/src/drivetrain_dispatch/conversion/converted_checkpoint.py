@@ -1,0 +1,161 @@
+"""A checkpoint under the names and in the shapes of a model that divides its weights otherwise than the file does."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor, TensorInFile
+from drivetrain_dispatch.errors import WeightFilesError
+from drivetrain_dispatch.files.aligned_file import create_aligned
+from drivetrain_dispatch.files.weight_files import MappedFile
+
+logger = logging.getLogger(__name__)
+
+
+class ConvertedCheckpoint:
+    """Reads tensors by the model's names, and converts them as they are read.
+
+    Args:
+        path: The checkpoint's.
+        tensors: How each tensor is made, by the model's name.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+        self.path = path
+        self._tensors = tensors
+        self._files = {file: None for tensor in tensors.values() for file in tensor.files()}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor: pages of its file if it is a view of one tensor there; else it is computed."""
+        return self._tensors[name].values()
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self._tensors[name].dtype
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def divisible(self, name: str) -> bool:
+        """Return whether a tensor can be copied piece by piece: if it is in a file as it is."""
+        origin = self._tensors[name].origin
+        return isinstance(origin, TensorInFile) and origin.file.divisible(origin.name)
+
+    def start_of(self, name: str) -> int | None:
+        """Return where the first part of a tensor begins in its file, in bytes."""
+        return self._tensors[name].position()[1]
+
+    def copy(self, name: str, target: Tensor, *, start: int = 0, buffer: Tensor) -> None:
+        """Copy elements of a tensor, from `start` on; all of them unless it is divisible.
+
+        Raises:
+            WeightFilesError: A file ends too early.
+        """
+        lazy = self._tensors[name]
+        if isinstance(lazy.origin, TensorInFile):
+            lazy.origin.file.copy(lazy.origin.name, target, start=start, buffer=buffer)
+        else:
+            lazy.read_into(target.view(lazy.shape))
+
+    def expect(self, name: str, *, start: int, size_bytes: int) -> None:
+        """Have the system begin to read elements of a tensor, from `start` on; all of them unless it is divisible."""
+        lazy = self._tensors[name]
+        if isinstance(lazy.origin, TensorInFile):
+            lazy.origin.file.expect(lazy.origin.name, start=start, size_bytes=size_bytes)
+            return
+        for file, own_name in lazy.inputs():
+            file.expect(own_name, start=0, size_bytes=file.tensor(own_name).nbytes)
+
+    def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
+        """Copy a part of a tensor, given by begin and end in each dim."""
+        target.copy_(self.tensor(name)[tuple(slice(begin, end) for begin, end in box)])
+
+    def file_of(self, name: str) -> MappedFile | None:
+        """Return the file whose pages a tensor is; None if it is computed."""
+        lazy = self._tensors[name]
+        return next(iter(lazy.files())) if lazy.is_mapped() else None
+
+    def is_computed(self, name: str) -> bool:
+        """Return whether a tensor is in no file at all."""
+        return not self._tensors[name].files()
+
+    def check_unchanged(self) -> None:
+        """Check that nobody wrote into the files since they were opened.
+
+        Raises:
+            WeightFilesError: Somebody did.
+        """
+        for file in self._files:
+            file.check_unchanged()
+
+    def written(self, dtypes: Mapping[str, torch.dtype], folder: Path) -> MappedFile:
+        """Write tensors that no file holds to a file of a folder, or open the one that an earlier call has written.
+
+        The name of the file tells what is in it: the recipes of the tensors, and the checkpoint's files with their
+        sizes and times. It is the user's to delete. One tensor is written after the other, into the file's pages.
+
+        Args:
+            dtypes: The dtype of each tensor to write, by name.
+            folder: Where; made if it is not there.
+
+        Raises:
+            WeightFilesError: The file could not be written; nothing is left of it.
+        """
+        recipes = "\n".join(
+            f"{name} {dtypes[name]} {self._tensors[name].recipe()}" for name in sorted(dtypes)
+        )
+        path = folder / f"converted-{hashlib.sha256(recipes.encode()).hexdigest()[:16]}.safetensors"
+        if (earlier := _opened(path, dtypes)) is not None:
+            return earlier
+        like = {
+            name: torch.empty(self._tensors[name].shape, dtype=dtype, device="meta")
+            for name, dtype in dtypes.items()
+        }
+        unfinished = path.with_name(f".{uuid4().hex[:12]}-{path.name}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._write(unfinished, like)
+                file = MappedFile(unfinished)  # before another process may put its own there
+                os.replace(unfinished, path)
+                file.path = path.absolute()
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise WeightFilesError(
+                f"converted weights could not be written to {folder} ({error}): name another folder, or free the disk"
+            ) from error
+        logger.warning(
+            "wrote %.1f MB of weights that the disk keeps and the checkpoint has in another form to %s; later loads "
+            "of the same checkpoint by the same map read them there",
+            path.stat().st_size / 1e6,
+            path,
+        )
+        return file
+
+    def _write(self, path: Path, like: Mapping[str, Tensor]) -> None:
+        for name, target in create_aligned(like, path).items():
+            self._tensors[name].read_into(target)
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())  # writes the pages that were changed through the mapping too
+
+
+def _opened(path: Path, names: Collection[str]) -> MappedFile | None:
+    """Open the file that an earlier load has written, unless there is none or it was damaged since."""
+    if not path.exists():
+        return None
+    try:
+        file = MappedFile(path)
+    except WeightFilesError as error:
+        logger.warning("%s; it is written anew", error)
+        return None
+    logger.info("reading converted weights from %s", path)
+    return file if file.names >= set(names) else None

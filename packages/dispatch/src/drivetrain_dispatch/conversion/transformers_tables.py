@@ -1,0 +1,142 @@
+"""The names and shapes under which transformers keeps weights in files, turned into those of its models.
+
+`save_pretrained` writes many models in the form in which they were first published, and `from_pretrained` renames,
+splits and stacks tensors as it loads. Its own tables (`transformers.conversion_mapping`, from 5.0 on) say how; they
+are applied here to tensors without values.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
+from drivetrain_dispatch.errors import WeightFilesError
+
+
+def converted_names(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return a checkpoint's tensors by the names and in the shapes of a model of transformers.
+
+    What the model's class says may be left over is left out. Tensors that fit no name stay under their own.
+
+    Args:
+        model: The model; that of another library gets the tensors as they are.
+        tensors: By the checkpoint's names.
+
+    Raises:
+        WeightFilesError: The tables do not fit the checkpoint.
+    """
+    tables = _tables(model)
+    if tables is None:
+        return dict(tensors)
+    loading, transforms = tables
+    wanted = model.state_dict()
+    found = _convert(model, loading, transforms, tensors, wanted)
+    found = {
+        name: tensor for name, tensor in found.items() if name in wanted or not _may_be_left(model, name)
+    }
+    return found | _computed(model, found)
+
+
+def _tables(model: nn.Module) -> tuple[Any, list[Any]] | None:
+    """Return transformers' functions and the table of a model; None of another library's, or before such tables."""
+    if not any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
+        return None
+    try:
+        mapping: Any = import_module("transformers.conversion_mapping")
+        loading: Any = import_module("transformers.core_model_loading")
+        base: Any = import_module("transformers").PreTrainedModel
+    except ImportError:
+        return None
+    return (loading, mapping.get_model_conversion_mapping(model)) if isinstance(model, base) else None
+
+
+def _convert(
+    model: Any,
+    loading: Any,
+    transforms: Collection[Any],
+    tensors: Mapping[str, LazyTensor],
+    wanted: Collection[str],
+) -> dict[str, LazyTensor]:
+    renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, LazyTensor] = {}
+    groups: dict[str, Any] = {}  # by the first name of what a converter makes
+    # The order of the names is that of the experts that are stacked.
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        new, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if new not in wanted and name in wanted:
+            new, pattern = loading.rename_source_key(name, [], [], model.base_model_prefix, wanted)
+        if new not in wanted:
+            found[name] = tensors[name]
+        elif pattern is None:
+            if new in found:
+                raise WeightFilesError(
+                    f"several tensors of the checkpoint are {new!r} of the model, {name!r} too"
+                )
+            found[new] = tensors[name]
+        else:
+            if new not in groups:
+                groups[new] = deepcopy(by_pattern[pattern])
+            groups[new].add_tensor(new, name, pattern, tensors[name])
+    for first, group in groups.items():
+        try:
+            made = group.convert(first, model=model, config=model.config)
+        except Exception as error:  # whatever a function of the tables raises
+            raise WeightFilesError(
+                f"transformers' conversion to {first!r} of {type(model).__name__} does not fit the checkpoint: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        found.update({name: value[0] if isinstance(value, list) else value for name, value in made.items()})
+    return found
+
+
+def _may_be_left(model: nn.Module, name: str) -> bool:
+    """Return whether checkpoints of a model may have a name that the model lacks."""
+    # Tables that every layer had once, and that the model computes today.
+    tables = [
+        f".{buffer}" for buffer, _ in model.named_buffers() if buffer.endswith(("inv_freq", "position_ids"))
+    ]
+    same = any(f".{name}".endswith(f".{table.rpartition('.')[2]}") for table in tables)
+    return same or _matches(name, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+
+
+def _computed(model: Any, found: Collection[str]) -> dict[str, LazyTensor]:
+    """Return the tensors that checkpoints of a model need not have, since the model computes them: position tables.
+
+    What the model would draw at random is not among them.
+    """
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None)
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    computed: dict[str, LazyTensor] = {}
+    for key, own in names.items():
+        if not tensors[key].is_meta or any(name in found for name in own) or not _matches(own[0], patterns):
+            continue
+        compute = partial(_initial, model, own[0])
+        with torch.random.fork_rng(devices=[]):
+            is_drawn = not torch.equal(compute(), compute())
+        if not is_drawn:
+            computed[own[0]] = LazyTensor.computed(tensors[key], compute)
+    return computed
+
+
+def _initial(model: Any, name: str) -> Tensor:
+    """Return the values that the model's initialisation gives a parameter."""
+    outer, _, leaf = name.rpartition(".")
+    module = deepcopy(model.get_submodule(outer)).to_empty(device="cpu")
+    model._init_weights(module)
+    return getattr(module, leaf).detach()
+
+
+def _matches(name: str, patterns: Collection[str] | None) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())

@@ -1,0 +1,1 @@
+"""Load a checkpoint into a model: plan, check, read, then assign."""

@@ -1,0 +1,165 @@
+"""One rank reads a checkpoint, and hands all ranks what it reads."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain_dispatch.errors import LoadError
+from drivetrain_dispatch.files.weight_source import WeightSource
+from drivetrain_dispatch.loading.state_dict_diff import Stored
+from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, Piece, Progress, pieces_of, staging_buffer
+
+Result = TypeVar("Result")
+
+# What a step of a load may end with, of which the other ranks are told.
+_FAILURES = (ValueError, RuntimeError, OSError, MemoryError)
+
+
+class Relay:
+    """Steps that all ranks take together: where one fails, all do. Every method is called on all ranks.
+
+    Args:
+        group: The ranks; None is all of them.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "read_by='rank 0' hands on what rank 0 reads: call torch.distributed.init_process_group first, or "
+                "give read_by='each'"
+            )
+        self._group = group
+        self.is_reader = dist.get_rank(group) == 0
+        self._device = _device_of(group)
+
+    def together(self, step: Callable[[], Result]) -> Result:
+        """Take a step on each rank.
+
+        Raises:
+            LoadError: It failed on another rank. What it raises here is raised here.
+        """
+        result: list[Result] = []
+        failure: Exception | None = None
+        try:
+            result.append(step())
+        except _FAILURES as error:
+            failure = error
+        said: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(said, failure and f"{type(failure).__name__}: {failure}", group=self._group)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise LoadError(
+                    f"rank {rank} could not load, and so no rank did; the model is as it was. {text}"
+                )
+        return result[0]
+
+    def from_reader(self, step: Callable[[], Result]) -> Result:
+        """Take a step on rank 0, and have its result on all ranks.
+
+        Raises:
+            LoadError: It failed there. On rank 0, what it raises is raised.
+        """
+        results = [self.together(lambda: step() if self.is_reader else None)]
+        dist.broadcast_object_list(results, group=self._group, group_src=0)
+        return cast("Result", results[0])
+
+    def fill(
+        self,
+        stored: Mapping[str, Stored],
+        targets: Mapping[str, Tensor],
+        files: Mapping[str, WeightSource],
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        """Read the values of all tensors on rank 0, for every rank that has memory for them.
+
+        A rank holds two pieces of `PIECE_BYTES` beyond its tensors. Rank 0 reads one while the last is on its way.
+
+        Args:
+            stored: What the checkpoint holds, the same on all ranks.
+            targets: The memory of what this rank wants of it, by the checkpoint's name.
+            files: The file of each, on rank 0.
+            progress: Called with the bytes that were read and all that are.
+
+        Raises:
+            LoadError: Rank 0 could not read on, or `progress` failed. On rank 0, what it met in reading is raised.
+        """
+        pieces = pieces_of(stored, self.wanted_by_any(targets))
+        room = max([PIECE_BYTES, *(piece.size_bytes for piece in pieces)]) + 1
+        buffers = [staging_buffer(targets.values(), size_bytes=room) for _ in range(2)]
+        all_bytes, done_bytes = sum(piece.size_bytes for piece in pieces), 0
+        failure: Exception | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:
+
+            def begin(index: int) -> Future[None] | None:
+                if not self.is_reader or index == len(pieces):
+                    return None
+                return thread.submit(_read, pieces[index], files, buffers[index % 2])
+
+            reading = begin(0) if pieces else None
+            for index, piece in enumerate(pieces):
+                ended, reading = reading, begin(index + 1)
+                self._hand_on(piece, targets, buffers[index % 2][: piece.size_bytes + 1], ended)
+                done_bytes += piece.size_bytes
+                if progress is not None and failure is None:
+                    failure = _failure_of(progress, done_bytes, all_bytes)
+        if failure is not None:
+            raise LoadError("progress failed; the model is as it was") from failure
+
+    def wanted_by_any(self, names: Iterable[str]) -> set[str]:
+        """The names that one of the ranks gives."""
+        said: list[list[str]] = [[]] * dist.get_world_size(self._group)
+        dist.all_gather_object(said, list(names), group=self._group)
+        return {name for each in said for name in each}
+
+    def _hand_on(
+        self, piece: Piece, targets: Mapping[str, Tensor], content: Tensor, reading: Future[None] | None
+    ) -> None:
+        """Hand on a piece, and behind it a byte that says whether it could be read."""
+        failure = None if reading is None else reading.exception()
+        if self.is_reader:
+            content[-1] = failure is None
+        handed = content.to(self._device)
+        dist.broadcast(handed, group=self._group, group_src=0)
+        if failure is not None:
+            raise failure
+        if not handed[-1].item():
+            raise LoadError("rank 0 could not read on, see what it says; the model is as it was")
+        if (target := targets.get(piece.name)) is not None:
+            values = handed[:-1].view(piece.dtype)
+            target.view(-1)[piece.start : piece.stop].copy_(values)
+
+
+def _failure_of(progress: Progress, done_bytes: int, all_bytes: int) -> Exception | None:
+    """What a user's function raises; the other ranks wait for what is still to come."""
+    try:
+        progress(done_bytes, all_bytes)
+    except Exception as error:  # noqa: BLE001 it is raised when all ranks are through
+        return error
+    return None
+
+
+def _read(piece: Piece, files: Mapping[str, WeightSource], buffer: Tensor) -> None:
+    name = piece.name
+    values = buffer[: piece.size_bytes].view(piece.dtype)
+    files[name].copy(name, values, start=piece.start, buffer=buffer)
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """On what a group's collectives take tensors: the CPU where it has a backend for it."""
+    capable = dist.Backend.backend_capability
+    kinds = [
+        kind
+        for part in str(dist.get_backend(group)).split(",")
+        for kind in capable.get(part.split(":")[-1], ["cpu"])
+    ]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])

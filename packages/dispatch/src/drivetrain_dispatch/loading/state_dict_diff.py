@@ -1,0 +1,181 @@
+"""What of a checkpoint does not fit a model: collected first, then told in one error."""
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from drivetrain_dispatch.errors import WeightsMismatchError
+from drivetrain_dispatch.model.sizes import enclosing_modules
+
+_NUM_SHOWN = 5  # of each kind, in an error message
+
+
+class Stored(NamedTuple):
+    """What is known of a tensor without its values.
+
+    Attributes:
+        shape: Its dims.
+        dtype: Of its elements.
+        divisible: Whether its file can be read from any element on.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    divisible: bool = True
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Misfits:
+    """Collects what does not fit.
+
+    Args:
+        checkpoint: What the error calls it.
+        strict: Whether names that only one side has are an error too.
+
+    Attributes:
+        missing: What the checkpoint lacks.
+        unexpected: What the model lacks.
+    """
+
+    def __init__(self, *, checkpoint: str, strict: bool) -> None:
+        self.missing: dict[str, Stored] = {}
+        self.unexpected: dict[str, Stored] = {}
+        self._checkpoint = checkpoint
+        self._strict = strict
+        self._differing: list[str] = []
+        self._empty: list[str] = []  # stay on the meta device
+        self._valueless = False  # whether any that checkpoints should have does
+
+    def absent(self, name: str, wanted: Stored, *, persistent: bool, empty: bool) -> None:
+        """Note a tensor that the checkpoint does not have.
+
+        Args:
+            name: The model's.
+            wanted: What it is.
+            persistent: Whether checkpoints should have it.
+            empty: Whether it would be left without values.
+        """
+        if persistent:
+            self.missing[name] = wanted
+        self._valueless |= empty and persistent
+        if empty and not (persistent and self._strict):
+            self._empty.append(f"{name!r} {wanted}")
+
+    def compare(self, name: str, stored: Stored, wanted: Stored, *, converts: bool) -> None:
+        """Note a tensor of another shape, or whose numbers are of another kind than the model's.
+
+        Args:
+            name: The model's.
+            stored: What the checkpoint has.
+            wanted: What the model is to have.
+            converts: Whether the user asked for just this dtype.
+        """
+        if stored.shape != wanted.shape or (_kind(stored.dtype) != _kind(wanted.dtype) and not converts):
+            self._differing.append(f"{name!r} is {stored}, in the model {wanted}")
+
+    def compare_copies(self, names: Sequence[str], stored: Stored, copy: Stored) -> None:
+        """Note a tensor that the checkpoint has twice in different dtypes, of which the model has one."""
+        if stored.dtype != copy.dtype:
+            self._differing.append(
+                f"{', '.join(map(repr, names))} are one tensor, but are {stored} and {copy}"
+            )
+
+    def check(self, *, known: Collection[str], found: Collection[str]) -> None:
+        """Tell all that was collected.
+
+        Args:
+            known: Names that the model has.
+            found: Names that the checkpoint has.
+
+        Raises:
+            WeightsMismatchError: Something does not fit.
+        """
+        parts: list[str] = []
+        if self._strict and self.missing:
+            parts.append(f"{len(self.missing)} missing: {_shown(_listed(self.missing))}")
+        if self._strict and self.unexpected:
+            parts.append(f"{len(self.unexpected)} unexpected: {_shown(_listed(self.unexpected))}")
+        if self._differing:
+            parts.append(f"{len(self._differing)} that differ: {_shown(self._differing)}")
+        if self._empty:
+            parts.append(
+                f"{len(self._empty)} on the meta device that would get no values: {_shown(self._empty)}; give them "
+                "values first (init_empty_weights leaves buffers theirs)"
+            )
+        if not parts:
+            return
+        if hint := _prefix_hint(known, found):
+            parts.append(hint)
+        elif self._strict and self._valueless:
+            parts.append(
+                "what is missing has no values to keep: load a checkpoint that has it, or the model without that "
+                "part, and build it afterwards"
+            )
+        elif self._strict and (self.missing or self.unexpected):
+            parts.append("strict=False leaves what is missing as it is and what is unexpected out")
+        text = "\n  ".join(parts)
+        raise WeightsMismatchError(
+            f"{self._checkpoint} does not fit the model, which is as it was:\n  {text}"
+        )
+
+
+def _listed(tensors: Mapping[str, Stored]) -> list[str]:
+    return [f"{name!r} {stored}" for name, stored in tensors.items()]
+
+
+def _shown(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _NUM_SHOWN} more" if len(texts) > _NUM_SHOWN else ""
+    return f"{', '.join(texts[:_NUM_SHOWN])}{more}"
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "floating point" if dtype.is_floating_point else "whole"
+
+
+def _prefix_hint(known: Collection[str], found: Collection[str]) -> str:
+    """What to say where all names would fit but for how they begin; empty where they would not, or do."""
+    known, found = set(known), set(found)
+    if not known or not found or found <= known or known <= found:
+        return ""
+    name = min(found - known)
+    added = sorted(own[: -len(name)] for own in known if own.endswith(f".{name}"))
+    removed = sorted(
+        (
+            f"{outer}."
+            for file in {min(found - known), max(found - known)}
+            for outer in enclosing_modules(file)
+            if outer
+        ),
+        key=len,
+    )
+    for prefix in added:
+        if fit := _fit({prefix + file for file in found}, known):
+            return f"{fit[0]} with {prefix!r} before them: give rename=lambda name: {prefix!r} + name{fit[1]}"
+    for prefix in removed:
+        if fit := _fit({file.removeprefix(prefix) for file in found}, known):
+            return (
+                f"{fit[0]} without {prefix!r}: give rename=lambda name: name.removeprefix({prefix!r}){fit[1]}"
+            )
+    return ""
+
+
+def _fit(found: set[str], known: set[str]) -> tuple[str, str] | None:
+    """How names fit, all of both sides or all that one side has, and what is to be done about others."""
+    if found == known:
+        return "all names fit", ""
+    if found < known:
+        return "all names of the checkpoint fit", ", and strict=False for the others of the model"
+    if known < found:
+        return "all names of the model are there", ", and strict=False for the others of the checkpoint"
+    return None

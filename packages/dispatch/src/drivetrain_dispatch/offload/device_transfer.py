@@ -1,0 +1,119 @@
+"""Inputs that follow their module to its device, and outputs that come back."""
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain_dispatch.model.sizes import listed
+from drivetrain_dispatch.offload.forward_hooks import Around, AroundMethod, NotCopied, methods_of
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """A nested value with its tensors on a device.
+
+    Lists, tuples, named tuples, mappings and dataclasses are looked into; of anything else, such as a cache of keys
+    and values, its owner takes care.
+    """
+    if isinstance(value, Tensor):
+        return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
+    if isinstance(value, PackedSequence):
+        return cast("Any", value).to(device)  # its sizes stay on the host
+    if isinstance(value, list | tuple):
+        items = cast("list[Any] | tuple[Any, ...]", value)
+        moved = [move(item, device) for item in items]
+        if all(one is other for one, other in zip(items, moved, strict=True)):
+            return items
+        if type(items) in (list, tuple):
+            return type(items)(moved)
+        # Named tuples, and what torch.max and its like return.
+        return cast("Callable[[list[Any]], Any]", getattr(items, "_make", type(items)))(moved)
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        moved = {key: move(item, device) for key, item in mapping.items()}
+        if all(moved[key] is item for key, item in mapping.items()):
+            return mapping
+        if isinstance(mapping, dict):  # also those that are made of more than their items
+            changed = copy(mapping)
+            for key, item in moved.items():  # outputs of transformers and diffusers refuse update()
+                changed[key] = item
+            return changed
+        return cast("Callable[[object], object]", type(mapping))(moved)
+    if is_dataclass(value) and not isinstance(value, type):
+        moved = {
+            field.name: move(getattr(value, field.name), device) for field in fields(value) if field.init
+        }
+        if all(moved[name] is getattr(value, name) for name in moved):
+            return value
+        return replace(value, **moved)
+    return value
+
+
+class Moving(NotCopied):
+    """Moves the inputs of a module to its device at each call, and its outputs back to where the inputs were.
+
+    So it does with the inputs of its methods that compute.
+
+    Args:
+        device: Where the module computes.
+        skip_keys: Keyword arguments that stay where they are.
+        returns: Whether outputs go back; else they stay, for the module that comes next.
+    """
+
+    def __init__(self, device: torch.device, skip_keys: Collection[str], *, returns: bool) -> None:
+        self._device = device
+        self._returns = returns
+        self._skip_keys = frozenset(listed(skip_keys))
+        self._own = _Own()
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle | Around]:
+        """Begin with a module, until what is returned is removed, the last one first."""
+        handles: list[RemovableHandle | Around] = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        ]
+        if self._returns:
+            handles.append(module.register_forward_hook(self._after, always_call=True))
+        after = [self._after] if self._returns else []
+        handles.extend(AroundMethod(module, name, self._before, *after) for name in methods_of(module))
+        return handles
+
+    def _before(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._returns:
+            self._own.came_from.append(_first_device((args, kwargs)))
+        moved = {
+            name: value if name in self._skip_keys else move(value, self._device)
+            for name, value in kwargs.items()
+        }
+        return move(args, self._device), moved
+
+    def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        came_from = self._own.came_from.pop()
+        return output if came_from is None else move(output, came_from)
+
+
+class _Own(threading.local):
+    """What each thread has for itself: where the inputs came from of the calls that it is in."""
+
+    def __init__(self) -> None:
+        self.came_from: list[torch.device | None] = []
+
+
+def _first_device(value: Any) -> torch.device | None:
+    if isinstance(value, Tensor):
+        return value.device
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, Mapping):
+        value = list(cast("Mapping[str, Any]", value).values())
+    if isinstance(value, list | tuple):
+        found = (_first_device(item) for item in cast("list[Any]", value))
+        return next((device for device in found if device is not None), None)
+    return None

@@ -1,0 +1,116 @@
+"""Weights stored in a smaller dtype than they are computed in: each is converted when its layer is used."""
+
+import re
+from collections.abc import Collection
+from typing import cast
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.arguments import check_computed, check_dtype
+from drivetrain_dispatch.errors import OffloadedError
+from drivetrain_dispatch.model.sizes import listed, named_tensors
+from drivetrain_dispatch.model.tensor_subclass import is_packed
+from drivetrain_dispatch.offload.dispatch import check_dispatchable, dispatch_model, dispatched
+from drivetrain_dispatch.planning.placement import NORMS, placements_of
+
+# What few bits hurt most and saves least: norms by their usual names and classes, and embeddings.
+_SENSITIVE_NAMES = ("norm", "embed")
+_SENSITIVE_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Embedding, *NORMS)
+
+
+def apply_layerwise_casting(
+    model: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    *,
+    skip_modules_pattern: str | Collection[str] = _SENSITIVE_NAMES,
+    skip_modules_classes: Collection[type[nn.Module]] = _SENSITIVE_CLASSES,
+) -> nn.Module:
+    """Store the weights of a model in one dtype and compute in another, a layer at a time.
+
+    With `torch.float8_e4m3fn` under `torch.bfloat16` a model takes half the memory; values are rounded once, here.
+    The model stays on its devices; `remove_hooks` leaves it in the dtype of its storage. It is not for training.
+
+    Args:
+        model: The model; changed in place.
+        storage_dtype: A floating-point dtype that weights are stored in.
+        compute_dtype: What they are converted to when they are used, and what is skipped is converted to now.
+        skip_modules_pattern: Regular expressions; parameters whose name one of them finds itself in stay in
+            `compute_dtype`.
+        skip_modules_classes: Modules whose own parameters stay in `compute_dtype`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        OffloadedError: The model is dispatched already: give `dispatch_model` the `dtypes` instead.
+        DeviceMapError: A tensor has no data.
+        ValueError: A dtype is no floating-point one or none to compute in, a pattern no regular expression, a class
+            none, or nothing is left to store.
+    """
+    if dispatched(model):
+        raise OffloadedError(
+            "the model is dispatched already: convert its weights before, and give dispatch_model(dtypes=...)"
+        )
+    _check_dtypes(storage_dtype, compute_dtype)
+    _check_skipped(listed(skip_modules_pattern), skip_modules_classes)
+    skipped = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, tuple(skip_modules_classes))
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    parameters = {
+        name: tensor
+        for name, tensor in named_tensors(model)
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and not is_packed(tensor)
+    }
+    whole = {
+        id(tensor)
+        for name, tensor in parameters.items()
+        if name in skipped or any(re.search(pattern, name) for pattern in listed(skip_modules_pattern))
+    }
+    stored = [name for name, tensor in parameters.items() if id(tensor) not in whole]
+    if not stored:
+        raise ValueError("nothing to store: every floating-point parameter is skipped, or there is none")
+    devices = {name: tensor.device for name, tensor in named_tensors(model)}
+    check_dispatchable(model, dict(named_tensors(model)), placements_of(model, devices))
+    for tensor in parameters.values():
+        tensor.data = tensor.data.to(compute_dtype if id(tensor) in whole else storage_dtype)
+    return dispatch_model(model, devices, dtypes=dict.fromkeys(stored, compute_dtype))
+
+
+def _check_dtypes(storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+    """Check both.
+
+    Raises:
+        ValueError: One is no floating-point one, or none that layers compute in.
+    """
+    for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
+        check_dtype(name, dtype)
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name}={dtype}: must be a floating-point dtype such as torch.float8_e4m3fn")
+    check_computed("compute_dtype", compute_dtype, "give torch.bfloat16, and this one as storage_dtype")
+
+
+def _check_skipped(patterns: Collection[str], classes: object) -> None:
+    """Check what says which modules are skipped.
+
+    Raises:
+        ValueError: A pattern is no regular expression, or a class none.
+    """
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"skip_modules_pattern={pattern!r} is no regular expression ({error}): give a part of a parameter's "
+                "name, such as 'norm'"
+            ) from error
+    given = cast("Collection[object]", classes) if isinstance(classes, Collection) else (None,)
+    if not all(isinstance(each, type) for each in given):
+        raise ValueError(
+            f"skip_modules_classes={classes!r}: give classes such as (torch.nn.LayerNorm,); names of modules belong "
+            "to skip_modules_pattern"
+        )

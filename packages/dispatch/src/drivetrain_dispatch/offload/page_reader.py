@@ -1,0 +1,167 @@
+"""What one forward has in memory of the files that it computes with: brought ahead of it, given back behind it."""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+from weakref import ref
+
+from torch import Tensor, nn
+
+from drivetrain_dispatch.files.weight_files import MappedFile
+from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
+from drivetrain_dispatch.offload.execution_order import Order
+from drivetrain_dispatch.offload.pages import Pages, bring, give_back
+
+_TOGETHER_BYTES = 2 << 20  # the largest folio of the page cache
+_NUM_READERS = 2  # one waits for the disk while the other asks
+
+
+class Stretch(NamedTuple):
+    """The pages of a tensor.
+
+    Attributes:
+        pages: Those.
+        file: Whose they are.
+        tensor: It, unless it is packed.
+    """
+
+    pages: Pages
+    file: MappedFile
+    tensor: ref[Tensor] | None
+
+    @classmethod
+    def each_of(cls, tensor: Tensor, file: MappedFile) -> "list[Stretch]":
+        """Of each of the parts of a tensor."""
+        own = None if is_packed(tensor) else ref(tensor)
+        return [cls(Pages.of(part), file, own) for part in parts_of(tensor)]
+
+    def is_used(self) -> bool:
+        """Whether the tensor has its values there still: it may have been converted."""
+        if self.tensor is None:
+            return True
+        tensor = self.tensor()
+        return tensor is not None and Pages.of(tensor) == self.pages
+
+
+class Bounds(NamedTuple):
+    """How much a forward has in memory.
+
+    Attributes:
+        ahead_bytes: How far pages are brought ahead of the unit that is used.
+        kept_bytes: How many stay behind it, those that are used first; None for all.
+        leaves_cache: Whether the others leave the system's cache too, where they would push out what comes next.
+    """
+
+    ahead_bytes: int
+    kept_bytes: int | None = None
+    leaves_cache: bool = False
+
+
+class Reading:
+    """Threads that bring the pages of one forward, in order; behind it they are given back.
+
+    Args:
+        modules: Of the units; None for one that is gone.
+        units: Their pages.
+        order: In which they are expected.
+        bounds: How much of them is in memory.
+        brings: Whether pages are brought; else they are there.
+
+    Attributes:
+        order: That.
+        used: The units that the forward has used.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module | None],
+        units: Sequence[Sequence[Stretch]],
+        order: Order,
+        bounds: Bounds,
+        *,
+        brings: bool,
+    ) -> None:
+        self.order = order
+        self.used: list[int] = []
+        self._units = units
+        self._bounds = bounds
+        self._uses_left = Counter(order.parts)
+        self._ends: dict[int, int] = {}  # of each unit, the bytes up to its end when it is first used
+        self._steps: list[tuple[int, int, int]] = []  # address, bytes, bytes before it
+        total = 0
+        for index in dict.fromkeys(order.parts):
+            for stretch in units[index]:
+                for address, size_bytes in stretch.pages.steps() if stretch.is_used() else ():
+                    self._steps.append((address, size_bytes, total))
+                    total += size_bytes
+            self._ends[index] = total
+        self._next = 0
+        self._used_bytes = 0
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._handles = [
+            module.register_forward_pre_hook(partial(self._reached, index))
+            for index, module in enumerate(modules)
+            if module is not None
+        ]
+        self._threads = [
+            threading.Thread(target=self._read, name=f"drivetrain-read-ahead-{number}", daemon=True)
+            for number in range(_NUM_READERS if brings else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _reached(self, index: int, _module: nn.Module, _args: object) -> None:
+        """The forward uses a unit."""
+        before = self.used[-1] if self.used else index
+        self.used.append(index)
+        self._uses_left[index] -= 1
+        used_bytes = self._ends.get(index, 0)
+        if used_bytes > self._used_bytes:
+            with self._changed:
+                self._used_bytes = used_bytes
+                self._changed.notify_all()
+        if before != index and self._uses_left[before] <= 0:
+            self._give_back(before)
+
+    def stop(self) -> None:
+        """Read nothing more, watch nothing, and give back what is left."""
+        for handle in self._handles:
+            handle.remove()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._bounds.kept_bytes is not None:
+            for thread in self._threads:
+                thread.join()  # what it is bringing would stay
+            for index in range(len(self._units)):
+                self._give_back(index)
+
+    def _give_back(self, index: int) -> None:
+        kept_bytes = self._bounds.kept_bytes
+        if kept_bytes is None or self._ends.get(index, kept_bytes + 1) <= kept_bytes:
+            return
+        for stretch in self._units[index]:
+            if stretch.is_used() and give_back(stretch.pages) and self._bounds.leaves_cache:
+                # What the system keeps together may reach into the one before, which is used no more either.
+                stretch.file.forget(
+                    stretch.pages.first - _TOGETHER_BYTES, stretch.pages.size_bytes + _TOGETHER_BYTES
+                )
+
+    def _read(self) -> None:
+        while (step := self._take()) is not None:
+            if not bring(*step):
+                return  # the forward reads for itself
+
+    def _take(self) -> tuple[int, int] | None:
+        """The next piece, once there is room for it."""
+        with self._changed:
+            while not self._stopped and self._next < len(self._steps):
+                address, size_bytes, before = self._steps[self._next]
+                if before <= self._used_bytes + self._bounds.ahead_bytes:
+                    self._next += 1
+                    return address, size_bytes
+                self._changed.wait()
+        return None

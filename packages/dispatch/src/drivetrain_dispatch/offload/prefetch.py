@@ -1,0 +1,87 @@
+"""What a forward or backward has asked for before its turn: as many units of an order as there is room for."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from drivetrain_dispatch.offload.residency import Seat, Seats
+
+
+class Ahead:
+    """Units that were asked for and are not used yet. Whoever calls holds the lock of the model's engine.
+
+    Args:
+        units: The seats of each.
+        seats: All of them.
+    """
+
+    __slots__ = ("_asked", "_seats", "_spare", "_units")
+
+    def __init__(self, units: Sequence[Sequence[Seat]], seats: Seats) -> None:
+        self._units = units
+        self._seats = seats
+        self._asked: deque[int] = deque()  # those that come next, without a gap
+        self._spare: list[int] = []  # asked for too; something else came between
+
+    def use(self, unit: int, upcoming: Sequence[int], position: int) -> bool:
+        """A unit's turn has come; whether it was asked for, so that its claim is the caller's from now on.
+
+        Args:
+            unit: Its index.
+            upcoming: The order of all units.
+            position: Behind this one in it. What was asked for and is not near it is given up.
+        """
+        asked = self._asked
+        if asked and asked[0] == unit:
+            asked.popleft()
+            return True
+        if not asked:
+            return False
+        if found := unit in asked:
+            asked.remove(unit)
+        near = list(upcoming[position : position + len(asked) + 1])
+        for other in asked:
+            if other in near:
+                near.remove(other)
+                self._spare.append(other)
+            else:
+                self._seats.give_up(self._units[other])
+        asked.clear()
+        return found
+
+    def ask(self, upcoming: Sequence[int], position: int) -> None:
+        """Ask for those that come from a position of an order on, as long as there is room."""
+        asked, spare = self._asked, self._spare
+        at = position + len(asked)
+        while at < len(upcoming):
+            unit = upcoming[at]
+            if spare and unit in spare:
+                spare.remove(unit)
+            elif self._seats.fits(self._units[unit]):
+                self._seats.claim(self._units[unit])
+            else:
+                break
+            asked.append(unit)
+            at += 1
+        if spare:
+            left, self._spare = spare, []
+            for unit in left:
+                self._seats.give_up(self._units[unit])
+
+    def make_room(self, seats: Sequence[Seat]) -> None:
+        """Give up what comes last, until there is room for seats or nothing to give up."""
+        while (self._asked or self._spare) and not self._seats.fits(seats):
+            last = self._spare.pop() if self._spare else self._asked.pop()
+            self._seats.give_up(self._units[last])
+
+    def drop(self, unit: int) -> None:
+        """Give up a unit that was asked for, with all that comes after it."""
+        while unit in self._asked:
+            self._seats.give_up(self._units[self._asked.pop()])
+
+    def clear(self) -> None:
+        """Give up everything."""
+        left = [*self._asked, *self._spare]
+        self._asked.clear()
+        self._spare.clear()
+        for unit in left:
+            self._seats.give_up(self._units[unit])

@@ -1,0 +1,95 @@
+"""Put weights where they are kept: on a device, in the host's memory, in a file. After an error all is as it was."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.files.weight_files import MappedFile
+from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts, size_in_bytes
+from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloaded
+from drivetrain_dispatch.planning.placement import Placement
+
+
+def settle(
+    tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    mapped: Mapping[str, MappedFile],
+    offload_dir: Path | str | None,
+    *,
+    write_back: bool = False,
+) -> dict[str, MappedFile]:
+    """Put tensors where they are kept.
+
+    Args:
+        tensors: By every name they have; changed in place once all have found room.
+        placements: By the same names.
+        mapped: Of those that are the pages of a file, that file.
+        offload_dir: Where the others of the disk are written to.
+        write_back: Whether what changes these changes their file.
+
+    Returns:
+        The files of all that are kept on the disk, by name.
+
+    Raises:
+        DeviceMapError: A device has no room, or there is no `offload_dir`.
+        WeightFilesError: The disk has no room.
+    """
+    first: dict[int, str] = {}
+    names = [name for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name]
+    in_files = {id(tensors[name]): file for name, file in mapped.items()}
+    written = {
+        name: tensors[name]
+        for name in names
+        if placements[name].home == "disk" and id(tensors[name]) not in in_files and tensors[name].numel()
+    }
+    parts = {name: parts_in_file(name, tensor) for name, tensor in written.items()}
+    file = None
+    if written:
+        if offload_dir is None:
+            raise _no_folder(list(written))
+        whole = {key: part for each in parts.values() for key, part in each.items()}
+        file = write_offloaded(whole, offload_dir, write_back=write_back)
+    moved: list[tuple[Tensor, torch.device]] = []
+    try:
+        for name in names:
+            tensor, placement, device = tensors[name], placements[name], tensors[name].device
+            if file is not None and name in written:
+                put_parts(tensor, [file.tensor(key) for key in parts[name]])
+                in_files[id(tensor)] = file
+            elif placement.home == "disk" or (placement.stays and device == placement.home):
+                continue  # it is there, and stays the tensor that it is
+            else:  # one after the other: what has moved frees its memory
+                put_parts(tensor, _kept(name, tensor, placement.home, stays=placement.stays))
+            moved.append((tensor, device))
+    except BaseException:
+        for tensor, device in moved:
+            put_parts(tensor, [part.data.to(device, copy=True) for part in parts_of(tensor)])
+        if file is not None:
+            file.path.unlink()
+        raise
+    return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
+
+
+def _no_folder(names: Sequence[str]) -> DeviceMapError:
+    return DeviceMapError(
+        f"device_map puts {names[0]!r} and {len(names) - 1} more on the disk, and they are in no file yet: name a "
+        "folder for them, offload_dir=..."
+    )
+
+
+def _kept(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:
+    """The parts of a tensor where they are kept; those that it has if they are there."""
+    try:
+        kept = [part.data.to(home) for part in parts_of(tensor)]
+        # Pages that the system cannot move are copied to an accelerator without the processor.
+        return kept if stays or home.type != "cpu" else [part.pin_memory() for part in kept]
+    except (
+        RuntimeError
+    ) as error:  # torch.OutOfMemoryError, and what a driver says of memory that it cannot pin
+        raise DeviceMapError(
+            f"{home} has no room for {name!r} ({size_in_bytes(tensor) / 1e6:.1f} MB; {error}): give the map's "
+            f"inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"
+        ) from error

@@ -1,0 +1,1 @@
+"""Plan a device map: sizes, budgets and bandwidths in, a placement and its predicted time out."""

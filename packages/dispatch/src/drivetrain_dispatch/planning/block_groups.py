@@ -1,0 +1,153 @@
+"""A model as the plan of a map sees it: what is placed together, what it takes where, how long a forward is. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from drivetrain_dispatch.planning.blocks import Block
+from drivetrain_dispatch.planning.pipeline_model import Source
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a block does in one forward.
+
+    Attributes:
+        seconds: It computes for so long, its weights being there.
+        peak_bytes: Activations at their peak.
+        kept_bytes: What stays on the device afterwards, such as keys and values.
+    """
+
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    kept_bytes: int = 0
+
+
+class Groups(NamedTuple):
+    """Blocks that share tensors, placed as one, and those that do not: a list for each thing said of them.
+
+    Attributes:
+        firsts: The index of the first block.
+        sizes: Bytes of all tensors that may be elsewhere than where they are computed, each once.
+        stays: Bytes of those that are always where they are computed.
+        needs: The window that it takes to bring the group, with what is in use around its parts.
+        peaks: Activations at the peak of any of the blocks.
+        kept: What all of the blocks leave on the device.
+        of_blocks: The index of each block's group; None where each block is one itself.
+    """
+
+    firsts: list[int]
+    sizes: list[int]
+    stays: list[int]
+    needs: list[int]
+    peaks: list[int]
+    kept: list[int]
+    of_blocks: list[int] | None
+
+    def by_block(self, values: list[_Value]) -> list[_Value]:
+        """What is said of groups, for each block."""
+        return values if self.of_blocks is None else [values[index] for index in self.of_blocks]
+
+    def fixed_bytes(self, segment: Sequence[int]) -> int:
+        """What a device holds that computes some groups, wherever their weights are."""
+        peak = max([self.peaks[group] for group in segment], default=0)
+        return peak + sum([self.kept[group] + self.stays[group] for group in segment])
+
+
+def costs_of(blocks: Sequence[Block], costs: Mapping[str, Cost]) -> list[Cost]:
+    """What each block does; one of which nothing is said does nothing."""
+    nothing = Cost()
+    return [costs.get(block.name, nothing) for block in blocks] if costs else [nothing] * len(blocks)
+
+
+def groups_of(blocks: Sequence[Block], costs: Sequence[Cost]) -> Groups:
+    """The groups of a model, in the order of their first blocks."""
+    # No object for each: there may be 100,000 of them.
+    groups = Groups(
+        list(range(len(blocks))),
+        [block.size_bytes - block.stay_bytes for block in blocks],
+        [block.stay_bytes for block in blocks],
+        _needs(blocks),
+        [cost.peak_bytes for cost in costs],
+        [cost.kept_bytes for cost in costs],
+        None,
+    )
+    firsts = [index for index, block in enumerate(blocks) if block.group == index]
+    if len(firsts) == len(blocks):
+        return groups
+    numbers = {first: number for number, first in enumerate(firsts)}
+    of_blocks = [numbers[block.group] for block in blocks]
+    zeros = [0] * len(firsts)
+    joined = Groups(firsts, zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy(), of_blocks)
+    for index, number in enumerate(of_blocks):
+        joined.sizes[number] += groups.sizes[index]
+        joined.stays[number] += groups.stays[index]
+        joined.needs[number] = max(joined.needs[number], groups.needs[index])
+        joined.peaks[number] = max(joined.peaks[number], groups.peaks[index])
+        joined.kept[number] += groups.kept[index]
+    return joined
+
+
+def _needs(blocks: Sequence[Block]) -> list[int]:
+    """The window of each block, with that of the units around it, which may come too."""
+    if all(block.end < 0 for block in blocks):
+        return [block.need_bytes for block in blocks]
+    needs: list[int] = []
+    # Of the units around the next block: their bytes, and the last block in them.
+    around: list[tuple[int, int]] = []
+    for index, block in enumerate(blocks):
+        around = [(size_bytes, end) for size_bytes, end in around if end >= index]
+        needs.append(block.need_bytes + sum([size_bytes for size_bytes, _ in around]))
+        if block.around_bytes and block.end > index:
+            around.append((block.around_bytes, block.end))
+    return needs
+
+
+class Forward:
+    """One forward of a model, as work for a time line.
+
+    Args:
+        blocks: In the order of the forward.
+        costs: What each does.
+    """
+
+    def __init__(self, blocks: Sequence[Block], costs: Sequence[Cost]) -> None:
+        self._seconds = [cost.seconds for cost in costs]
+        self._units = [block.coming for block in blocks]
+        self._around = {
+            index: (block.around_bytes, max(block.end, index))
+            for index, block in enumerate(blocks)
+            if block.around_bytes
+        }
+        self.num_units = sum(map(len, self._units))
+
+    def works(
+        self, sources: Sequence[Source], devices: Sequence[int]
+    ) -> Iterator[tuple[float, int, Source, int, int | None]]:
+        """Unit by unit, what `timeline.Work` says. The time of a block is that of its units, by their bytes.
+
+        Args:
+            sources: Where each block is.
+            devices: Which device computes each.
+        """
+        around: dict[int, list[tuple[int, int]]] = {}  # of the last blocks inside them: device, bytes
+        for index, (seconds, units, source, device) in enumerate(
+            zip(self._seconds, self._units, sources, devices, strict=True)
+        ):
+            if source == "device":
+                yield seconds, 0, source, device, 0
+            elif len(units) == 1 and index not in self._around:
+                yield seconds, units[0], source, device, None
+            else:
+                total = sum(units)
+                if index in self._around:
+                    size_bytes, end = self._around[index]
+                    around.setdefault(end, []).append((device, size_bytes))
+                    yield 0.0 if total else seconds, size_bytes, source, device, 0
+                for size_bytes in units:
+                    yield seconds * size_bytes / total if total else 0.0, size_bytes, source, device, None
+            if around and index in around:
+                for place, size_bytes in around.pop(index):
+                    yield 0.0, 0, "device", place, size_bytes

@@ -1,0 +1,238 @@
+"""Which part of a model goes where: a dict from names to devices that can be checked, looked up and printed."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.arguments import check_map
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
+
+# What users write: the number of an accelerator, or "cuda:1", "cpu", "disk", or torch's own object.
+Device: TypeAlias = int | str | torch.device
+# The same without choice: "disk" holds what is computed elsewhere.
+Place: TypeAlias = torch.device | Literal["disk"]
+
+_NUM_SHOWN = 5  # names in an error message
+
+
+class DeviceMap(dict[str, Device]):
+    """Names of modules, parameters or buffers, each with the device that holds it; `""` is the whole model.
+
+    The longest name that a tensor's name begins with decides. It is a plain dict, and prints as a table.
+
+    Args:
+        devices: Device by name.
+        sizes: Bytes by name, for the table.
+        seconds: Predicted time of one forward by name, for the table.
+        window_bytes: By device, what may be there at once of weights that come and go, those in use among them. A
+            device that is not named keeps room for any three parts that follow each other.
+        rates: How fast weights come, in words, for whoever reads the map.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, Device],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        seconds: Mapping[str, float] | None = None,
+        window_bytes: Mapping[Device, int] | None = None,
+        rates: str | None = None,
+    ) -> None:
+        super().__init__(devices)
+        self.sizes = dict(sizes or {})
+        self.seconds = dict(seconds or {})
+        self.rates = rates
+        self.window_bytes = dict(window_bytes or {})
+        for device, size_bytes in self.window_bytes.items():
+            if type(size_bytes) is not int or size_bytes < 0:
+                raise ValueError(
+                    f"window_bytes[{device!r}]={size_bytes!r}: give a number of bytes, 0 or more, or leave the "
+                    "device out: it keeps room for any three parts that follow each other"
+                )
+
+    def __str__(self) -> str:
+        """Return a table: module, device, size of each, predicted time where any is known; then windows and rates.
+
+        Layers that follow each other and are alike share a line, such as `layers.0-21  13 on 0, 9 on cpu`.
+        """
+        timed = any(self.seconds.values())
+        lines = [["module", "device", "size of each", *(["time"] if timed else [])]]
+        for row in rows_of(self, self.sizes, self.seconds):
+            size = "" if row.size_bytes is None else f"{row.size_bytes / 1e6:,.1f} MB"
+            time = "" if row.seconds is None else f"{row.seconds * 1e3:,.2f} ms"
+            lines.append([row.name or "(the model)", row.where(), size, *([time] if timed else [])])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        shown = [
+            "  ".join(
+                f"{cell:<{width}}" if at < 2 else f"{cell:>{width}}"
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        windows = [
+            f"{device} keeps {size / 1e6:,.1f} MB for what comes"
+            for device, size in self.window_bytes.items()
+        ]
+        return "\n".join([*shown, *windows, *([] if self.rates is None else [self.rates])])
+
+
+class Row(NamedTuple):
+    """A line of a map's table.
+
+    Attributes:
+        name: The name of a module, or of several: `layers.0-21`.
+        devices: The device of each of them.
+        size_bytes: The bytes of each; None if not known.
+        seconds: The time of each; None if not known.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    size_bytes: int | None
+    seconds: float | None
+
+    def where(self) -> str:
+        """Return where they are: a device, or how many are on each of several."""
+        counts = Counter(map(str, self.devices))
+        if len(counts) == 1:
+            return str(self.devices[0])
+        order = sorted(counts, key=lambda device: (device == "disk", device == "cpu", device))
+        return ", ".join(f"{counts[device]} on {device}" for device in order)
+
+
+def rows_of(
+    devices: Mapping[str, Device], sizes: Mapping[str, int], seconds: Mapping[str, float]
+) -> list[Row]:
+    """Return the lines of a map's table. Pure.
+
+    Modules that are numbered one after the other and are alike share a line, until another accelerator computes.
+
+    Args:
+        devices: Device by name.
+        sizes: Bytes by name.
+        seconds: Times by name.
+    """
+    rows: list[Row] = []
+    stem, last, computing = "", "", None  # of the line before
+    for name, device in devices.items():
+        outer, _, number = name.rpartition(".")
+        row = Row(name, (device,), sizes.get(name), seconds.get(name))
+        computes = device if device not in ("cpu", "disk") else computing
+        follows = outer == stem and number.isdecimal() and last.isdecimal() and int(number) == int(last) + 1
+        same_device = None in (computing, computes) or computes == computing
+        if rows and follows and same_device and _alike(rows[-1], row):
+            first = rows[-1].name.removesuffix(f"-{last}")
+            rows[-1] = rows[-1]._replace(name=f"{first}-{number}", devices=(*rows[-1].devices, device))
+        else:
+            rows.append(row)
+        stem, last, computing = outer, number, computes
+    return rows
+
+
+def _alike(one: Row, other: Row) -> bool:
+    return one.size_bytes == other.size_bytes and _close(one.seconds, other.seconds)
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one == other or (
+        one is not None and other is not None and abs(one - other) <= 1e-3 * max(one, other)
+    )
+
+
+def place_of(device: Device) -> Place:
+    """The device that a user means.
+
+    Raises:
+        DeviceMapError: There is no such kind of device.
+    """
+    if device == "disk":
+        return "disk"
+    if isinstance(device, str) and device.isdecimal():
+        raise DeviceMapError(f"{device!r} is no device: give the number {int(device)}, without quotes")
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        found = torch.accelerator.current_accelerator()
+        return torch.device("cuda" if found is None else found.type, device)
+    try:
+        return torch.device(str(device))  # a number below 0 too is none
+    except RuntimeError as error:
+        raise DeviceMapError(
+            f"{device!r} is no device: give the number of an accelerator, a name such as 'cuda:0' or 'cpu', or 'disk'"
+        ) from error
+
+
+def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[str, Place]:
+    """Where each parameter and buffer of a model goes, by every name that it has. Pure.
+
+    Args:
+        model: The model; may be on the meta device.
+        devices: Device by the name of a module, parameter or buffer.
+
+    Raises:
+        DeviceMapError: A name is not in the model, a tensor has no device, or there is no such kind of device.
+    """
+    check_map(
+        devices, "; infer_auto_device_map(model) plans one, as load_checkpoint_and_dispatch can at once"
+    )
+    tensors = [name for name, _ in named_tensors(model)]
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    if unknown := sorted(devices.keys() - modules - set(tensors)):
+        raise DeviceMapError(
+            f"device_map: the model has no {_shown(unknown)}{_meant(unknown[0], [*modules, *tensors])}"
+        )
+    places: dict[str, Place] = {name: place_of(device) for name, device in devices.items()}
+    chosen = {name: _longest(name, places) for name in tensors}
+    if left := [name for name, key in chosen.items() if key is None]:
+        raise DeviceMapError(
+            f'device_map: no device for {_shown(left)}: name them or a module around them; "" is all that is left'
+        )
+    return {name: places[key] for name, key in chosen.items() if key is not None}
+
+
+def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
+    """Check that this machine has the devices that an argument names.
+
+    Raises:
+        DeviceMapError: It lacks one.
+    """
+    for place in dict.fromkeys(places):
+        if place == "disk" or place.type in ("cpu", "meta"):
+            continue
+        found = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count() if found is not None and found.type == place.type else 0
+        if (place.index or 0) >= count:
+            here = f"{count} of the kind {place.type}" if count else f"none of the kind {place.type}"
+            raise DeviceMapError(f"{argument}: {place} is not here: this machine has {here}")
+
+
+def _longest(name: str, places: Mapping[str, Place]) -> str | None:
+    """The longest name of a map that a tensor's name is or begins with."""
+    if name in places:
+        return name
+    return next((outer for outer in reversed(list(enclosing_modules(name))) if outer in places), None)
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return f"{', '.join(map(repr, names[:_NUM_SHOWN]))}{more}"
+
+
+def _meant(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; see model.named_modules()"
+
+
+def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Return a map whose first device computes: that is where pipelines of transformers put inputs.
+
+    It plans the same: what the disk keeps before the first accelerator is computed by that one. A map that has the
+    disk alone is shown as the host, which computes.
+    """
+    first = next((name for name, device in device_map.items() if device != "disk"), None)
+    if first is None:
+        return dict.fromkeys(device_map, "cpu")
+    return {first: device_map[first]} | dict(device_map)

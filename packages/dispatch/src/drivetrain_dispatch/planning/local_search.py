@@ -1,0 +1,240 @@
+"""Better placements than an evenly spread one: parts change places as long as that shortens the forward. Pure."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+from drivetrain_dispatch.planning.block_groups import Forward, Groups
+from drivetrain_dispatch.planning.initial_placement import Budgets, Placed
+from drivetrain_dispatch.planning.pipeline_model import Rates, Source, forward_seconds
+
+_MOST_UNITS = 250_000  # that are gone through for one plan: a tenth of a second
+_MOST_TRIED = 4_000  # placements of a small model
+_LEAST_TRIED = 20  # fewer are not worth the time
+_AWAY: tuple[Source, ...] = ("host", "disk")
+_NEAREST = 6  # parts that stay on either side of one that comes: which of them might change places with it
+
+
+class Found(NamedTuple):
+    """A placement that keeps within the budgets.
+
+    Attributes:
+        seconds: The predicted time of a forward.
+        coming_bytes: What comes in it.
+        placed: Where everything is.
+        windows: The room for weights that come, of each device: all that is left.
+    """
+
+    seconds: float
+    coming_bytes: int
+    placed: Placed
+    windows: tuple[int, ...]
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Less is better."""
+        return self.seconds, self.coming_bytes
+
+
+class Search:
+    """Predicts placements of one model, and looks for better ones.
+
+    Args:
+        groups: What is placed.
+        forward: The forward that is to be short.
+        budgets: What may be held where.
+        rates: How fast weights come.
+    """
+
+    def __init__(self, groups: Groups, forward: Forward, budgets: Budgets, rates: Rates) -> None:
+        self._groups = groups
+        self._forward = forward
+        self._budgets = budgets
+        self._rates = Rates(to_device=inf, from_disk=rates.from_disk) if budgets.in_place else rates
+        most = _MOST_UNITS // max(forward.num_units, 1)
+        self._left = min(most, _MOST_TRIED) if most >= _LEAST_TRIED else 0
+
+    def found(self, placed: Placed) -> Found | None:
+        """A placement with its time; None if it does not keep within the budgets."""
+        windows = self._windows(placed)
+        if windows is None or not self._fits_elsewhere(placed.sources):
+            return None
+        groups, most = self._groups, self._budgets
+        sources, devices = groups.by_block(placed.sources), groups.by_block(placed.devices)
+        if len(windows) > 1 and not _can_be_said(sources, devices):
+            return None
+        seconds = forward_seconds(
+            self._forward.works(sources, devices),
+            self._rates,
+            windows=[inf] * len(windows) if most.in_place else windows,
+        )
+        pairs = zip(groups.sizes, placed.sources, strict=True)
+        coming = sum([size for size, source in pairs if source != "device"])
+        return Found(seconds, coming, placed, windows)
+
+    def improved(self, found: Found, *, share: float = 1.0) -> Found:
+        """The best placement that is reached from one by changes that each shorten the forward.
+
+        Args:
+            found: The one to begin with.
+            share: Of what is left of the time for this plan, how much may be taken.
+        """
+        least = self._left - int(self._left * share)
+        better: Found | None = found
+        while better is not None:
+            found, better = better, None
+            for placed in self._changed(found.placed):
+                if self._left <= least:
+                    return found
+                other = self._tried(placed)
+                if other is not None and other.rank < found.rank:
+                    better = other
+                    break
+        return found
+
+    def _tried(self, placed: Placed) -> Found | None:
+        self._left -= 1
+        return self.found(placed)
+
+    def _windows(self, placed: Placed) -> tuple[int, ...] | None:
+        """What each device has left for weights that come; None if that is too little, or what stays too much."""
+        groups = self._groups
+        count = len(self._budgets.devices)
+        held, peaks, needs, coming = [0] * count, [0] * count, [0] * count, [0] * count
+        for size, stays, need, peak, kept, source, device in zip(
+            groups.sizes, groups.stays, groups.needs, groups.peaks, groups.kept, *placed, strict=True
+        ):
+            held[device] += stays + kept
+            if peak > peaks[device]:
+                peaks[device] = peak
+            if source == "device":
+                held[device] += size
+            else:
+                coming[device] += size
+                if need > needs[device]:
+                    needs[device] = need
+        if self._budgets.in_place:
+            needs = coming = [0] * count
+        most = zip(self._budgets.devices, held, peaks, strict=True)
+        left = [budget - weights - peak for budget, weights, peak in most]
+        if any(room < need for room, need in zip(left, needs, strict=True)):
+            return None
+        return tuple(min(pair) if pair[1] else 0 for pair in zip(left, map(max, coming, needs), strict=True))
+
+    def _fits_elsewhere(self, sources: Sequence[Source]) -> bool:
+        """Whether the host and the disk have room for what is kept there."""
+        held = {"device": 0, "host": 0, "disk": 0}
+        for size, source in zip(self._groups.sizes, sources, strict=True):
+            held[source] += size
+        most = self._budgets
+        return held["host"] <= most.host and (most.disk is None or held["disk"] <= most.disk)
+
+    def _changed(self, placed: Placed) -> Iterator[Placed]:
+        """Placements that differ a little: those that are likely to be better first."""
+        sources, devices = placed
+        sizes = self._groups.sizes
+        coming = [index for index, source in enumerate(sources) if source != "device" and sizes[index]]
+        stay = [index for index, source in enumerate(sources) if source == "device" and sizes[index]]
+        for index in sorted(coming, key=lambda index: -sizes[index]):
+            yield self._settled(_with(placed, {index: "device"}), [index])
+        for disk in [index for index in coming if sources[index] == "disk"]:
+            yield self._settled(_with(placed, {disk: "host"}), [disk])
+            for host in [index for index in coming if sources[index] == "host"]:
+                yield _with(placed, {disk: "host", host: "disk"})
+        for index in coming:
+            for other in sorted(stay, key=lambda other, index=index: abs(other - index))[: 2 * _NEAREST]:
+                swapped = _with(placed, {index: "device", other: sources[index]})
+                yield swapped
+                yield self._settled(swapped, [other, index])
+            yield from self._in_place_of_others(placed, index, stay)
+        for start, (before, after) in enumerate(pairwise(devices), start=1):
+            if before != after:
+                for at, device in ((start - 1, after), (start, before)):
+                    moved = Placed(sources, [*devices[:at], device, *devices[at + 1 :]])
+                    yield moved
+                    yield self._settled(moved, [])
+                    yield self._settled(_with(moved, {at: "host"}), [at])
+                    yield self._settled(_with(moved, {at: "device"}), [at])
+        for index in stay:
+            for source in _AWAY:
+                yield _with(placed, {index: source})
+            yield self._settled(_with(placed, {index: "host"}), [index])
+
+    def _in_place_of_others(self, placed: Placed, index: int, stay: Sequence[int]) -> Iterator[Placed]:
+        """Placements in which a group stays that came, and as many come as take its room."""
+        sizes, device = self._groups.sizes, placed.devices[index]
+        others = [other for other in stay if placed.devices[other] == device]
+        for largest_first in (False, True):
+            changes: dict[int, Source] = {index: "device"}
+            given = 0
+            for other in sorted(others, key=lambda other: sizes[other], reverse=largest_first):
+                if given >= sizes[index]:
+                    break
+                changes[other] = "host"
+                given += sizes[other]
+            yield self._settled(_with(placed, changes), list(changes))
+
+    def _settled(self, placed: Placed, fixed: Sequence[int]) -> Placed:
+        """The same with all room used: more stays, beside the window that the rest needs; the host is full.
+
+        Args:
+            placed: A placement.
+            fixed: Groups of which it is settled whether they stay.
+        """
+        groups, sources = self._groups, list(placed.sources)
+        by_size = sorted(range(len(sources)), key=lambda group: -groups.sizes[group])
+        for at, budget in enumerate(self._budgets.devices):
+            mine = [group for group in by_size if placed.devices[group] == at]
+            room = budget - groups.fixed_bytes(mine)
+            room -= sum([groups.sizes[group] for group in mine if sources[group] == "device"])
+            come = [group for group in mine if sources[group] != "device"]
+            needy = sorted(come, key=groups.needs.__getitem__)  # the one that needs the most at the end
+            for group in come:
+                if group in fixed or groups.sizes[group] > room:
+                    continue
+                while needy and sources[needy[-1]] == "device":
+                    needy.pop()
+                others = needy if needy[-1] != group else _second(needy, sources)
+                need = groups.needs[others[-1]] if others and not self._budgets.in_place else 0
+                if groups.sizes[group] + need <= room:
+                    room -= groups.sizes[group]
+                    sources[group] = "device"
+        away = [group for group in by_size if sources[group] != "device"]
+        room = self._budgets.host - sum([groups.sizes[group] for group in away if sources[group] == "host"])
+        for group in reversed(away):  # the smallest first
+            if room < 0 and sources[group] == "host":
+                sources[group] = "disk"
+                room += groups.sizes[group]
+        for group in away:
+            if sources[group] == "disk" and groups.sizes[group] <= room:
+                sources[group] = "host"
+                room -= groups.sizes[group]
+        return Placed(sources, placed.devices)
+
+
+def _can_be_said(sources: Sequence[Source], devices: Sequence[int]) -> bool:
+    """Whether a map can say it: what comes is computed by the device that it names before, at first by its first."""
+    pairs = zip(sources, devices, strict=True)
+    current = next((device for source, device in pairs if source == "device"), devices[0])
+    for source, device in zip(sources, devices, strict=True):
+        if source == "device":
+            current = device
+        elif device != current:
+            return False
+    return True
+
+
+def _with(placed: Placed, changes: dict[int, Source]) -> Placed:
+    sources = list(placed.sources)
+    for index, source in changes.items():
+        sources[index] = source
+    return Placed(sources, placed.devices)
+
+
+def _second(needy: list[int], sources: Sequence[Source]) -> list[int]:
+    """Behind the one that needs the most, the next one that comes still, if there is any."""
+    last = len(needy) - 2
+    while last >= 0 and sources[needy[last]] == "device":
+        last -= 1
+    return [needy[last]] if last >= 0 else []

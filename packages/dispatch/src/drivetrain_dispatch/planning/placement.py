@@ -1,0 +1,131 @@
+"""What a device map means for each tensor: where its values are kept, and which device computes with them. Pure."""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import nn
+
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Place, place_of, places_of_tensors
+
+_CPU = torch.device("cpu")
+NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+class Placement(NamedTuple):
+    """Of a tensor.
+
+    Attributes:
+        home: Where its values are when nobody computes with them.
+        device: Where it is computed.
+    """
+
+    home: Place
+    device: torch.device
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is always where it is computed."""
+        return self.home == self.device
+
+
+def placements_of(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    *,
+    main_device: Device | None = None,
+    offload_buffers: bool = False,
+) -> dict[str, Placement]:
+    """Where each parameter and buffer of a model is kept and computed, by every name that it has.
+
+    What is kept on the host or the disk is computed by the accelerator that the map names before it; at its
+    beginning, by the main one. Without any accelerator the host computes. A tensor of several names is kept in one
+    place: on the first device of its names that computes, else in memory rather than on the disk.
+
+    Args:
+        model: The model; may be on the meta device.
+        device_map: Device by the name of a module, parameter or buffer, in the order of the forward.
+        main_device: The first accelerator unless said.
+        offload_buffers: Whether buffers are kept away from the device that computes too, but for those that torch's
+            norms write to.
+
+    Raises:
+        DeviceMapError: A name is not in the model, a tensor has no device, there is no such kind of device, or
+            several would compute with one tensor.
+    """
+    homes = places_of_tensors(model, device_map)
+    places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
+    if main_device is None and isinstance(device_map, DeviceMap) and not any(map(_computes, places.values())):
+        # A plan by which everything comes names its device by the window alone.
+        main_device = next(iter(device_map.window_bytes), None)
+    main = None if main_device is None else place_of(main_device)
+    if main == "disk":
+        raise DeviceMapError("main_device='disk' does not compute: give an accelerator or 'cpu'")
+    devices = _devices_of(places, main)
+    may_leave = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if offload_buffers:
+        may_leave = homes.keys() - running_statistics(model)
+    placements: dict[str, Placement] = {}
+    for name, home in homes.items():
+        device = devices[next(outer for outer in _inwards_reversed(name) if outer in devices)]
+        placements[name] = Placement(home if name in may_leave else device, device)
+    return _tied(model, placements)
+
+
+def running_statistics(model: nn.Module) -> set[str]:
+    """The buffers that torch's norms write to in a forward, which no version counter of torch tells. Pure."""
+    return {
+        f"{name}.{buffer}" if name else buffer
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, NORMS)
+        for buffer, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+    }
+
+
+def _devices_of(places: Mapping[str, Place], main: torch.device | None) -> dict[str, torch.device]:
+    """The device that computes each entry of a map."""
+    current = next(filter(_computes, places.values()), _CPU) if main is None else main
+    devices: dict[str, torch.device] = {}
+    for name, place in places.items():
+        if _computes(place):
+            current = place
+        devices[name] = current
+    return devices
+
+
+def _computes(place: Place) -> TypeGuard[torch.device]:
+    return place not in ("disk", _CPU)
+
+
+def _inwards_reversed(name: str) -> Collection[str]:
+    """A name and the modules around it, the innermost first."""
+    return [name, *reversed(list(enclosing_modules(name)))]
+
+
+def _tied(model: nn.Module, placements: Mapping[str, Placement]) -> dict[str, Placement]:
+    """The same with one home for the names of one tensor."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+    tied = dict(placements)
+    for group in names.values():
+        if len(devices := {placements[name].device for name in group}) > 1:
+            raise DeviceMapError(
+                f"device_map: {' and '.join(map(repr, group))} are one tensor, which "
+                f"{' and '.join(sorted(map(str, devices)))} would compute with: give them to one device"
+            )
+        homes: list[Place] = [placements[name].home for name in group]
+        home = min(homes, key=lambda place: (place == "disk", place == _CPU))
+        for name in group:
+            tied[name] = placements[name]._replace(home=home)
+    return tied

@@ -1,0 +1,1 @@
+"""Quantise the weights of linear layers, by the libraries that do it."""

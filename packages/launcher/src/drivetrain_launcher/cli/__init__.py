@@ -1,0 +1,1 @@
+"""Parse the command line, in our flags and in those of Accelerate and torchrun."""

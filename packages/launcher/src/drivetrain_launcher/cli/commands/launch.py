@@ -1,0 +1,114 @@
+"""Run a script on one process or many, on one machine or many."""
+
+import sys
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from drivetrain_config import Command, Layers, flags, resolve, sections
+from drivetrain_config.installed import entry_points
+from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
+from drivetrain_launcher.console import say
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.build import plan_launch
+from drivetrain_launcher.plan.host import look_at_host
+from drivetrain_launcher.plan.plan import Target
+from drivetrain_launcher.run.run import run_plan
+from drivetrain_launcher.settings import LaunchSettings
+
+# Where packages announce their backends.
+_BACKENDS = "drivetrain.backends"
+# Beside the launcher's own: to look up every installed package's would cost a start of each.
+_OFTEN_MISPLACED = frozenset(
+    {"--config", "--dry-run", "--backend", "--cpu", "--mixed-precision", "--gradient-accumulation-steps"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchArguments:
+    """What `drivetrain launch` is told."""
+
+    script: str = field(
+        metadata={
+            "positional": True,
+            "help": "Script to run; a module's name with -m, a program with --program.",
+        }
+    )
+    arguments: tuple[str, ...] = field(
+        default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Print the plan, with each rank's command and environment; start nothing."},
+    )
+    layers: Layers = field(default_factory=lambda: Layers({}))
+
+
+def run(arguments: LaunchArguments) -> int:
+    """Plan the launch and carry it out."""
+    settings = resolve_said(arguments.layers)
+    launch: LaunchSettings = settings["launch"]
+    target = _target(arguments, launch)
+    _check(arguments.layers, settings, target)
+    plan = plan_launch(
+        launch, target, look_at_host(_device(settings)), handed_down=arguments.layers.to_json()
+    )
+    if arguments.dry_run:
+        sys.stdout.write(f"{plan}\n")
+        return 0
+    return run_plan(plan)
+
+
+def resolve_said(layers: Layers) -> dict[str, Any]:
+    """The sections that anything was said about, and `launch`: a wrong value is told here, once, not by each rank."""
+    said = {section for section, _ in layers.entries} | {"launch", "state"}
+    return {
+        name: resolve(section, section=name, layers=layers).value
+        for name, section in sections(only=said).items()
+    }
+
+
+def _check(layers: Layers, settings: dict[str, Any], target: Target) -> None:
+    """Refuse what every worker would, and tell flags that the script gets in place of the launcher."""
+    asked = layers.of_section("run").get("backend", ())
+    if not asked and not any(argument.startswith("--") for argument in target.arguments):
+        return
+    script = None
+    if target.kind == "script" and Path(target.name).is_file():
+        script = Path(target.name).read_text(encoding="utf-8", errors="replace")
+    if asked and "run" in settings:
+        installed = [point.name for point in entry_points(_BACKENDS)]
+        check_backend(settings["run"].backend, installed, script, asked[0].source)
+    known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
+    if misplaced := misplaced_flags(target.arguments, known, script or ""):
+        stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")
+        say(
+            f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
+            f"not; what the launcher is to read stands before the script: drivetrain launch [flags] {target.name}"
+        )
+
+
+def _device(settings: dict[str, Any]) -> str:
+    """The kind of device that the run asks for; `run.cpu` is the umbrella's, and may not be installed."""
+    wants_cpu = "run" in settings and settings["run"].cpu
+    return "cpu" if wants_cpu else settings["state"].device
+
+
+def _target(arguments: LaunchArguments, launch: LaunchSettings) -> Target:
+    if launch.module:
+        return Target(name=arguments.script, arguments=arguments.arguments, kind="module")
+    if launch.program:
+        return Target(name=arguments.script, arguments=arguments.arguments, kind="program")
+    path = Path(arguments.script)
+    if not path.exists():
+        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, beside, n=1)
+        hint = f"; did you mean {path.with_name(near[0])}" if near else ""
+        raise LaunchError(f"{arguments.script}: no such script (looked for {path.absolute()}){hint}")
+    return Target(name=arguments.script, arguments=arguments.arguments)
+
+
+command = Command(
+    arguments=LaunchArguments, run=run, help="Run a script on one process or many, here or on many machines."
+)

@@ -1,0 +1,126 @@
+"""The `drivetrain` command: finds the subcommand, builds its parser, and says what is wrong with a command line.
+
+Subcommands are found through the entry point group `drivetrain.commands`; only the module of the chosen one is
+imported, so that `drivetrain --help` answers at once. One that is announced as `checkpoint.list` is called by two
+words, `drivetrain checkpoint list`.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import cast
+
+from drivetrain_config.errors import ConfigError
+from drivetrain_config.installed import EntryPoint
+from drivetrain_config.registry import Command, commands
+from drivetrain_launcher.console import say
+from drivetrain_launcher.errors import LaunchError, UsageError
+
+# What the shell is told of a command line that cannot be carried out, as by argparse.
+_USAGE = 2
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    """Run `drivetrain COMMAND ...`.
+
+    Args:
+        tokens: The command line; None for the process's own.
+
+    Returns:
+        The exit code: 2 for a command line or a setting that is wrong.
+    """
+    try:
+        return _run(sys.argv[1:] if tokens is None else list(tokens), commands())
+    except (LaunchError, ConfigError) as error:
+        say(f"error: {error}")
+        return _USAGE
+
+
+def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = "") -> int:
+    """Run the command that the first word names, or look among those of the group that it names."""
+    if not tokens or tokens[0] in ("-h", "--help"):
+        sys.stdout.write(_overview(found, group))
+        return 0 if tokens else _USAGE
+    if tokens[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        sys.stdout.write(f"drivetrain {version('drivetrain-launcher')}\n")
+        return 0
+    name, *rest = tokens
+    if name in found:
+        # A package that does not depend on config gives an object of the same shape.
+        command = cast("Command", found[name].load())
+        return command.run(_parse(f"{group}{name}", command, rest))
+    if members := _group(found, name):
+        return _run(rest, members, f"{group}{name} ")
+    names = _names(found)
+    near = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {group}{near[0]}" if near else ""
+    raise UsageError(
+        f"{group}{name}: no such command{hint}; the packages installed here bring {', '.join(names)}"
+    )
+
+
+def _names(found: Mapping[str, EntryPoint]) -> list[str]:
+    """The words that may stand first: commands, and groups of them."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in found))
+
+
+def _group(found: Mapping[str, EntryPoint], name: str) -> dict[str, EntryPoint]:
+    """The commands of a group, without its name."""
+    prefix = f"{name}."
+    return {full.removeprefix(prefix): point for full, point in found.items() if full.startswith(prefix)}
+
+
+def _parse(name: str, command: Command, tokens: Sequence[str]) -> object:
+    from drivetrain_launcher.cli.parser import build_parser
+
+    return build_parser(name, command.arguments, command.help).parse(tokens)
+
+
+def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
+    names = _names(found)
+    width = max(map(len, names), default=0)
+    lines = [f"  {name:<{width}}  {_about(name, found)}" for name in names]
+    about = (
+        _about_group(found)
+        if group
+        else "Write a PyTorch training loop once; run it anywhere by changing the launch."
+    )
+    return "\n".join(
+        [
+            f"usage: drivetrain {group}COMMAND [flags] ...",
+            "",
+            about,
+            "",
+            *lines,
+            "",
+            f"drivetrain {group}COMMAND --help says more of each; drivetrain --version says which this is.",
+            "",
+        ]
+    )
+
+
+def _about(name: str, found: Mapping[str, EntryPoint]) -> str:
+    """What a command or a group is for, in a line."""
+    if name in found:
+        return _summary(found[name].value.partition(":")[0])
+    return _about_group(_group(found, name))
+
+
+def _about_group(members: Mapping[str, EntryPoint]) -> str:
+    """What the package says of itself in which the modules of the group's commands stand."""
+    first = next(iter(members.values()))
+    return _summary(first.value.partition(":")[0].rpartition(".")[0])
+
+
+def _summary(module: str) -> str:
+    """The first line of a module, read without running it: it may import what takes seconds."""
+    from ast import get_docstring, parse
+    from importlib.util import find_spec
+
+    spec = find_spec(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return ""
+    with open(spec.origin, encoding="utf-8") as source:
+        return (get_docstring(parse(source.read())) or "").partition("\n")[0]

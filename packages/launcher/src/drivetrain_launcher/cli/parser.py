@@ -1,0 +1,263 @@
+"""A command's dataclass to a parser, and a command line to the dataclass.
+
+A command's arguments are a frozen dataclass. Each field is a flag, made as a section's flags are, but for these:
+
+- a field of type `Layers` stands for the flags of every installed section, and `--config FILE`;
+- a field with metadata `{"positional": True}` is a positional argument;
+- a field with metadata `{"rest": True}`, a tuple of text, takes whatever follows the positional ones, untouched.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from drivetrain_config import Flag, Layers, flags, sections
+from drivetrain_config.conversion import convert
+from drivetrain_launcher.cli.accelerate_flags import Said, add_meanings, word_of
+from drivetrain_launcher.cli.flag_aliases import ours, refusal
+from drivetrain_launcher.errors import UsageError
+
+# Where the flags of the command itself stand, beside the names of sections.
+_OWN = ""
+
+
+# The sections whose flags stand first in the help.
+_FIRST = ("launch", "run")
+
+_SEE_HELP = "--help lists what there is"
+
+_CONFIG = Flag(
+    name="--config",
+    section=_OWN,
+    field="config",
+    is_switch=False,
+    choices=None,
+    help="File of settings: YAML, TOML or JSON, or one of Accelerate's YAML files.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandParser:
+    """The parser of one command.
+
+    Attributes:
+        command: Its name.
+        summary: What it does, in a sentence.
+        arguments: Its dataclass.
+        types: The types of the dataclass's fields.
+        groups: The flags, by section; those of the command itself under an empty name.
+        flags: Every flag, by name; a switch under its `--no-` name too.
+        positionals: The fields that are positional arguments, in order.
+        rest: The field that takes the rest of the command line, if one does.
+        layers: The field that takes the settings of all sections, if one does.
+    """
+
+    command: str
+    summary: str
+    arguments: type[Any]
+    types: Mapping[str, Any]
+    groups: Mapping[str, tuple[Flag, ...]]
+    flags: Mapping[str, Flag]
+    positionals: tuple[str, ...]
+    rest: str | None
+    layers: str | None
+
+    def parse(self, tokens: Sequence[str]) -> Any:
+        """Read a command line into the command's arguments.
+
+        Raises:
+            UsageError: A flag is unknown or lacks its value, or an argument is missing or wrong.
+            ConfigError: The file of settings cannot be read.
+            SystemExit: `--help` was asked for, and has been shown.
+        """
+        said, plain, rest = self._scan(tokens)
+        if len(plain) < len(self.positionals):
+            missing = self.positionals[len(plain)]
+            raise UsageError(f"{missing.upper()} is missing: {self._help_of(missing)}")
+        if len(plain) > len(self.positionals):
+            raise UsageError(f"{plain[len(self.positionals)]!r}: not expected here; {_SEE_HELP}")
+        own = {**said.pop(_OWN, {}), **dict(zip(self.positionals, plain, strict=True))}
+        values = {name: self._converted(name, text) for name, text in own.items() if name in self.types}
+        if self.rest is not None:
+            values[self.rest] = tuple(rest)
+        if self.layers is not None:
+            file = own.get("config")
+            values[self.layers] = Layers.read(
+                file=None if file is None else Path(str(file)), command_line=said
+            )
+        self._check_given(values)
+        try:
+            return self.arguments(**values)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def _check_given(self, values: Mapping[str, Any]) -> None:
+        for field in fields(self.arguments):
+            needed = field.default is MISSING and field.default_factory is MISSING
+            if needed and field.name not in values:
+                raise UsageError(
+                    f"--{field.name.replace('_', '-')} is missing: {field.metadata.get('help', '')}"
+                )
+
+    def _scan(self, tokens: Sequence[str]) -> tuple[Said, list[str], list[str]]:
+        """Split a command line into what flags say, by section and field, positional arguments and the rest."""
+        said: Said = {}
+        plain: list[str] = []
+        words: dict[str, tuple[str, str]] = {}
+        waiting = list(tokens)
+        while waiting and not (self.rest is not None and len(plain) == len(self.positionals)):
+            token = waiting.pop(0)
+            if token == "--" or not token.startswith("-") or token == "-":
+                plain += waiting[:1] if token == "--" else [token]
+                waiting = waiting[1:] if token == "--" else waiting
+                continue
+            if token in ("-h", "--help"):
+                sys.stdout.write(self.help_text())
+                raise SystemExit(0)
+            written, equals, text = token.partition("=")
+            if (word := self._word_of(written)) is not None:
+                words[word] = (written, text if equals else _next(written, waiting))
+            else:
+                self._take(token, waiting, said)
+        add_meanings(words, said)
+        return said, plain, waiting
+
+    def _word_of(self, written: str) -> str | None:
+        """The word for FSDP or DeepSpeed that a flag stands for; None if it is the command's own, or none."""
+        own = self.flags.get(written.replace("_", "-"))
+        if self.layers is None or (own is not None and own.section == _OWN):
+            return None
+        return word_of(written)
+
+    def _take(self, token: str, waiting: list[str], said: Said) -> None:
+        """Read one flag, and its value from what waits behind it."""
+        written, equals, text = token.partition("=")
+        translated = ours(written, self.flags)
+        if not translated:
+            return
+        name, *implied = translated
+        flag = self.flags.get(name)
+        if flag is None:
+            raise UsageError(self._unknown(written))
+        value: str | bool
+        if flag.is_switch:
+            value = _truth(written, text or "true") is (name == flag.name)
+        elif implied:
+            value = implied[0]
+            if equals:
+                raise UsageError(f"{token}: takes no value; {written} alone means {name} {value}")
+            if (other := said.get(flag.section, {}).get(flag.field, value)) != value:
+                raise UsageError(
+                    f"{written}: means {name} {value}, and {name} {other} is said before; keep one"
+                )
+        else:
+            value = text if equals else _next(written, waiting, flag)
+        if flag.choices is not None and value not in flag.choices:
+            raise UsageError(f"{written} {value}: say one of {', '.join(flag.choices)}")
+        said.setdefault(flag.section, {})[flag.field] = "" if (name, value) == ("--devices", "all") else value
+
+    def _unknown(self, written: str) -> str:
+        reason = refusal(written)
+        if reason is not None:
+            return f"{written}: {reason}"
+        near = get_close_matches(written.replace("_", "-"), self.flags, n=1)
+        sections = ", ".join(dict.fromkeys(flag.section for flag in self.flags.values() if flag.section))
+        meant = f"the packages installed here bring those of {sections}; " if sections else ""
+        if near:
+            meant = f"did you mean {near[0]}; "
+        return f"{written}: no such flag; {meant}{_SEE_HELP}"
+
+    def _converted(self, name: str, given: object) -> Any:
+        try:
+            return convert(given, self.types[name], text=True)
+        except ValueError as error:
+            raise UsageError(f"{name} {given}: {error}") from error
+
+    def _help_of(self, name: str) -> str:
+        return next(field.metadata.get("help", "") for field in fields(self.arguments) if field.name == name)
+
+    def help_text(self) -> str:
+        """The text for `--help`."""
+        from argparse import ArgumentParser
+
+        shown = [_metavar(name) for name in self.positionals]
+        shown += [] if self.rest is None else [f"[{_metavar(self.rest)} ...]"]
+        usage = " ".join([f"drivetrain {self.command} [flags]", *shown])
+        parser = ArgumentParser(description=self.summary, usage=usage, add_help=False)
+        for name in (*self.positionals, *([] if self.rest is None else [self.rest])):
+            parser.add_argument(_metavar(name), help=self._help_of(name))
+        for name, flags_of_section in self.groups.items():
+            group = parser.add_argument_group("flags" if name == _OWN else f"the {name} section")
+            for flag in flags_of_section:
+                if flag.is_switch:
+                    group.add_argument(f"--[no-]{flag.name[2:]}", help=flag.help, action="store_true")
+                else:
+                    choices = None if flag.choices is None else "{" + ",".join(flag.choices) + "}"
+                    group.add_argument(flag.name, help=flag.help, metavar=choices or _metavar(flag.field))
+        return parser.format_help()
+
+
+def _next(written: str, waiting: list[str], flag: Flag | None = None) -> str:
+    """The value of a flag, taken from what waits behind it."""
+    if not waiting or waiting[0].startswith("--"):
+        hint = "" if flag is None else f"; {flag.help.replace('%%', '%')}"
+        raise UsageError(f"{written}: needs a value{hint}")
+    return waiting.pop(0)
+
+
+def _metavar(name: str) -> str:
+    return name.upper()
+
+
+def _truth(written: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise UsageError(f"{written}={text}: is a switch; say {written} alone, or its opposite with --no-")
+    return text.lower() == "true"
+
+
+def build_parser(command: str, arguments: type[Any], summary: str) -> CommandParser:
+    """Make the parser of a command.
+
+    Args:
+        command: Its name.
+        arguments: The dataclass of its arguments.
+        summary: What it does, in a sentence.
+    """
+    types = get_type_hints(arguments)
+    described = fields(arguments)
+    positionals = tuple(field.name for field in described if field.metadata.get("positional"))
+    rest = next((field.name for field in described if field.metadata.get("rest")), None)
+    layers = next((field.name for field in described if types[field.name] is Layers), None)
+    special = {*positionals, rest, layers}
+    groups: dict[str, tuple[Flag, ...]] = {
+        _OWN: tuple(
+            replace(flag, name="--" + flag.field.replace("_", "-"), section=_OWN)
+            for flag in flags(arguments, command)
+            if flag.field not in special
+        )
+    }
+    if layers is not None:
+        groups[_OWN] += (_CONFIG,)
+        installed = sections()
+        names = sorted(installed, key=lambda name: (name not in _FIRST, name))
+        # A command's own flag stands before one of the same name in a section.
+        own = {flag.name for flag in groups[_OWN]}
+        groups |= {
+            name: tuple(f for f in flags(installed[name], name) if f.name not in own) for name in names
+        }
+    found = {flag.name: flag for group in groups.values() for flag in group}
+    found |= {f"--no-{name[2:]}": flag for name, flag in found.items() if flag.is_switch}
+    return CommandParser(
+        command=command,
+        summary=summary,
+        arguments=arguments,
+        types=types,
+        groups=groups,
+        flags=found,
+        positionals=positionals,
+        rest=rest,
+        layers=layers,
+    )

@@ -1,0 +1,1 @@
+"""Plan a launch: which command runs on which rank, with which environment."""

@@ -1,0 +1,158 @@
+"""Settings and what is known of the host to a plan.
+
+Everything here is pure: a plan for ten thousand ranks can be made and read on a laptop.
+"""
+
+from dataclasses import replace
+
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.host import VISIBILITY_VARIABLES, Host
+from drivetrain_launcher.plan.plan import LaunchPlan, Target
+from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
+
+
+def plan_launch(
+    settings: LaunchSettings, target: Target, host: Host, *, handed_down: str | None = None
+) -> LaunchPlan:
+    """Decide how a launch is carried out on this node.
+
+    Args:
+        settings: The `launch` section.
+        target: What is run.
+        host: What is known of this node.
+        handed_down: The settings for the workers, as `Layers.to_json` writes them.
+
+    Raises:
+        LaunchError: It cannot be carried out: too few accelerators, a node that is not told its rank. The message
+            gives the numbers and the way out.
+    """
+    count, notes = _processes_per_node(settings, host)
+    environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
+    environment |= _visible(settings, host)
+    threads = _threads(settings, host, count)
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = threads
+        if settings.threads_per_process is None:
+            notes += (
+                f"OMP_NUM_THREADS={threads} for each of {count} processes, so that they do not crowd the CPU; "
+                "--threads-per-process sets another number",
+            )
+    # What only an agent can do brings the agent, also for one process.
+    needs_agent = settings.num_nodes > 1 or settings.max_restarts > 0 or settings.log_dir is not None
+    plan = LaunchPlan(
+        mode="elastic" if count > 1 or needs_agent else "in place",
+        target=target,
+        processes_per_node=count,
+        max_restarts=settings.max_restarts,
+        monitor_interval_seconds=settings.monitor_interval_seconds,
+        shutdown_timeout_seconds=settings.shutdown_timeout_seconds,
+        log_dir=settings.log_dir,
+        environment=environment,
+        notes=notes,
+    )
+    if plan.mode == "in place":
+        return replace(plan, has_ranks=host.has_ranks, master_port=settings.master_port or 0)
+    return _meeting(plan, settings)
+
+
+def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tuple[str, ...]]:
+    """How many processes this node runs, and what to say if nobody said."""
+    available = len(settings.devices) if settings.devices else host.accelerator_count
+    what = f"{host.accelerator} device{'s' if available != 1 else ''}"
+    if host.accelerator is not None and available == 0:
+        raise LaunchError(
+            f"this node has no {host.accelerator} device that torch can use: say --cpu to train on the CPU, or leave "
+            "the kind of device to be found out"
+        )
+    asked = settings.processes_per_node
+    if asked is None and settings.num_processes is not None:
+        asked = settings.num_processes // settings.num_nodes
+    if asked is None:
+        count = max(1, available)
+        note = f"{count} processes, one for each of {available} {what}; --num-processes sets another number"
+        return count, (note,) if count > 1 else ()
+    if host.accelerator is not None and asked > available:
+        raise LaunchError(
+            f"{asked} processes on this node, but it has {available} {what} to give them: say "
+            f"--num-processes {available * settings.num_nodes}, or --cpu to train on the CPU"
+        )
+    return asked, ()
+
+
+def _visible(settings: LaunchSettings, host: Host) -> dict[str, str]:
+    """The variable that restricts which accelerators are seen."""
+    if not settings.devices:
+        return {}
+    shown = ",".join(map(str, settings.devices))
+    if host.accelerator is None:
+        raise LaunchError(f"--devices {shown}: this node has no accelerator that torch can use; leave it out")
+    if host.accelerator not in VISIBILITY_VARIABLES:
+        raise LaunchError(f"--devices {shown}: {host.accelerator} devices cannot be chosen; leave it out")
+    missing = [d for d in settings.devices if isinstance(d, int) and not 0 <= d < host.accelerator_count]
+    if missing and host.visible_devices is None:
+        raise LaunchError(
+            f"--devices {shown}: this node has {host.accelerator_count} {host.accelerator} devices, counted from 0; "
+            f"there is no {', '.join(map(str, missing))}"
+        )
+    if len(set(settings.devices)) < len(settings.devices):
+        raise LaunchError(f"--devices {shown}: names a device twice")
+    return {VISIBILITY_VARIABLES[host.accelerator]: shown}
+
+
+def _threads(settings: LaunchSettings, host: Host, count: int) -> str | None:
+    if settings.threads_per_process is not None:
+        return str(settings.threads_per_process)
+    return "1" if count > 1 and host.omp_num_threads is None else None
+
+
+def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
+    """Where and how the nodes meet."""
+    if settings.num_nodes == 1:
+        return replace(
+            plan,
+            rdzv_id=settings.rdzv_id or "none",
+            master_addr=settings.master_addr or "127.0.0.1",
+            master_port=settings.master_port or 0,
+        )
+    if settings.master_addr is None:
+        raise LaunchError(
+            f"--num-nodes {settings.num_nodes}: say on every node where they meet, --master-addr HOST (a name or "
+            "address of the node with rank 0)"
+        )
+    if settings.master_port == 0:
+        raise LaunchError(
+            f"--master-port 0: {settings.num_nodes} nodes must be told the same port; say one, or leave it out for "
+            f"{DEFAULT_PORT}"
+        )
+    if settings.rdzv_backend == "static":
+        _check_static(settings)
+    elif settings.rdzv_id is None:
+        raise LaunchError(
+            "--rdzv-backend c10d: say on every node the same --rdzv-id NAME, so that runs do not mix"
+        )
+    elif settings.node_rank is not None:
+        raise LaunchError(
+            "--node-rank: with --rdzv-backend c10d the nodes agree on their ranks; leave it out"
+        )
+    return replace(
+        plan,
+        num_nodes=settings.num_nodes,
+        node_rank=settings.node_rank,
+        rdzv_backend=settings.rdzv_backend,
+        rdzv_id=settings.rdzv_id or "none",
+        rdzv_timeout_seconds=settings.rdzv_timeout_seconds,
+        master_addr=settings.master_addr,
+        master_port=settings.master_port or DEFAULT_PORT,
+    )
+
+
+def _check_static(settings: LaunchSettings) -> None:
+    if settings.node_rank is None:
+        raise LaunchError(
+            f"--num-nodes {settings.num_nodes}: say on each node which it is, --node-rank 0 to "
+            f"{settings.num_nodes - 1}; or use --rdzv-backend c10d, where they agree by themselves"
+        )
+    if settings.max_restarts:
+        raise LaunchError(
+            f"--max-restarts {settings.max_restarts}: several nodes restart together only with --rdzv-backend c10d"
+        )

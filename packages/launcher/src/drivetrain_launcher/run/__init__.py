@@ -1,0 +1,1 @@
+"""Carry out a launch plan: start processes, watch them, report failures."""

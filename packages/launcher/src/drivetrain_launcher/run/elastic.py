@@ -1,0 +1,268 @@
+"""Carry out an elastic plan with torch's own agent; say what failed as soon as it is known.
+
+Imported when several processes are started, not before: it imports torch, and of it only what torchrun imports.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from drivetrain_config import environ
+from drivetrain_launcher.console import say, torch_silenced
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.plan import LaunchPlan
+from drivetrain_launcher.plan.rendezvous import rendezvous_of
+from drivetrain_launcher.run.failures import (
+    RESUME_EXIT_CODE,
+    RankFailure,
+    describe_others,
+    describe_root,
+    find_root,
+    read_failure,
+)
+from drivetrain_launcher.run.signals import StopSignals
+
+_SAVED = f"all ranks have saved; run the same command again to go on (exit code {RESUME_EXIT_CODE})"
+
+
+def run_elastic(plan: LaunchPlan) -> int:
+    """Start the processes of a plan on this node, and wait for them.
+
+    Returns:
+        0 if all ranks succeeded; else the exit code of the rank that failed first, or 128 + a signal's number.
+
+    Raises:
+        LaunchError: The nodes cannot meet: the port is in use, the master is not reached, a node is missing.
+    """
+    try:
+        with (
+            TemporaryDirectory(prefix="drivetrain_") as scratch,
+            environ.exported(**plan.environment),
+            torch_silenced(),
+        ):
+            return _run(plan, WorkerLogs(plan, Path(scratch)))
+    except SignalException as stop:
+        say(f"stopped by {stop.sigval.name}; no rank is left")
+        return 128 + stop.sigval
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:
+        raise LaunchError(_why_no_meeting(plan, error)) from error
+
+
+def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
+    program, *arguments = plan.command
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=plan.processes_per_node,
+        rdzv_handler=rendezvous_of(plan),
+        entrypoint=program,
+        # The agent substitutes $-macros in arguments; these are the script's own, and stay as they are.
+        args=tuple(argument.replace("$", "$$") for argument in arguments),
+        max_restarts=plan.max_restarts,
+        monitor_interval=plan.monitor_interval_seconds,
+        master_addr=plan.master_addr if plan.is_static_meeting else None,
+        master_port=plan.master_port if plan.is_static_meeting else None,
+    )
+    agent = Agent(spec, logs, plan)
+    try:
+        result = cast("RunResult | None", agent.run())
+    except SignalException:
+        if not agent.has_saved:
+            raise
+        say(_SAVED)
+        return RESUME_EXIT_CODE
+    finally:
+        spec.rdzv_handler.shutdown()
+    if agent.exit_code == 0 and result is not None and result.state is not WorkerState.SUCCEEDED:
+        say(f"torch's agent gave up on the ranks, which are {result.state.name.lower()}")
+        return 1
+    return agent.exit_code
+
+
+class WorkerLogs(DefaultLogsSpecs):
+    """Where each rank's error file is, and its output if the plan wants that in files."""
+
+    def __init__(self, plan: LaunchPlan, scratch: Path) -> None:
+        super().__init__(
+            log_dir=str(plan.log_dir or scratch), tee=Std.ALL if plan.log_dir is not None else Std.NONE
+        )
+        self.error_files: dict[int, Path] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called by the agent each time it starts the ranks."""
+        destinations = super().reify(envs)
+        self.error_files = {rank: Path(file) for rank, file in destinations.error_files.items()}
+        return destinations
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which also says what happens.
+
+    A rank's exception is shown as soon as its file is there: stopping the others, who may be saving, can take long.
+
+    Attributes:
+        exit_code: For the shell.
+        has_saved: Whether a rank, when it was stopped, said that all have saved and want to be started again.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: WorkerLogs, plan: LaunchPlan) -> None:
+        super().__init__(spec, logs_specs=logs, log_line_prefix_template="[rank ${rank}] ")
+        self.exit_code = 0
+        self.has_saved = False
+        self._logs = logs
+        self._plan = plan
+        self._root: RankFailure | None = None
+        self._signals = StopSignals()
+
+    # torch decorates the two with a timer whose type hides theirs.
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._root = None
+        start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
+        pids = start(worker_group)
+        self._signals.take_over()
+        self._signals.hand_on(pids.values())
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._root is None:
+            self._show_first(self._recorded(worker_group))
+        monitor = cast("Callable[[WorkerGroup], RunResult]", super()._monitor_workers)
+        result = monitor(worker_group)
+        if result.is_failed():
+            self._show_all(result, worker_group)
+        return result
+
+    def _shutdown(
+        self,
+        death_sig: signal.Signals = signal.SIGTERM,
+        timeout: float = 0,  # noqa: ARG002 - the agent passes its own; the plan's counts
+    ) -> None:
+        """Stop the ranks; a second signal meanwhile kills them."""
+        seconds = self._plan.shutdown_timeout_seconds
+        if isinstance(sys.exception(), SignalException):
+            say(
+                f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to "
+                "save; once more kills them"
+            )
+        try:
+            self._stop(death_sig, seconds)
+        except SignalException:
+            say("killing the ranks: what they were saving is left uncommitted")
+            self._stop(signal.SIGKILL, seconds)
+        handlers: Mapping[int, SubprocessHandler] = getattr(self._pcontext, "subprocess_handlers", {})
+        codes = [handler.proc.returncode for handler in handlers.values()]
+        self.has_saved = RESUME_EXIT_CODE in codes
+        if self._worker_group.state is not WorkerState.SUCCEEDED:
+            _kill_leftovers(self._worker_group)
+
+    def _stop(self, death_sig: signal.Signals, seconds: float) -> None:
+        # torch 2.9 has no timeout here, and waits 30 s.
+        if "timeout" in signature(LocalElasticAgent._shutdown).parameters:
+            super()._shutdown(death_sig, max(1, round(seconds)))
+        else:
+            super()._shutdown(death_sig)
+
+    def _recorded(self, worker_group: WorkerGroup) -> list[RankFailure]:
+        """The exceptions that ranks have left by now."""
+        found: list[RankFailure] = []
+        for worker in worker_group.workers:
+            record = _read_record(self._logs.error_files.get(worker.local_rank))
+            if record:
+                failure = read_failure(
+                    record,
+                    rank=worker.global_rank,
+                    local_rank=worker.local_rank,
+                    pid=cast("int", worker.id),
+                    exit_code=None,
+                    seen=time.time(),
+                )
+                found.append(failure)
+        return found
+
+    def _show_first(self, failures: list[RankFailure]) -> None:
+        """Show what began it, if that is known already: a broken connection has its cause elsewhere."""
+        causes = [failure for failure in failures if not failure.is_aftermath]
+        if causes:
+            self._root = find_root(causes)
+            sys.stderr.write(describe_root(self._root, num_nodes=self._plan.num_nodes))
+
+    def _show_all(self, result: RunResult, worker_group: WorkerGroup) -> None:
+        failures = [
+            read_failure(
+                failure.error_file_data,
+                rank=rank,
+                local_rank=failure.local_rank,
+                pid=failure.pid,
+                exit_code=failure.exitcode,
+                seen=float(failure.timestamp),
+            )
+            for rank, failure in result.failures.items()
+        ]
+        # One is enough: it ends so when all have saved. Others may have been stopped on their way out.
+        if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
+            say(_SAVED)
+            self.exit_code, self._remaining_restarts = RESUME_EXIT_CODE, 0
+            return
+        # torch 2.9 leaves out the ranks that failed while they were being stopped.
+        failures += [each for each in self._recorded(worker_group) if each.rank not in result.failures]
+        root = find_root(
+            [f for f in failures if self._root is not None and f.rank == self._root.rank] or failures
+        )
+        if self._root is None:
+            sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes))
+        self._root = root
+        sys.stderr.write(describe_others(root, failures))
+        self.exit_code = root.shell_code
+        if self._remaining_restarts > 0:
+            attempt = self._plan.max_restarts - self._remaining_restarts + 1
+            say(f"restarting all ranks ({attempt} of {self._plan.max_restarts})")
+            self.exit_code = 0
+
+
+def _kill_leftovers(worker_group: WorkerGroup) -> None:
+    """End what failed or stopped ranks have started, such as loader workers: each rank leads a group of its own."""
+    for worker in worker_group.workers:
+        if worker.id is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(cast("int", worker.id), signal.SIGKILL)
+
+
+def _read_record(file: Path | None) -> dict[str, object]:
+    """What a rank has left; empty if nothing, or if torch's own `record` is still writing it."""
+    if file is None or not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except json.JSONDecodeError:
+        return {}
+
+
+def _why_no_meeting(plan: LaunchPlan, error: Exception) -> str:
+    where = f"{plan.master_addr}:{plan.master_port}"
+    if "EADDRINUSE" in str(error) or "already in use" in str(error):
+        free = "leave it out for any free one" if plan.num_nodes == 1 else "say another on every node"
+        port = f"--master-port {plan.master_port}"
+        return f"{port}: the port is in use on this machine, most likely by another run; {free}"
+    if plan.num_nodes == 1:
+        return (
+            f"--master-addr {plan.master_addr}: this machine cannot meet itself there ({error}); leave it out"
+        )
+    return (
+        f"the {plan.num_nodes} nodes did not meet at {where} within {plan.rdzv_timeout_seconds:g} s, or lost each "
+        "other: check that drivetrain launch runs on every node with the same --num-nodes, --master-addr and "
+        f"--master-port, that the address is that of node 0, and that the port is reachable ({error})"
+    )

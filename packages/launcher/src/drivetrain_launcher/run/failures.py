@@ -1,0 +1,223 @@
+"""What is said when ranks fail: the traceback of the one that began it first and once, the others in a line each."""
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a rank sees when another has gone: gloo, NCCL, the rendezvous store and dispatched loaders say it so.
+_AFTERMATH_TYPES = ("DispatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_AFTERMATH_WORDS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",
+)
+
+# What ended a process, in the words of somebody who wants to go on.
+_SIGNALS = {
+    "SIGKILL": "most likely the system ran out of memory and killed it; a smaller batch or fewer loader workers help",
+    "SIGSEGV": "a crash in native code; the stack that faulthandler printed says where",
+    "SIGBUS": "most likely shared memory (/dev/shm) is full; fewer loader workers, or a larger /dev/shm, help",
+    "SIGABRT": "native code gave up; its message stands above. Where that speaks of a data size, ranks gave a "
+    "collective different shapes: --state-debug shows each rank's",
+    "SIGFPE": "an arithmetic error in native code",
+    "SIGILL": "an instruction that this CPU does not have: a library was built for another",
+    "SIGTERM": "somebody, or the scheduler, asked it to stop",
+    "SIGINT": "it was interrupted",
+}
+
+
+# What a rank ends with that has saved on a signal and wants to be started again: EX_TEMPFAIL of sysexits.h.
+RESUME_EXIT_CODE = 75
+# What an exit code of ours says.
+_EXIT_CODES = {
+    124: "its watchdog ended it; the table above names the rank that all waited for",
+    RESUME_EXIT_CODE: "it has saved, and wants to be started again",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """How one rank failed.
+
+    Attributes:
+        rank: The rank.
+        local_rank: Its number on this node.
+        pid: Its process.
+        exit_code: Its exit code; negative for the signal that ended it; None while it still ends.
+        error: The exception in one line; empty if there was none.
+        traceback: The exception with its traceback; empty if there was none.
+        was_shown: Whether the script's own hook has shown the traceback already.
+        time: When, in seconds since the epoch.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int | None
+    error: str = ""
+    traceback: str = ""
+    was_shown: bool = False
+    time: float = 0.0
+
+    @property
+    def signal(self) -> str:
+        """The name of the signal that ended the process; empty if none did."""
+        if self.exit_code is None or self.exit_code >= 0:
+            return ""
+        number = -self.exit_code
+        return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+
+    @property
+    def is_aftermath(self) -> bool:
+        """Whether this looks like what another rank's failure brings: a connection to it that broke."""
+        kind = self.error.partition(":")[0]
+        broken = any(words in self.error for words in _AFTERMATH_WORDS)
+        return kind.endswith(_AFTERMATH_TYPES) or (broken and not kind.endswith("OSError"))
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code for the shell: the rank's own, or 128 + the signal's number; 1 for an exception.
+
+        A rank that was stopped while its exception ended it has failed by the exception.
+        """
+        code = 1 if self.exit_code is None or (self.error and self.signal == "SIGTERM") else self.exit_code
+        return code if code >= 0 else 128 - code
+
+
+def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
+    """Write an exception where torch's agent looks for it, with what we add to its format."""
+    extra = {
+        "py_callstack": format_for_user(error),
+        "timestamp": str(int(time.time())),
+        "drivetrain_time": time.time(),
+        "drivetrain_was_shown": was_shown,
+    }
+    line = "".join(traceback.format_exception_only(error)).strip()
+    message = {"message": {"message": line, "extraInfo": extra}}
+    # Renamed into place, since the agent may look at any moment.
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(message))
+    beside.replace(file)
+
+
+def format_for_user(error: BaseException) -> str:
+    """Format an exception with its traceback; of a wrong value that this library found, down to the user's line.
+
+    The message of such an error says all: what was given, what is allowed, what to do. Where it was found is a line.
+    """
+    from drivetrain_state.hang.stack import Frame, frame_owner
+
+    entries = list(traceback.walk_tb(error.__traceback__))
+    owners = [
+        frame_owner(
+            Frame(
+                module=str(frame.f_globals.get("__name__", "")),
+                file=frame.f_code.co_filename,
+                line=line,
+                function=frame.f_code.co_qualname,
+            )
+        )
+        for frame, line in entries
+    ]
+    kept = max((place for place, owner in enumerate(owners, 1) if owner in ("user", "installed")), default=0)
+    if not isinstance(error, ValueError) or kept == 0 or owners[-1] != "drivetrain":
+        return "".join(traceback.format_exception(error))
+    shown = traceback.format_exception(type(error), error, error.__traceback__, limit=kept, chain=False)
+    innermost, line = entries[-1]
+    found = f"  (found by {innermost.f_globals['__name__']}, line {line}; frames of libraries are left out)\n"
+    message = traceback.format_exception_only(error)
+    return "".join([*shown[: -len(message)], found, *message])
+
+
+def read_failure(
+    record: Mapping[str, object], *, rank: int, local_rank: int, pid: int, exit_code: int | None, seen: float
+) -> RankFailure:
+    """A failure from what a process left: its error file's JSON (empty if it left none) and its exit code.
+
+    Args:
+        record: As `record_error`, or torch's own `record`, writes it.
+        rank: The rank.
+        local_rank: Its number on this node.
+        pid: Its process.
+        exit_code: Its exit code.
+        seen: When it was noticed, in seconds since the epoch; a time in the record is more exact.
+    """
+    message = record.get("message")
+    said = message if isinstance(message, Mapping) else {}
+    extra = said.get("extraInfo")
+    extra = extra if isinstance(extra, Mapping) else {}
+    return RankFailure(
+        rank=rank,
+        local_rank=local_rank,
+        pid=pid,
+        exit_code=exit_code,
+        error=str(said.get("message", "")),
+        traceback=str(extra.get("py_callstack", "")),
+        was_shown=bool(extra.get("drivetrain_was_shown", False)),
+        time=float(extra.get("drivetrain_time", seen)),
+    )
+
+
+def find_root(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that began it: the earliest that no broken connection and no stop by the launcher explains."""
+
+    def rank_as_root(failure: RankFailure) -> tuple[bool, bool, float, int]:
+        was_stopped = failure.signal == "SIGTERM" and not failure.error
+        return was_stopped, failure.is_aftermath, failure.time, failure.rank
+
+    return min(failures, key=rank_as_root)
+
+
+def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
+    """The failure that began it, with its traceback."""
+    elsewhere = (
+        "it ended early without an error, or it hangs; a watchdog's table above names the rank"
+        if num_nodes == 1
+        else "one on another node failed first; look at that node's output"
+    )
+    who = f"rank {failure.rank} (local rank {failure.local_rank}, process {failure.pid})"
+    if failure.traceback:
+        shown = (
+            f" {failure.error}; its traceback stands above\n"
+            if failure.was_shown
+            else f"\n{failure.traceback}"
+        )
+        hint = f"\nAnother rank did not answer: most likely {elsewhere}.\n" if failure.is_aftermath else ""
+        return f"drivetrain: {who} failed:{shown}{hint}"
+    if failure.signal:
+        why = _SIGNALS.get(failure.signal, "")
+        return f"drivetrain: {who} was ended by {failure.signal}{f': {why}' if why else ''}\n"
+    why = _EXIT_CODES.get(failure.exit_code or 0, "and no exception")
+    return f"drivetrain: {who} ended with exit code {failure.exit_code}, {why}\n"
+
+
+def describe_others(root: RankFailure, failures: Sequence[RankFailure]) -> str:
+    """Describe the ranks that failed after the first, a line each, or one for all that failed alike.
+
+    Returns:
+        The lines; empty if there are none.
+    """
+    others = sorted((f for f in failures if f.rank != root.rank), key=lambda failure: failure.rank)
+    alike = [failure.rank for failure in others if root.error and failure.error == root.error]
+    lines = [f"  rank {f.rank}: {_in_a_line(f)}\n" for f in others if f.rank not in alike]
+    if alike:
+        who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
+        lines.insert(0, f"  {who}: the same error\n")
+    return "".join(["drivetrain: the other ranks of this node:\n", *lines]) if lines else ""
+
+
+def _in_a_line(failure: RankFailure) -> str:
+    if failure.error:
+        line = failure.error.splitlines()[0]
+        return f"{line}{' (a connection broke after the first failure)' if failure.is_aftermath else ''}"
+    if failure.signal == "SIGTERM":
+        return "was stopped by the launcher"
+    if failure.signal == "SIGKILL":
+        return "was killed (SIGKILL): by the launcher if it did not stop in time, else by the system"
+    return f"ended by {failure.signal}" if failure.signal else f"exit code {failure.exit_code}"

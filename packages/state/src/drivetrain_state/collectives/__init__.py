@@ -1,0 +1,1 @@
+"""Communicate nested data between ranks, and run code on some of them."""

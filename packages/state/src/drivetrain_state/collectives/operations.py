@@ -1,0 +1,336 @@
+"""Collectives over nested data: one call for each dtype, whatever the number of tensors.
+
+`gather`, `reduce` and `broadcast` require the same structure and shapes on all ranks and exchange no metadata;
+`gather(uneven=True)`, `gather_rows` and `pad_across_processes` exchange shapes once. With
+`StateSettings(debug=True)` every call is compared between the ranks first. In one process the data comes back as it
+is. No gradient flows through any of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from math import prod
+from typing import Literal, TypeVar, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain_state.collectives._nested import Data, Nested, leaves_with_paths, rebuild, tensors_in
+from drivetrain_state.collectives.agreement import check_agreement
+from drivetrain_state.collectives.buckets import (
+    Bucket,
+    as_bytes,
+    cut,
+    flat,
+    map_buckets,
+    pack,
+    stacked,
+    unpack,
+    unpack_rows,
+)
+from drivetrain_state.context import Context
+from drivetrain_state.errors import CollectiveMismatchError
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+Value = TypeVar("Value")
+
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+@torch.no_grad()
+def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
+    """Every rank's tensors, concatenated along their first dimension in rank order.
+
+    Called on all ranks, with the same structure, dtypes and shapes. A tensor of shape (n, ...) comes back as
+    (world_size * n, ...), one of shape () as (world_size,).
+
+    Args:
+        context: This process among the others.
+        data: Tensors in any nesting of dicts, lists, tuples and dataclasses.
+        uneven: Whether the first sizes may differ between ranks; costs one more exchange.
+
+    Raises:
+        LeafError: If `data` holds something that is no tensor.
+        CollectiveMismatchError: In debug mode if ranks differ; with `uneven` if sizes beyond the first do.
+    """
+    if uneven:
+        return gather_rows(context, data)[0]
+    check_agreement(context, "gather(uneven=False)", data)
+    tensors = tensors_in(data)
+    if context.topology.world_size == 1:
+        return rebuild(data, (tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors))
+    context.watch.mark("gather")
+    gathered = rebuild(data, map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket)))
+    context.watch.mark("gather done")
+    return gathered
+
+
+@torch.no_grad()
+def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
+    """Every rank's tensors as `gather` gives them, whatever their first sizes, and how many rows each rank gave.
+
+    Called on all ranks, with the same structure and dtypes. The first sizes are exchanged before.
+
+    Returns:
+        The gathered tensors; and the same structure with a tensor of shape (world_size,) on the CPU for each of them.
+
+    Raises:
+        LeafError: If `data` holds something that is no tensor.
+        CollectiveMismatchError: If sizes beyond the first differ between ranks.
+    """
+    check_agreement(context, "gather(uneven=True)", data, free_dim=0)
+    tensors = tensors_in(data)
+    if context.topology.world_size == 1:
+        single = [tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors]
+        counts = [torch.tensor([tensor.shape[0]]) for tensor in single]
+        return rebuild(data, iter(single)), rebuild(data, iter(counts))
+    context.watch.mark("gather")
+    shapes = _shapes_by_rank(context, tensors)
+    if all(of_rank == shapes[0] for of_rank in shapes):
+        results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
+    else:
+        _check_trailing_sizes(data, shapes)
+        results = map_buckets(tensors, lambda bucket: _gather_uneven(context, tensors, bucket, shapes))
+    gathered = rebuild(data, results)
+    context.watch.mark("gather done")
+    by_tensor = zip(*shapes, strict=True)
+    return gathered, rebuild(data, (torch.tensor([shape[0] for shape in shapes]) for shapes in by_tensor))
+
+
+def _gather_even(context: Context, tensors: Sequence[Tensor], bucket: Bucket) -> Iterator[Tensor]:
+    return unpack_rows(_all_gather_rows(context, pack(tensors, bucket)), tensors, bucket)
+
+
+def _gather_uneven(
+    context: Context, tensors: Sequence[Tensor], bucket: Bucket, shapes: list[list[list[int]]]
+) -> list[Tensor]:
+    asked = list(chain.from_iterable(bucket))
+    positions = sorted(
+        asked
+    )  # runs of one shape here are others elsewhere: this order is the same on all ranks
+    by_rank = [[of_rank[position] for position in positions] for of_rank in shapes]
+    longest = max(sum(prod(shape) for shape in of_rank) for of_rank in by_rank)
+    mine = flat([tensors[position] for position in positions])
+    rows = _all_gather_rows(context, torch.cat([mine, mine.new_zeros(longest - mine.numel())]))
+    pieces = [cut(row, of_rank) for row, of_rank in zip(rows, by_rank, strict=True)]
+    whole = dict(zip(positions, map(torch.cat, zip(*pieces, strict=True)), strict=True))
+    return [whole[position] for position in asked]
+
+
+def _all_gather_rows(context: Context, mine: Tensor) -> Tensor:
+    """Every rank's flat buffer as a row: (total,) to (world_size, total)."""
+    rows = mine.new_empty(context.topology.world_size, mine.numel())
+    dist.all_gather_into_tensor(as_bytes(rows), as_bytes(mine), group=context.group)
+    return rows
+
+
+def _shapes_by_rank(context: Context, tensors: Sequence[Tensor]) -> list[list[list[int]]]:
+    """The shape of each tensor on each rank, indexed [rank][tensor]; zero-dim ones count as (1,). One exchange."""
+    mine = [list(tensor.shape) or [1] for tensor in tensors]
+    sizes = torch.tensor([size for shape in mine for size in shape], dtype=torch.int64)
+    rows = _all_gather_rows(context, sizes.to(_metadata_device(context))).tolist()
+    by_rank: list[list[list[int]]] = []
+    for row in rows:
+        left = iter(cast("list[int]", row))
+        by_rank.append([[next(left) for _ in shape] for shape in mine])
+    return by_rank
+
+
+def _metadata_device(context: Context) -> torch.device:
+    """Where a few integers travel best: on the CPU where the group reaches it, without waiting for the device."""
+    backends = dist.get_backend_config(context.group)
+    return torch.device("cpu") if "cpu:" in backends or backends == "gloo" else context.device
+
+
+def _check_trailing_sizes(data: Nested, shapes: list[list[list[int]]]) -> None:
+    for position, (path, _) in enumerate(leaves_with_paths(data)):
+        of_leaf = [by_rank[position] for by_rank in shapes]
+        if any(shape[1:] != of_leaf[0][1:] for shape in of_leaf):
+            shown = "; ".join(f"rank {rank}: {tuple(shape)}" for rank, shape in enumerate(of_leaf))
+            raise CollectiveMismatchError(
+                f"gather: only the first size of data{path} may differ between ranks, but it has {shown}"
+                ". Use pad_across_processes on the other dimension first"
+            )
+
+
+@torch.no_grad()
+def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
+    """The sum, mean, maximum or minimum over the ranks, elementwise; every rank gets it.
+
+    Called on all ranks, with the same structure, dtypes and shapes. The dtypes stay. `"mean"` of float16 and
+    bfloat16 is computed in float32. Results of one dtype share one buffer.
+
+    Raises:
+        ValueError: For an unknown `op`, `"mean"` of integers, `"sum"` or `"mean"` of booleans, `"max"` or `"min"`
+            of complex numbers: none has an answer in its own dtype.
+        LeafError: If `data` holds something that is no tensor.
+        CollectiveMismatchError: In debug mode if ranks differ.
+    """
+    if op not in get_args(ReduceOp):
+        raise ValueError(f"op={op!r}: say one of {', '.join(get_args(ReduceOp))}")
+    check_agreement(context, f"reduce(op={op!r})", data)
+    tensors = tensors_in(data)
+    for tensor in tensors:
+        _check_reducible(tensor.dtype, op)
+    if context.topology.world_size == 1:
+        return rebuild(data, (tensor.detach() for tensor in tensors))
+    context.watch.mark("reduce")
+    results = map_buckets(tensors, lambda bucket: _reduce_bucket(context, tensors, bucket, op))
+    reduced = rebuild(data, results)
+    context.watch.mark("reduce done")
+    return reduced
+
+
+def _check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
+    numeric = dtype.is_floating_point or dtype.is_complex
+    if op == "mean" and not numeric:
+        raise ValueError(f"op='mean' of {dtype}: convert to a float dtype first, or say op='sum'")
+    if op == "sum" and dtype == torch.bool:
+        raise ValueError(
+            "op='sum' of torch.bool: convert to an integer dtype to count, or say op='max' for any"
+        )
+    if op in ("max", "min") and dtype.is_complex:
+        raise ValueError(f"op={op!r} of {dtype}: complex numbers have no order; reduce .abs() instead")
+
+
+def _reduce_bucket(
+    context: Context, tensors: Sequence[Tensor], bucket: Bucket, op: ReduceOp
+) -> Iterator[Tensor]:
+    mine = pack(tensors, bucket)
+    staged = mine.to(_staging_dtype(mine.dtype, op))
+    dist.all_reduce(
+        torch.view_as_real(staged) if staged.is_complex() else staged, _TORCH_OPS[op], group=context.group
+    )
+    if op == "mean":
+        staged /= context.topology.world_size
+    return unpack(staged.to(mine.dtype), tensors, bucket)
+
+
+def _staging_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+    """The dtype to reduce in: its own wherever gloo and NCCL both have it and the answer fits."""
+    if dtype == torch.bool:
+        return torch.uint8
+    if dtype in (torch.int16, torch.uint16):
+        return torch.int32
+    if dtype in (torch.uint32, torch.uint64):
+        return torch.int64
+    if dtype.is_floating_point and (dtype.itemsize == 1 or (dtype.itemsize == 2 and op == "mean")):
+        return torch.float32
+    return dtype
+
+
+@torch.no_grad()
+def broadcast(context: Context, data: Data, src: int = 0) -> Data:
+    """What rank `src` holds, on every rank. Called on all ranks, with the same structure, dtypes and shapes.
+
+    Raises:
+        LeafError: If `data` holds something that is no tensor.
+        CollectiveMismatchError: In debug mode if ranks differ.
+    """
+    check_rank(context, src)
+    check_agreement(context, f"broadcast(src={src})", data)
+    tensors = tensors_in(data)
+    if context.topology.world_size == 1:
+        return rebuild(data, (tensor.detach() for tensor in tensors))
+    context.watch.mark("broadcast")
+    results = map_buckets(tensors, lambda bucket: _broadcast_bucket(context, tensors, bucket, src))
+    received = rebuild(data, results)
+    context.watch.mark("broadcast done")
+    return received
+
+
+def _broadcast_bucket(
+    context: Context, tensors: Sequence[Tensor], bucket: Bucket, src: int
+) -> Iterator[Tensor]:
+    buffer = pack(tensors, bucket)
+    dist.broadcast(as_bytes(buffer), src=src, group=context.group)
+    return unpack(buffer, tensors, bucket)
+
+
+@torch.no_grad()
+def pad_across_processes(
+    context: Context, data: Data, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Data:
+    """Tensors padded along `dim` to the longest of any rank. Called on all ranks, with the same structure.
+
+    Args:
+        context: This process among the others.
+        data: Tensors in any nesting; those without a dimension `dim` come back as they are.
+        dim: The dimension whose size differs; negative counts from the last.
+        pad_index: The value to fill with.
+        pad_first: Whether the filling goes before the data instead of after it.
+    """
+    check_agreement(context, f"pad_across_processes(dim={dim})", data, free_dim=dim)
+    tensors = tensors_in(data)
+    if context.topology.world_size == 1:
+        return data
+    context.watch.mark("pad_across_processes")
+    mine = torch.tensor(
+        [t.shape[dim] if -t.dim() <= dim < t.dim() else 0 for t in tensors], dtype=torch.int64
+    )
+    longest = _all_gather_rows(context, mine.to(_metadata_device(context))).amax(0).tolist()
+    padded = rebuild(
+        data,
+        (
+            _padded(tensor, cast("int", size), dim, pad_index, pad_first)
+            for tensor, size in zip(tensors, longest, strict=True)
+        ),
+    )
+    context.watch.mark("pad_across_processes done")
+    return padded
+
+
+def _padded(tensor: Tensor, size: int, dim: int, pad_index: float, pad_first: bool) -> Tensor:
+    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] == size:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = size - shape[dim]
+    filling = tensor.new_full(shape, pad_index)
+    return torch.cat([filling, tensor] if pad_first else [tensor, filling], dim=dim)
+
+
+def gather_object(context: Context, value: Value) -> list[Value]:
+    """Every rank's `value`, in rank order; it is pickled. Called on all ranks."""
+    if context.topology.world_size == 1:
+        return [value]
+    context.watch.mark("gather_object")
+    check_agreement(context, "gather_object")
+    values: list[Value | None] = [None] * context.topology.world_size
+    dist.all_gather_object(values, value, group=context.group)
+    context.watch.mark("gather_object done")
+    return cast("list[Value]", values)
+
+
+def broadcast_object(context: Context, value: Value, src: int = 0) -> Value:
+    """What rank `src` holds, on every rank; it is pickled. Called on all ranks."""
+    check_rank(context, src)
+    if context.topology.world_size == 1:
+        return value
+    context.watch.mark("broadcast_object")
+    check_agreement(context, f"broadcast_object(src={src})")
+    values = [value]
+    dist.broadcast_object_list(values, src=src, group=context.group)
+    context.watch.mark("broadcast_object done")
+    return values[0]
+
+
+def barrier(context: Context) -> None:
+    """Wait until every rank is here. Called on all ranks."""
+    if context.topology.world_size == 1:
+        return
+    context.watch.mark("barrier")
+    check_agreement(context, "barrier")
+    on_cuda = context.device.type == "cuda"
+    dist.barrier(group=context.group, device_ids=[context.device.index] if on_cuda else None)
+    context.watch.mark("barrier done")
+
+
+def check_rank(context: Context, src: int) -> None:
+    """Refuse a rank that does not exist."""
+    if not 0 <= src < context.topology.world_size:
+        raise ValueError(f"src={src} with world_size={context.topology.world_size}: name a rank that exists")

@@ -1,0 +1,81 @@
+"""Divide what one rank holds among all of them; structure and shapes travel along."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain_state.collectives._nested import Data, Nested, rebuild, tensors_in
+from drivetrain_state.collectives.agreement import check_agreement
+from drivetrain_state.collectives.buckets import Bucket, as_bytes, map_buckets, pack, unpack
+from drivetrain_state.collectives.operations import broadcast_object, check_rank
+from drivetrain_state.context import Context
+
+
+@torch.no_grad()
+def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
+    """Each rank's part of what rank `src` holds: the inverse of `gather`. Called on all ranks.
+
+    A tensor of shape (world_size * n, ...) gives each rank its (n, ...), in rank order. The structure and the
+    shapes travel first, so the other ranks pass None. The parts arrive on each rank's `context.device`.
+
+    Raises:
+        ValueError: On all ranks, if a first size is not divisible by the world size, or `src` holds no data.
+        LeafError: On all ranks, if `data` holds something that is no tensor.
+    """
+    check_rank(context, src)
+    if context.topology.world_size == 1:
+        return rebuild(cast("Data", data), (tensor.detach() for tensor in tensors_in(data)))
+    context.watch.mark("scatter")
+    check_agreement(context, f"scatter(src={src})")
+    is_source = context.topology.rank == src
+    plan = _scatter_plan(data, context.topology.world_size) if is_source else None
+    plan = broadcast_object(context, plan, src)
+    if isinstance(plan, Exception):
+        raise plan
+    whole = tensors_in(data) if is_source else None
+    parts = tensors_in(plan)
+    results = map_buckets(parts, lambda bucket: _scatter_bucket(context, parts, whole, bucket, src))
+    received = rebuild(cast("Data", plan), results)
+    context.watch.mark("scatter done")
+    return received
+
+
+def _scatter_plan(data: Nested, world_size: int) -> Nested | Exception:
+    """The structure of `data` with meta tensors in the shape of one rank's part, or what is wrong with it."""
+    try:
+        tensors = tensors_in(data)
+    except ValueError as error:
+        return error
+    if data is None:
+        return ValueError("scatter: the source rank passed None; it must pass the data, the others None")
+    for tensor in tensors:
+        if tensor.dim() == 0 or tensor.shape[0] % world_size:
+            return ValueError(
+                f"scatter: a tensor of shape {tuple(tensor.shape)} cannot be divided among world_size={world_size} "
+                "ranks: its first size must be a multiple of it"
+            )
+    return rebuild(data, (_part_like(tensor, world_size) for tensor in tensors))
+
+
+def _part_like(tensor: Tensor, world_size: int) -> Tensor:
+    return torch.empty(tensor.shape[0] // world_size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+
+
+def _scatter_bucket(
+    context: Context, parts: list[Tensor], whole: list[Tensor] | None, bucket: Bucket, src: int
+) -> Iterator[Tensor]:
+    like = parts[bucket[0][0]]
+    mine = torch.empty(
+        sum(parts[position].numel() for run in bucket for position in run),
+        dtype=like.dtype,
+        device=context.device,
+    )
+    rows = None
+    if whole is not None:
+        shares = [tensor.to(context.device).tensor_split(context.topology.world_size) for tensor in whole]
+        rows = [as_bytes(pack(of_rank, bucket)) for of_rank in zip(*shares, strict=True)]
+    dist.scatter(as_bytes(mine), rows, src=src, group=context.group)
+    return unpack(mine, parts, bucket)

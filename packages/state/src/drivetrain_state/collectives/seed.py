@@ -1,0 +1,197 @@
+"""Random numbers over ranks, devices and restarts: seeding, states as plain values, deterministic kernels."""
+
+import random
+import sys
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from logging import getLogger
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from drivetrain_config import environ
+from drivetrain_state.collectives.operations import broadcast_object
+from drivetrain_state.context import Context
+
+RngKind = Literal["python", "numpy", "torch", "accelerator"]
+
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")  # the two values that NVIDIA's documentation allows
+
+logger = getLogger(__name__)
+
+
+def derive_seed(seed: int, *, rank: int, step: int = 0) -> int:
+    """A 63-bit seed that depends on nothing but `seed`, `rank` and `step`: the BLAKE2b hash of the three.
+
+    Streams of different ranks, steps and seeds do not overlap as those of seed + rank would: there, rank 1 of
+    seed 1 is rank 0 of seed 2.
+    """
+    digest = blake2b(f"{seed},{rank},{step}".encode(), digest_size=8, person=b"drivetrain").digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def set_seed(seed: int, *, rank_offset: int = 0, deterministic: bool = False) -> int:
+    """Seed Python, NumPy (if it is imported), torch and its accelerators.
+
+    Args:
+        seed: 0 to 2**63 - 1.
+        rank_offset: 0 seeds with `seed` itself: the same on every rank. Another number, such as the rank, seeds
+            with `derive_seed(seed, rank=rank_offset)`: different on each, as augmentation wants it.
+        deterministic: Whether torch may use deterministic kernels only, from now on.
+
+    Returns:
+        The number that the generators were seeded with.
+
+    Raises:
+        ValueError: If `seed` is out of range.
+        RuntimeError: If `deterministic` and cuBLAS is not set up for it.
+    """
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r}: an integer from 0 to 2**63 - 1 is allowed")
+    used = derive_seed(seed, rank=rank_offset) if rank_offset else seed
+    if deterministic:
+        _require_cublas_workspace()
+        torch.use_deterministic_algorithms(True)
+    _seed_all(used)
+    return used
+
+
+def reseed(seed: int, *, rank: int, step: int) -> int:
+    """Seed every generator for going on at `step` on `rank`; what a resume with another world size does.
+
+    The saved states belong to the ranks of the earlier run and fit no other number of them. The new streams are
+    a function of `seed`, `rank` and `step` alone, so that the same resume gives the same numbers again.
+
+    Returns:
+        The number that the generators were seeded with: `derive_seed(seed, rank=rank, step=step)`.
+    """
+    used = derive_seed(seed, rank=rank, step=step)
+    _seed_all(used)
+    return used
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    if (numpy := _numpy()) is not None:
+        numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32] if seed >> 32 else seed)
+    torch.manual_seed(seed)  # seeds the accelerators too, when they start
+    if (xla := sys.modules.get("torch_xla")) is not None:
+        cast("Any", xla).manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator of this process, as plain values and tensors: nothing to pickle.
+
+    Keys are python, torch, numpy if it is imported, and accelerator (its `kind`, and one state for the current
+    device) if there is one.
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if (numpy := _numpy()) is not None:
+        of_numpy = numpy.random.get_state(legacy=False)
+        state["numpy"] = {
+            "bit_generator": of_numpy["bit_generator"],
+            "key": torch.tensor(of_numpy["state"]["key"].tolist(), dtype=torch.int64),
+            "position": int(of_numpy["state"]["pos"]),
+            "has_gauss": int(of_numpy["has_gauss"]),
+            "gauss": float(of_numpy["gauss"]),
+        }
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        module = torch.get_device_module(accelerator)
+        state["accelerator"] = {"kind": accelerator.type, "state": module.get_rng_state()}
+    return state
+
+
+def load_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the generators into a state that `rng_state` gave.
+
+    What this process has no generator for (NumPy is not imported, another accelerator) is left as it is, with a
+    warning in the log.
+    """
+    if "python" in state:
+        of_python = state["python"]
+        random.setstate((int(of_python["version"]), tuple(of_python["words"].tolist()), of_python["gauss"]))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"].cpu())
+    if "numpy" in state:
+        _load_numpy_state(state["numpy"])
+    if "accelerator" in state:
+        _load_accelerator_state(state["accelerator"])
+
+
+def _load_numpy_state(saved: Mapping[str, Any]) -> None:
+    numpy = _numpy()
+    if numpy is None:
+        logger.warning("the state holds NumPy's generator, but NumPy is not imported here: it is left out")
+        return
+    key = numpy.array(saved["key"].tolist(), dtype=numpy.uint32)
+    numpy.random.set_state(
+        (saved["bit_generator"], key, saved["position"], saved["has_gauss"], saved["gauss"])
+    )
+
+
+def _load_accelerator_state(saved: Mapping[str, Any]) -> None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = accelerator.type if accelerator is not None else "none"
+    if accelerator is None or here != saved["kind"]:
+        logger.warning(
+            "the state holds the generator of %s, but the accelerator here is %s: it is left out",
+            saved["kind"],
+            here,
+        )
+        return
+    torch.get_device_module(accelerator).set_rng_state(saved["state"].cpu())
+
+
+def synchronize_rng_states(
+    context: Context, kinds: Collection[RngKind] = ("python", "numpy", "torch", "accelerator")
+) -> None:
+    """Give every rank the generator states of rank 0, for the `kinds` that it has. Called on all ranks.
+
+    Raises:
+        ValueError: For an unknown kind.
+    """
+    for kind in kinds:
+        if kind not in get_args(RngKind):
+            raise ValueError(f"kinds={kind!r}: known kinds are {', '.join(get_args(RngKind))}")
+    mine = rng_state() if context.topology.is_main else {}
+    load_rng_state(broadcast_object(context, {kind: mine[kind] for kind in kinds if kind in mine}))
+
+
+@contextmanager
+def deterministic_algorithms() -> Generator[None]:
+    """Deterministic kernels only while inside, and cuBLAS set up for it; an operation that has none raises.
+
+    Enter it before the first matrix product on a CUDA device: cuBLAS reads its setting once.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    chosen = environ.read(_CUBLAS_WORKSPACE) or ""
+    value = chosen if chosen in _CUBLAS_DETERMINISTIC else _CUBLAS_DETERMINISTIC[0]
+    with environ.exported(**{_CUBLAS_WORKSPACE: value}):
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _require_cublas_workspace() -> None:
+    chosen = environ.read(_CUBLAS_WORKSPACE) or ""
+    if torch.cuda.is_available() and chosen not in _CUBLAS_DETERMINISTIC:
+        raise RuntimeError(
+            f"deterministic=True: cuBLAS needs {_CUBLAS_WORKSPACE}=:4096:8, which is {chosen or 'not set'!r}. "
+            "Connect with StateSettings(deterministic=True), use deterministic_algorithms(), or set it at the start"
+        )
+
+
+def _numpy() -> Any:
+    """NumPy if the program imported it: else there is no generator of it to care for."""
+    return sys.modules.get("numpy")

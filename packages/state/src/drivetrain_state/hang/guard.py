@@ -1,0 +1,209 @@
+"""Keeping one process's time: since when nothing moves here, and the end of a process that is stuck for too long."""
+
+import atexit
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from torch.distributed import Store
+
+from drivetrain_state.hang.progress_record import Watch
+from drivetrain_state.hang.rounds import Verdict
+from drivetrain_state.hang.stack import Frame, Place, find_place, thread_frames
+from drivetrain_state.settings import StateSettings
+from drivetrain_state.store_probe import store_address
+from drivetrain_state.topology import Topology
+
+HANG_EXIT_CODE = 124  # what `timeout` of the GNU tools ends with
+
+
+class Pulse:
+    """Since when none of this process's watches has made progress, as seen by looking now and then."""
+
+    def __init__(self, watch: Watch, *, longest_gap_seconds: float) -> None:
+        self.watches: tuple[Watch, ...] = (watch,)
+        self.latest = watch
+        self.beats = 0
+        self._counts: dict[Watch, int] = {}
+        self._longest_gap_seconds = longest_gap_seconds
+        self._progressed_at = self._looked_at = monotonic()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last progress that was seen."""
+        return monotonic() - self._progressed_at
+
+    def look(self) -> float:
+        """See whether a watch was marked since the last look.
+
+        Returns:
+            Seconds for which this process itself was stopped, or its host asleep: 0 as a rule. No rank is idle then.
+        """
+        now = monotonic()
+        gap, self._looked_at = now - self._looked_at, now
+        stopped_seconds = gap if gap > self._longest_gap_seconds else 0.0
+        self._progressed_at += stopped_seconds
+        for watch in self.watches:
+            count = watch.count
+            if count != self._counts.get(watch, 0):
+                self._counts[watch] = count
+                self.latest = watch
+                self.beats += 1
+                self._progressed_at = now
+        return stopped_seconds
+
+
+class Guard(threading.Thread):
+    """Keeps this process's time, and ends the process when it is stuck beyond the group's timeout."""
+
+    def __init__(self, *, topology: Topology, settings: StateSettings, watch: Watch, store: Store) -> None:
+        super().__init__(name="drivetrain-guard", daemon=True)
+        self.topology = topology
+        self.settings = settings
+        hang = settings.hang_timeout_seconds
+        # Thousands of ranks poll one store: it answers about ten thousand questions a second.
+        self.poll_seconds = max(min(hang / 20, 1.0), topology.world_size / 2000)
+        self.answer_seconds = min(max(hang / 2, 3.0), 15.0)
+        self.pulse = Pulse(watch, longest_gap_seconds=max(5.0, 10 * self.poll_seconds))
+        self.stopping = threading.Event()
+        self.ending = "finished"
+        self._verdict: Verdict | None = None
+        self.heard_at = monotonic()  # when the store last answered the talker
+        self._store: Store | None = store
+        self._store_address = store_address(store)
+        self._threads: list[threading.Thread] = [self]
+        self._stack: tuple[Frame, ...] = ()
+        self._stack_since = monotonic()
+        self._told_at_beat = -1
+
+    def begin(self, talker: threading.Thread) -> None:
+        """Start this thread and the one that talks to the store."""
+        self._threads.append(talker)
+        atexit.register(self._end_with_process)
+        for thread in self._threads:
+            thread.start()
+
+    def adopt(self, watch: Watch, store: Store) -> bool:
+        """Watch another watch too, if it goes with the same store and this thread has not ended."""
+        if store is not self._store or self.stopping.is_set():
+            return False
+        self.pulse.watches = (*self.pulse.watches, watch)
+        return True
+
+    def release(self, watch: Watch) -> None:
+        """Watch one less; the last one ends both threads."""
+        self.pulse.watches = tuple(other for other in self.pulse.watches if other is not watch)
+        if not self.pulse.watches and not self.stopping.is_set():
+            self.stopping.set()
+            atexit.unregister(self._end_with_process)
+            for thread in self._threads:
+                thread.join(timeout=2)  # the store may be gone, and the talker in it
+            self._threads, self._store = [], None  # what is held no longer can be freed: the store's port
+
+    def run(self) -> None:
+        """Look every now and then until the last watch is released."""
+        while not self.stopping.wait(self.poll_seconds):
+            self.heard_at += self.pulse.look()
+            idle = self.pulse.idle_seconds
+            if idle < self.settings.hang_timeout_seconds / 2:
+                self._stack, self._verdict = (), None
+                continue
+            self._look_at_stack()
+            if idle > self.settings.timeout_seconds + 2 * self.poll_seconds:
+                self._end_process_if_stuck(idle)
+            elif idle > self.settings.hang_timeout_seconds:
+                self._tell_if_alone(idle)
+
+    def learn(self, verdict: Verdict | None) -> None:
+        """Take in what the ranks found together; None once the run went on.
+
+        That somebody is stuck stays true until then: those who waited may have failed since.
+        """
+        if verdict is None or verdict.blocked or self._verdict is None:
+            self._verdict = verdict
+
+    @property
+    def is_condemned(self) -> bool:
+        """Whether the process will end at the group's timeout, unless it makes progress."""
+        return self._verdict is not None and self._verdict.blocked
+
+    def stuck(self, place: Place) -> bool:
+        """Whether this rank waits for another and has not moved for a third of its idle time.
+
+        A loop that marks no progress, and happens to be in a collective when looked at, is not stuck.
+        """
+        return (
+            place.waits_for == "ranks"
+            and bool(self._stack)
+            and (monotonic() - self._stack_since >= self.pulse.idle_seconds / 3)
+        )
+
+    def _look_at_stack(self) -> None:
+        frames = thread_frames(self.pulse.latest.thread_id)
+        if frames != self._stack:
+            self._stack, self._stack_since = frames, monotonic()
+
+    def _end_process_if_stuck(self, idle: float) -> None:
+        place = find_place(self._stack)
+        verdict = self._verdict
+        if not self.stuck(place) and not self.is_condemned:
+            return
+        found = ""
+        if verdict is not None:
+            found = f"{verdict.text}\n" + (f"All stacks: {verdict.stacks}\n" if verdict.stacks else "")
+        _end_process(
+            f"drivetrain: rank {self.topology.rank} ends its process (exit code {HANG_EXIT_CODE}): no progress for "
+            f"{idle:.0f} s, and timeout_seconds={self.settings.timeout_seconds:g}. Last progress: "
+            f"{self.pulse.latest.label}. Now at {place.where}: {place.call or 'no call'}\n{found}"
+        )
+
+    def _tell_if_alone(self, idle: float) -> None:
+        """Say once for each hang where this rank is, if the store that would carry it does not answer."""
+        if self._told_at_beat == self.pulse.beats or monotonic() - self.heard_at < self.answer_seconds:
+            return
+        place = find_place(self._stack)
+        if not self.stuck(place):
+            return
+        self._told_at_beat = self.pulse.beats
+        say(
+            f"drivetrain: rank {self.topology.rank}: no progress for {idle:.0f} s (last: "
+            f"{self.pulse.latest.label}), at {place.where}: {place.call}\n"
+            f"Likely culprit: whoever hosts the rendezvous store at {self._store_address} (rank 0, or the "
+            "launcher): it does not answer, so it was killed or stopped\n"
+        )
+
+    def _end_with_process(self) -> None:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.ending = f"ended by {type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        for watch in self.pulse.watches:
+            self.release(watch)
+
+
+def say(text: str) -> None:
+    """Write to stderr at once, so that the ranks' lines do not mix."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _end_process(text: str) -> None:
+    """Say why, and end the process even if its main thread never returns to Python."""
+
+    def last_words() -> None:
+        say(text)
+        for child in multiprocessing.active_children():
+            child.kill()  # a loader's worker would live on, and hold this process's output open
+        sys.stdout.flush()
+
+    _within_seconds(last_words, 2)
+    os._exit(HANG_EXIT_CODE)
+
+
+def _within_seconds(action: Callable[[], None], seconds: float) -> None:
+    """Do something that a stuck main thread may block, such as flushing a file that it writes to."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)

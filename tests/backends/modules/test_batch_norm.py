@@ -1,0 +1,136 @@
+"""Batch normalisation over all ranks: which layers change, what stays as it is, where it is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings
+from drivetrain_backends.modules.batch_norm import (
+    check_batch_norms,
+    restore_batch_norms,
+    synchronise_batch_norms,
+)
+from drivetrain_backends.optim.parameter_matching import owners
+from drivetrain_precision import choose_policy
+from drivetrain_state import StateSettings, connect
+
+GPU = torch.device("cuda")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, eps=0.1, momentum=None))
+    return nn.Sequential(inner, nn.Flatten(), nn.BatchNorm1d(8, affine=False), nn.LayerNorm(8))
+
+
+def test_layers_become_synchronised_and_all_else_is_the_same_object() -> None:
+    model = net()
+    modules, parameters, names = list(model.modules()), list(model.parameters()), list(model.state_dict())
+    optimizer = SGD(model.parameters())
+    calls = []
+    model[2].register_forward_hook(lambda *_: calls.append(1))
+    changed = synchronise_batch_norms([model], None)
+    assert [type(m).__name__ for m in changed] == ["SyncBatchNorm", "SyncBatchNorm"]
+    assert (model[0][1].eps, model[0][1].momentum, model[2].affine) == (0.1, None, False)
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == names
+    assert owners(optimizer, [model]) == [0]
+    model.eval()(torch.ones(2, 1, 2, 2))
+    assert calls == [1]
+
+
+def test_evaluation_computes_what_it_computed_before_and_restoring_gives_the_classes_back() -> None:
+    model, x = net().eval(), torch.randn(2, 1, 2, 2)
+    expected = model(x)
+    changed = synchronise_batch_norms([model], None)
+    assert torch.equal(model(x), expected)
+    restore_batch_norms(changed)
+    assert [type(model[0][1]), type(model[2])] == [nn.BatchNorm2d, nn.BatchNorm1d]
+    assert vars(model[2]).keys() == vars(nn.BatchNorm1d(8)).keys()
+
+
+def test_a_model_that_is_itself_a_batch_normalisation_is_changed() -> None:
+    model = nn.BatchNorm1d(2)
+    synchronise_batch_norms([model], None)
+    assert type(model) is nn.SyncBatchNorm
+
+
+def test_layers_that_are_synchronised_already_are_left_alone() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(net())
+    check_batch_norms(model, GPU)
+    assert synchronise_batch_norms([model], None) == {}
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
+    class Halved(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) / 2
+
+    with pytest.raises(ValueError, match="1 is a Halved, whose own forward SyncBatchNorm would not run"):
+        check_batch_norms(nn.Sequential(nn.Linear(2, 2), Halved(2)), GPU)
+
+
+def prepare_with_sync_batch_norm(model: nn.Module) -> str:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    settings = DDPSettings(sync_batch_norm=True)
+    ddp = DDPBackend(
+        context, choose_policy("no", context.device), window=AccumulationWindow(), settings=settings
+    )
+    try:
+        ddp.prepare([model], [], [])
+        return f"prepared, sync_batch_norm={ddp.applied()['sync_batch_norm']}"
+    except ValueError as error:
+        assert not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        return str(error)
+    finally:
+        ddp.close()
+
+
+def test_on_the_cpu_it_is_refused_where_there_is_something_to_synchronise(run_ranks) -> None:
+    for said in run_ranks(prepare_with_sync_batch_norm, net()):
+        assert "torch has no SyncBatchNorm on cpu, and 0.1 is a BatchNorm2d; leave the setting off" in said
+    assert run_ranks(prepare_with_sync_batch_norm, nn.Linear(2, 2)) == ["prepared, sync_batch_norm=True"] * 2
+
+
+def running_means(broadcast: bool) -> tuple[list[float], list[float], object]:
+    """The running mean of each rank after training on its own values, and after one more forward."""
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    settings = DDPSettings(broadcast_buffers=broadcast)
+    ddp = DDPBackend(
+        context, choose_policy("no", context.device), window=AccumulationWindow(2), settings=settings
+    )
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    (prepared,) = ddp.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    x = torch.tensor([[1.0], [3.0]]) * (1 + dist.get_rank())
+    for _ in range(4):
+        ddp.window.begin()
+        if ddp.window.closing:
+            prepared.backward(prepared.model(x).sum())
+        else:
+            with prepared.no_sync():
+                prepared.backward(prepared.model(x).sum())
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+    trained = model[0].running_mean.tolist()
+    with torch.no_grad():
+        prepared.model.eval()(x)
+    applied = ddp.applied()["broadcast_buffers"]
+    ddp.close()
+    return trained, model[0].running_mean.tolist(), applied
+
+
+def test_running_statistics_are_those_of_rank_0_from_the_next_forward_on(run_ranks) -> None:
+    (first, first_later, applied), (second, second_later, _) = run_ranks(running_means, True)
+    assert first != second  # each rank went on by itself in its last forward
+    assert first_later == second_later == first
+    assert applied is True
+
+
+def test_running_statistics_stay_each_ranks_own_without_broadcast(run_ranks) -> None:
+    (first, first_later, applied), (second, second_later, _) = run_ranks(running_means, False)
+    assert first == first_later == pytest.approx([2 * (1 - 0.9**4)])
+    assert second == second_later == pytest.approx([4 * (1 - 0.9**4)])
+    assert applied is False

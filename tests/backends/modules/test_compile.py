@@ -1,0 +1,233 @@
+"""Models compiled by torch.compile: as many graphs as without us, and the names of their plain twins."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from drivetrain_backends import AccumulationWindow, DDPBackend, uncompiled
+from drivetrain_backends.modules.compile import plain_name
+from drivetrain_precision import choose_policy
+from drivetrain_state import StateSettings, connect
+from single_process import backend
+
+# torch 2.15's compiler asks an activation for its gradient, and torch warns of that.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+X = torch.linspace(-1, 1, 8).reshape(4, 2)
+
+
+class Graphs:
+    """A compiler that runs graphs as they are, and keeps how many there are and how many calls are in them."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+        self.num_calls = 0
+
+    def __call__(self, graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        self.num_graphs += 1
+        calls = Counter(node.target for node in graph.graph.nodes if node.op.startswith("call"))
+        self.num_calls += sum(
+            n for target, n in calls.items() if "autocast" not in getattr(target, "__name__", "")
+        )
+        return graph.forward
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def compile_whole(model: nn.Sequential, graphs: Graphs | str = "eager") -> nn.Module:
+    return torch.compile(model, backend=graphs, fullgraph=True)
+
+
+def compile_in_place(model: nn.Sequential, graphs: Graphs | str = "eager") -> nn.Module:
+    model.compile(backend=graphs, fullgraph=True)
+    return model
+
+
+def compile_regions(model: nn.Sequential, graphs: Graphs | str = "eager") -> nn.Module:
+    model[0].compile(backend=graphs, fullgraph=True)
+    model[2] = torch.compile(model[2], backend=graphs, fullgraph=True)
+    return model
+
+
+def as_it_is(model: nn.Sequential, graphs: Graphs | str = "eager") -> nn.Module:
+    return model
+
+
+WAYS = pytest.mark.parametrize("compiled", [compile_whole, compile_in_place, compile_regions])
+MODES = pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def graphs_of(run: Callable[[torch.Tensor], torch.Tensor], graphs: Graphs) -> tuple[int, int]:
+    for _ in range(2):
+        run(X).float().sum().backward()
+    return graphs.num_graphs, graphs.num_calls
+
+
+@MODES
+@WAYS
+def test_a_model_compiled_before_prepare_has_the_graphs_it_has_alone(mode: str, compiled) -> None:
+    alone = Graphs()
+    expected = graphs_of(compiled(net(), alone), alone)
+    torch.compiler.reset()
+    graphs = Graphs()
+    (prepared,) = backend(mode).prepare([compiled(net(), graphs)], [], [])
+    assert graphs_of(prepared.model, graphs) == expected
+    assert expected[0] >= 1
+
+
+@MODES
+@pytest.mark.parametrize("compiled", [compile_whole, compile_in_place])
+def test_a_model_compiled_after_prepare_is_one_graph(mode: str, compiled) -> None:
+    (prepared,) = backend(mode).prepare([model := net()], [], [])
+    graphs = Graphs()
+    run = compiled(model, graphs)
+    assert run(X).dtype is {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode]
+    num_graphs, num_calls = graphs_of(run, graphs)
+    assert (num_graphs, num_calls >= 3) == (1, True)
+    assert prepared.unwrap() is model
+
+
+def trained(compiled, mode: str = "no") -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    single = backend(mode, accumulation=2)
+    model = compiled(net())
+    (prepared,) = single.prepare([model], [AdamW(model.parameters(), lr=0.1)], [])
+    assert prepared.unwrap() is model
+    for _ in range(6):
+        single.window.begin()
+        prepared.backward(prepared.model(X).float().square().mean())
+        prepared.clip(norm=0.5)
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+    return dict(net().state_dict()), prepared.state_dict()
+
+
+@WAYS
+def test_a_compiled_model_is_saved_under_the_names_of_its_plain_twin(compiled) -> None:
+    names, state = trained(compiled)
+    _, plain = trained(as_it_is)
+    assert list(state["model"]) == list(names)
+    assert "_orig_mod" not in repr(state)
+    for name, value in plain["model"].items():
+        torch.testing.assert_close(state["model"][name], value)
+
+
+@WAYS
+@pytest.mark.parametrize("back", [False, True])
+def test_a_compiled_model_and_its_plain_twin_load_each_others_checkpoints(compiled, back: bool) -> None:
+    source, target = (compiled, as_it_is) if back else (as_it_is, compiled)
+    _, state = trained(source)
+    model = target(net())
+    (prepared,) = backend().prepare([model], [AdamW(model.parameters(), lr=0.1)], [])
+    prepared.load_state_dict(copy.deepcopy(state))
+    found = prepared.state_dict()
+    for name, value in state["model"].items():
+        assert torch.equal(found["model"][name], value)
+    steps = {name: each["step"].item() for name, each in found["optimizers"][0]["state"].items()}
+    assert set(steps.values()) == {3.0}
+    assert set(steps) == set(state["model"])
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_as_ever() -> None:
+    _, state = trained(compile_whole)
+    del state["model"]["2.bias"]
+    model = compile_whole(net())
+    (prepared,) = backend().prepare([model], [AdamW(model.parameters())], [])
+    with pytest.raises(ValueError, match=r"missing \['2.bias'\]"):
+        prepared.load_state_dict(state)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_prepared_compiled_model_is_the_plain_compiled_one(duplicate) -> None:
+    model = compile_whole(net())
+    kind = type(model)
+    backend("bf16").prepare([model], [], [])
+    other = duplicate(model)
+    assert type(other) is kind
+    assert other(X).dtype is torch.float32
+    assert model(X).dtype is torch.bfloat16
+
+
+def test_compiling_a_prepared_model_and_preparing_that_is_refused() -> None:
+    single = backend()
+    (prepared,) = single.prepare([net()], [], [])
+    with pytest.raises(ValueError, match="Sequential is prepared already"):
+        single.prepare([torch.compile(prepared.model, backend="eager")], [], [])
+
+
+def test_names_and_modules_without_a_compiler_stay_as_they_are() -> None:
+    model = net()
+    assert uncompiled(model) is model
+    assert uncompiled(torch.compile(model, backend="eager")) is model
+    assert plain_name("0.weight") == "0.weight"
+
+
+def under_ddp(mode: str) -> dict[str, tuple[int, int]]:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+
+    def prepared(model: nn.Module) -> nn.Module:
+        ddp = DDPBackend(context, choose_policy(mode, context.device), window=AccumulationWindow())
+        (one,) = ddp.prepare([model], [AdamW(model.parameters())], [])
+        assert not any("_orig_mod" in name for name in one.state_dict()["model"])
+        return one.model
+
+    found = {}
+    for compiled in (compile_whole, compile_in_place, compile_regions):
+        for kind, wrap in (("alone", DistributedDataParallel), ("prepared", prepared)):
+            torch.compiler.reset()
+            graphs = Graphs()
+            found[f"{compiled.__name__} {kind}"] = graphs_of(wrap(compiled(net(), graphs)), graphs)
+    torch.compiler.reset()
+    graphs = Graphs()
+    found["compiled after prepare"] = graphs_of(torch.compile(prepared(net()), backend=graphs), graphs)
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16"])
+def test_ddp_adds_no_graph_break_of_ours(run_ranks, mode: str) -> None:
+    for found in run_ranks(under_ddp, mode):
+        for way in ("compile_whole", "compile_in_place", "compile_regions"):
+            assert found[f"{way} prepared"] == found[f"{way} alone"]
+        assert found["compile_whole prepared"] == (1, 3)
+        num_graphs, num_calls = found[
+            "compiled after prepare"
+        ]  # DDP itself is not traced, the model is whole
+        assert (num_graphs, num_calls >= 3) == (1, True)
+
+
+def uneven_steps_of_a_replica_compiled_later() -> int:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    model = net()
+    (prepared,) = ddp.prepare([model], [AdamW(model.parameters())], [])
+    compiled = torch.compile(prepared.model, backend="eager")
+    with ddp.join([compiled]):
+        for _ in range(1 + context.topology.rank):
+            prepared.backward(compiled(X).sum())
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+    ddp.close()
+    return prepared.optimizers[0].num_steps
+
+
+def test_a_replica_compiled_later_joins_uneven_ranks(run_ranks) -> None:
+    assert run_ranks(uneven_steps_of_a_replica_compiled_later, timeout_seconds=30) == [1, 2]

@@ -1,0 +1,85 @@
+"""Replicas that have drifted apart are told of, by the first weight that differs and its ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
+
+from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings, DriftedReplicasError
+from drivetrain_backends.torch.ddp_drift import checksum
+from drivetrain_precision import choose_policy
+from drivetrain_state import StateSettings, connect
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int8]
+
+
+@given(st.sampled_from(DTYPES), st.integers(1, 9), st.integers(1, 9), st.data())
+def test_a_checksum_changes_with_any_element_and_with_no_layout(dtype, rows: int, columns: int, data) -> None:
+    values = torch.arange(rows * columns).reshape(rows, columns).to(dtype)
+    whole = checksum(values)
+    assert whole.dtype is torch.int64
+    padded = torch.zeros(rows, columns + 1, dtype=dtype)
+    padded[:, 1:] = values  # of other strides, and at other addresses
+    assert checksum(padded[:, 1:]) == checksum(values.t().contiguous().t()) == whole
+    changed = values.clone()
+    changed[data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))] += 1
+    assert checksum(changed) != whole
+
+
+def test_a_checksum_of_no_elements_and_of_one_is_an_integer() -> None:
+    assert checksum(torch.empty(0)).item() == 0
+    assert checksum(torch.tensor(1.0)).item() == 0x3F800000
+
+
+def drifted() -> dict[str, str]:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    backend = DDPBackend(
+        context,
+        choose_policy("no", context.device),
+        window=AccumulationWindow(),
+        settings=DDPSettings(check_drift_every=2, broadcast_buffers=False),
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    teacher = nn.Linear(2, 2).requires_grad_(False)
+    prepared, _ = backend.prepare([model, teacher], [SGD(model.parameters(), lr=0.1)], [])
+    found = {}
+
+    def step() -> None:
+        prepared.backward(prepared.model(torch.randn(4, 2) * (1 + dist.get_rank())).square().mean())
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+
+    backend.check_replicas()
+    step()
+    step()  # buffers differ, which is nothing
+    with torch.no_grad():
+        model[2].weight[0, 1] += 1e-6 * dist.get_rank()
+        model[2].bias += 1e-6 * dist.get_rank()
+    step()
+    for name, act in {"asked": step, "saved": backend.check_replicas}.items():
+        try:
+            act()
+        except DriftedReplicasError as error:
+            found[name] = str(error)
+    with prepared.gathered(write=True):
+        pass
+    backend.check_replicas()
+    with torch.no_grad():
+        teacher.weight += dist.get_rank()
+    with pytest.raises(DriftedReplicasError, match="weight of Linear differs on ranks 1"):
+        backend.check_replicas()
+    backend.close()
+    return found
+
+
+def test_a_weight_that_drifted_is_named_at_saves_and_every_so_many_steps(run_ranks) -> None:
+    for found in run_ranks(drifted):
+        for name in ("asked", "saved"):
+            assert found[name].startswith(
+                "the replicas have drifted apart: 2.weight of Sequential differs on ranks 1 from rank 0, and 1 other"
+            )
+            assert "gathered(model, write=True)" in found[name]

@@ -1,0 +1,109 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drivetrain_checkpoint.format.checksummed_io import FileRecord, HashedWriter
+from drivetrain_checkpoint.format.tensor_file import Entry, bytes_of, is_storable, name_of_dtype, plan_file
+from drivetrain_checkpoint.saving.host_buffer import on_host
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
+    """Write a file as a save does it."""
+    entries = [Entry(name, name_of_dtype(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
+    layout, values = plan_file(entries), list(tensors.values())
+    with HashedWriter(path) as writer:
+        writer.write(layout.header)
+        for index in layout.order:
+            staged = on_host(values[index])
+            writer.write(bytes_of(staged))
+        return writer.record()
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (1,), (), (0, 4)])
+def test_every_dtype_comes_back_bit_by_bit(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    path = tmp_path / "x.safetensors"
+    write(path, {"x": tensor})
+    back = load_file(path)["x"]
+    assert (back.dtype, back.shape) == (dtype, tensor.shape)
+    assert bits(back) == bits(tensor)
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = {
+        "wide": torch.randn(3, dtype=torch.float64),
+        "odd": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0, 2),
+        "with 'quotes' and ü": torch.ones(2, dtype=torch.bfloat16),
+    }
+    write(tmp_path / "x.safetensors", tensors)
+    back = load_file(tmp_path / "x.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_strides_views_conjugates_and_gradients_do_not_matter(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    tensors = {
+        "transposed": base.t(),
+        "sliced": base[:, 1::2],
+        "expanded": base[:1].expand(5, 4),
+        "conjugate": torch.tensor([1 + 2j], dtype=torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(base.clone()),
+    }
+    path = tmp_path / "x.safetensors"
+    write(path, tensors)
+    back = load_file(path)
+    assert all(torch.equal(back[name], tensors[name].detach()) for name in tensors)
+
+
+def test_tensors_are_aligned_to_their_items(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(1, dtype=torch.float64)})
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    assert (8 + size) % 8 == 0
+    assert header["b"]["data_offsets"] == [0, 8]
+
+
+def test_the_plan_says_where_each_tensor_lies(tmp_path: Path) -> None:
+    tensors = {"a": torch.tensor([7], dtype=torch.uint8), "b": torch.arange(3.0)}
+    path = tmp_path / "x.safetensors"
+    write(path, tensors)
+    layout = plan_file([Entry("a", "U8", (1,)), Entry("b", "F32", (3,))])
+    content = path.read_bytes()
+    assert layout.order == (1, 0)
+    for start, tensor in zip(layout.starts, tensors.values(), strict=True):
+        assert content[start : start + tensor.nbytes] == bits(tensor)
+
+
+def test_what_the_format_has_no_name_for_is_known() -> None:
+    assert is_storable(torch.bfloat16)
+    assert not is_storable(torch.complex128)
+
+
+def test_the_header_is_one_that_the_library_accepts(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, {f"layer.{index}": torch.full((index,), float(index)) for index in range(50)})
+    with safe_open(path, framework="pt") as file:
+        assert sorted(file.keys()) == sorted(f"layer.{index}" for index in range(50))

@@ -1,0 +1,208 @@
+"""Saves while training goes on."""
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, OtherRankFailedError, Replica
+from drivetrain_checkpoint.saving.background import Background
+from drivetrain_checkpoint.saving.host_buffer import HostBuffer
+from drivetrain_state import Context, connect
+
+IN_BACKGROUND = CheckpointSettings(background=True, stall_seconds=3, keep_last=2)
+
+
+def save(checkpointer: Checkpointer, step: int, weight: torch.Tensor) -> Path:
+    return checkpointer.save(
+        step, models={"model": {"weight": weight}}, replicated={"step": step}, per_rank={"rank": step}
+    )
+
+
+def test_what_training_does_meanwhile_is_not_saved(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=IN_BACKGROUND)
+    weight = torch.zeros(5_000_000)
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        path = save(checkpointer, step, weight)
+        weight.fill_(-1)
+        assert path == tmp_path / f"step-{step}"
+    assert checkpointer.wait() == tmp_path / "step-3"
+    assert checkpointer.wait() is None
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2", "step-3"]
+    for step in (2, 3):
+        assert torch.equal(
+            checkpointer.load(tmp_path / f"step-{step}").models["model"]["weight"],
+            torch.full_like(weight, step),
+        )
+
+
+def test_a_load_waits_for_the_save(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=IN_BACKGROUND)
+    save(checkpointer, 7, torch.ones(5_000_000))
+    assert checkpointer.load().step == 7
+
+
+def test_what_goes_wrong_is_raised_by_the_next_call_once(tmp_path: Path, context: Context, caplog) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=IN_BACKGROUND)
+    save(checkpointer, 1, torch.ones(3))
+    checkpointer.wait()
+    (tmp_path / "step-2").mkdir()
+    path = save(checkpointer, 2, torch.ones(20_000_000))
+    (path / "state.json").touch()  # the writer comes to it last
+    with pytest.raises(FileExistsError, match=r"state\.json"):
+        save(checkpointer, 3, torch.ones(3))
+    assert "the save of step 2 failed in the background" in caplog.text
+    save(checkpointer, 4, torch.ones(3))
+    assert checkpointer.load().step == 4
+
+
+def test_memory_is_kept_for_the_next_save_and_given_back_at_the_end(tmp_path: Path, context: Context) -> None:
+    buffer = HostBuffer()
+    first = buffer.stage([torch.ones(1000), torch.ones(3, dtype=torch.bool)])
+    second = buffer.stage([torch.zeros(1000), torch.tensor(2.5, dtype=torch.float64)])
+    assert first[0].data_ptr() == second[0].data_ptr()
+    assert second[1] == 2.5
+    assert buffer.size_bytes == 4032 + 64
+    odd = torch.arange(6).reshape(2, 3).t()
+    [staged] = buffer.stage([odd])
+    assert torch.equal(staged, odd)
+    assert staged.is_contiguous()
+
+
+def test_only_one_runs_at_a_time(tmp_path: Path) -> None:
+    background, go = Background(), threading.Event()
+    background.start(lambda: tmp_path if go.wait(10) else tmp_path / "late", name="a save")
+    assert background.is_busy
+    go.set()
+    assert background.wait() == tmp_path
+    assert not background.is_busy
+
+
+def two_ranks(directory: str) -> list[int]:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, directory, settings=IN_BACKGROUND)
+        for step in (1, 2, 3):
+            save(checkpointer, step, torch.full((100_000,), float(step)))
+            torch.distributed.barrier()  # the main thread's collectives go on
+        checkpointer.close()
+        return [checkpointer.load(f"{directory}/step-{step}").step for step in (2, 3)]
+
+
+def rank_one_fails(directory: str) -> str:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, directory, settings=IN_BACKGROUND)
+        save(checkpointer, 1, torch.ones(3))
+        checkpointer.wait()
+        Path(directory, "step-2").mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        shared = {"weight": Replica(torch.ones(40_000_000))}  # of which rank 1 writes half, before the rest
+        path = checkpointer.save(2, models={"model": shared}, replicated={}, per_rank={})
+        if context.topology.rank == 1:
+            (path / "rank-1.json").touch()
+        with pytest.raises((FileExistsError, OtherRankFailedError)) as caught:
+            checkpointer.wait()
+        assert checkpointer.load().step == 1
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_two_ranks_commit_beside_training(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(two_ranks, str(tmp_path)) == [[2, 3], [2, 3]]
+
+
+def test_a_rank_that_fails_ends_the_save_on_all_of_them(run_ranks, tmp_path: Path) -> None:
+    (tmp_path / "step-2").mkdir()
+    first, second = run_ranks(rank_one_fails, str(tmp_path))
+    assert first.startswith(
+        "OtherRankFailedError: the save of step 2 was given up on every rank: rank 1 failed"
+    )
+    assert second.startswith("FileExistsError")
+
+
+KILLED_RANK = """
+import os, signal, sys, time
+import torch
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, OtherRankFailedError
+from drivetrain_state import connect
+
+context = connect(device="cpu", settings=None)
+settings = CheckpointSettings(background=True, stall_seconds=1)
+checkpointer = Checkpointer(context, sys.argv[1], settings=settings)
+def save(step):
+    checkpointer.save(step, models={"m": {"w": torch.full((1000,), float(step))}}, replicated={}, per_rank={})
+save(1)
+checkpointer.wait()
+if context.topology.rank == 1:
+    from drivetrain_checkpoint.saving.transaction import Save
+    Save.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+save(2)
+started = time.monotonic()
+try:
+    checkpointer.wait()
+except OtherRankFailedError as error:
+    print(error)
+print("after", round(time.monotonic() - started), flush=True)
+print(sorted(os.listdir(sys.argv[1])), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_killed_is_noticed_and_nothing_is_committed(run_ranks_script, tmp_path: Path) -> None:
+    first, second = run_ranks_script(KILLED_RANK, str(tmp_path), num_processes=2, timeout_seconds=60)
+    assert second.returncode == -signal.SIGKILL
+    assert "rank 1 has not answered, and no rank has written anything for 1 s" in first.stdout
+    seconds, names = first.stdout.splitlines()[-2:]
+    assert float(seconds.removeprefix("after ")) < 20
+    assert "step-1" in names
+    assert "step-2" not in names
+
+
+EXITS_AT_ONCE = """
+import sys
+import torch
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings
+from drivetrain_state import connect
+
+with connect(device="cpu") as context:
+    checkpointer = Checkpointer(context, sys.argv[1], settings=CheckpointSettings(background=True))
+    weight = torch.ones(10_000_000)
+    checkpointer.save(1, models={"m": {"w": weight}}, replicated={}, per_rank={})
+print("main ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_program_that_ends_waits_for_the_commit(
+    run_ranks_script, tmp_path: Path, context: Context, num_processes: int
+) -> None:
+    ranks = run_ranks_script(EXITS_AT_ONCE, str(tmp_path), num_processes=num_processes, timeout_seconds=60)
+    assert [(rank.returncode, rank.stdout, rank.stderr) for rank in ranks] == [
+        (0, "main ends\n", "")
+    ] * num_processes
+    assert Checkpointer(context, tmp_path).load().step == 1
+
+
+def rank_one_has_no_memory(directory: str) -> str:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, directory, settings=IN_BACKGROUND)
+        if context.topology.rank == 1:
+            HostBuffer.stage = lambda *_: (_ for _ in ()).throw(RuntimeError("no memory to pin"))
+        with pytest.raises(RuntimeError) as caught:
+            save(checkpointer, 1, torch.ones(3))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_without_memory_for_its_copies_ends_the_save_at_once(run_ranks_script, tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "from test_background import rank_one_has_no_memory\n"
+        "print(rank_one_has_no_memory(sys.argv[1]))"
+    )
+    folder = tmp_path / "run"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    first, second = run_ranks_script(script, str(folder), *paths, timeout_seconds=60)
+    assert "rank 1 failed with RuntimeError: no memory to pin" in first.stdout, first.stderr
+    assert second.stdout == "RuntimeError: no memory to pin\n"
+    assert not list(folder.glob("step-*"))

@@ -1,0 +1,397 @@
+import errno
+import random
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain_checkpoint import (
+    Checkpointer,
+    CheckpointSettings,
+    OtherRankFailedError,
+    Replica,
+    StateError,
+    find_checkpoints,
+    read_manifest,
+)
+from drivetrain_checkpoint.saving.writer_lock import LEASE
+from drivetrain_state import Context, ParallelDims, connect
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1000,), float(step))}
+
+
+def save(checkpointer: Checkpointer, step: int) -> Path:
+    return checkpointer.save(
+        step, models={"model": state_of(step)}, replicated={"step": step}, per_rank={"rng": torch.arange(3)}
+    )
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != LEASE)
+
+
+def test_old_ones_go_after_the_new_one_is_committed(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=CheckpointSettings(keep_last=2))
+    for step in (1, 2, 10):
+        assert save(checkpointer, step) == tmp_path / f"step-{step}"
+    assert names_in(tmp_path) == ["step-10", "step-2"]
+
+
+def test_a_run_started_over_does_not_lose_its_new_checkpoints_to_old_higher_steps(
+    tmp_path: Path, context: Context
+) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=CheckpointSettings(keep_last=1))
+    save(checkpointer, 500)
+    save(checkpointer, 100)
+    assert names_in(tmp_path) == ["step-100"]
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"weight": torch.arange(2000.0)},
+        {"weight": torch.arange(1000, dtype=torch.int32)},
+        {"weight": torch.arange(1000.0), "bias": torch.ones(3)},
+        {"weight": torch.arange(1000.0).view(10, 100)},
+        {"bias": torch.arange(1000.0)},
+        {},
+    ],
+    ids=["shape", "dtype", "more", "dimensions", "name", "less"],
+)
+def test_a_state_that_has_changed_is_planned_anew(
+    tmp_path: Path, context: Context, now: dict[str, torch.Tensor]
+) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    checkpointer.save(1, models={"model": {"weight": torch.arange(1000.0)}}, replicated={}, per_rank={})
+    checkpointer.save(2, models={"model": now}, replicated={}, per_rank={"own": now})
+    loaded = checkpointer.load()
+    assert loaded.per_rank is not None
+    for state in (loaded.models["model"], loaded.per_rank["own"]):
+        assert state.keys() == now.keys()
+        for name, tensor in now.items():
+            assert (state[name].dtype, state[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(state[name], tensor)
+
+
+def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    for value in (1, 2, 3):
+        path = checkpointer.save(5, models={"model": state_of(value)}, replicated={}, per_rank={})
+        assert torch.equal(checkpointer.load().models["model"]["weight"], state_of(value)["weight"])
+    assert names_in(path) == [
+        "manifest.json", "rank-0.2.json", "state.2.json", "weights-model.2.json", "weights-model.r0.2.safetensors"
+    ]  # fmt: skip
+
+
+def test_a_save_that_is_refused_leaves_the_committed_step_as_it_was(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    save(checkpointer, 5)
+    before = names_in(tmp_path / "step-5")
+    with pytest.raises(StateError, match=r"^replicated\['bad'\]: it is a function"):
+        checkpointer.save(5, models={"model": state_of(6)}, replicated={"bad": save}, per_rank={})
+    assert names_in(tmp_path / "step-5") == before
+    assert checkpointer.load().replicated == {"step": 5}
+
+
+def test_a_save_that_is_refused_leaves_no_folder(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    with pytest.raises(StateError, match=r"^per_rank\['bad'\]"):
+        checkpointer.save(1, models={"model": state_of(1)}, replicated={}, per_rank={"bad": save})
+    assert names_in(tmp_path) == []
+
+
+def test_leftovers_of_a_save_that_died_make_room(tmp_path: Path, context: Context) -> None:
+    folder = tmp_path / "step-5"
+    folder.mkdir()
+    (folder / "weights-model.r0.safetensors").write_bytes(b"torn")
+    save(Checkpointer(context, tmp_path), 5)
+    assert "weights-model.r0.safetensors" in names_in(folder)
+    assert Checkpointer(context, tmp_path).load().step == 5
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3"])
+def test_a_step_is_a_count(tmp_path: Path, context: Context, step: object) -> None:
+    with pytest.raises(ValueError, match=r"^step=.* an integer from 0 on"):
+        Checkpointer(context, tmp_path).save(step, models={}, replicated={}, per_rank={})  # type: ignore[arg-type]
+
+
+def test_no_file_is_a_pickle(tmp_path: Path, context: Context) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    path = Checkpointer(context, tmp_path).save(
+        1,
+        models={"model": model.state_dict()},
+        replicated={"optimizer": optimizer.state_dict(), "odd": (1, b"x", {2: float("nan")})},
+        per_rank={"rng": torch.get_rng_state(), "python": random.getstate()},
+    )
+    for file in path.iterdir():
+        content = file.read_bytes()
+        # Pickles from protocol 2 on begin with \x80; torch.save and NumPy files with the marks of zip and .npy.
+        assert content[:1] != b"\x80", file
+        assert content[:4] != b"PK\x03\x04", file
+        assert content[:6] != b"\x93NUMPY", file
+        start = content[8:9] if file.suffix == ".safetensors" else content[:1]
+        assert start == b"{", file
+
+
+def two_ranks_save(directory: str, keep_last: int) -> list[str]:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, directory, settings=CheckpointSettings(keep_last=keep_last))
+        for step in (1, 2, 3):
+            path = save(checkpointer, step)
+            assert (path / "manifest.json").is_file()  # committed when it returns, whatever the rank
+    return names_in(path)
+
+
+def rank_one_cannot_store_its_state(directory: str) -> str:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(context, directory)
+        save(checkpointer, 1)
+        bad = {"bad": object()} if context.topology.rank == 1 else {}
+        try:
+            checkpointer.save(2, models={"model": state_of(2)}, replicated={}, per_rank=bad)
+        except (StateError, OtherRankFailedError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def the_main_rank_cannot_look(directory: str) -> str:
+    def fail(_: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with connect(device="cpu") as context, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drivetrain_checkpoint.saving.coordinator.find_checkpoints", fail)
+        with pytest.raises((OSError, OtherRankFailedError)) as caught:
+            save(Checkpointer(context, directory), 2)
+        return type(caught.value).__name__
+
+
+def ranks_mean_different_steps(directory: str) -> str:
+    with connect(device="cpu") as context:
+        with pytest.raises(ValueError, match="different folders") as caught:
+            save(Checkpointer(context, directory), context.topology.rank)
+        return str(caught.value)
+
+
+def test_each_rank_writes_its_own_and_rank_zero_the_rest(run_ranks, tmp_path: Path) -> None:
+    files = [
+        "manifest.json", "rank-0.json", "rank-0.r0.safetensors", "rank-1.json", "rank-1.r1.safetensors",
+        "state.json", "weights-model.json", "weights-model.r0.safetensors",
+    ]  # fmt: skip
+    assert run_ranks(two_ranks_save, str(tmp_path), 2) == [files, files]
+    assert names_in(tmp_path) == ["step-2", "step-3"]
+
+
+def save_on_a_mesh(directory: str) -> dict[str, int]:
+    with connect(device="cpu", parallelism=ParallelDims(data=1, shard=2)) as context:
+        return dict(read_manifest(save(Checkpointer(context, directory), 2)).mesh)
+
+
+def test_the_mesh_stands_in_the_manifest(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(save_on_a_mesh, str(tmp_path)) == [{"data": 1, "shard": 2}] * 2
+
+
+def test_a_rank_that_fails_aborts_the_save_on_every_rank_with_its_error(run_ranks, tmp_path: Path) -> None:
+    aborted, failed = run_ranks(rank_one_cannot_store_its_state, str(tmp_path))
+    assert failed.startswith("StateError: per_rank['bad']: it is a object")
+    assert aborted.startswith(
+        "OtherRankFailedError: the save of step 2 was given up on every rank: rank 1 failed"
+    )
+    assert names_in(tmp_path) == ["step-1"]
+
+
+def test_what_the_main_rank_alone_meets_is_told_on_all_ranks(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(the_main_rank_cannot_look, str(tmp_path)) == ["OSError", "OtherRankFailedError"]
+
+
+def test_ranks_that_mean_different_steps_are_shown(run_ranks, tmp_path: Path) -> None:
+    shown = run_ranks(ranks_mean_different_steps, str(tmp_path))
+    assert all(re.search(r"rank 0: .*/step-0, rank 1: .*/step-1\)", text) for text in shown)
+
+
+KILLED_SAVES = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+import torch
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, find_checkpoints
+from drivetrain_state import Context, Topology
+
+directory, rounds = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+context = Context(topology=Topology(), device=torch.device("cpu"))
+checkpointer = Checkpointer(context, directory, settings=CheckpointSettings(keep_last=2))
+
+def save(step):
+    weight = torch.full((500_000,), float(step))
+    checkpointer.save(step, models={"model": {"weight": weight, "tied": weight}}, replicated={"step": step},
+                      per_rank={})
+
+started = time.monotonic()
+save(0)
+one_save_seconds = time.monotonic() - started
+chance = random.Random(0)
+killed = 0
+for number in range(rounds):
+    before = checkpointer.load().step
+    delay = chance.uniform(0, 3 * one_save_seconds)
+    child = os.fork()
+    if child == 0:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        for step in range(before + 1, before + 20):
+            save(step)
+        os._exit(0)
+    killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    loaded = checkpointer.load()
+    assert loaded.step >= before, (loaded.step, before)
+    assert loaded.replicated == {"step": loaded.step}
+    assert torch.equal(loaded.models["model"]["weight"], torch.full((500_000,), float(loaded.step)))
+    assert loaded.models["model"]["tied"] is loaded.models["model"]["weight"]
+save(10_000)  # the first that ends whole deletes what those killed between commit and deletion have left
+assert checkpointer.load().step == 10_000
+assert [one.is_valid for one in find_checkpoints(directory)] == [True, True]
+print("killed", killed)
+"""
+
+
+def killed_in(run_ranks_script, directory: Path, rounds: int) -> int:
+    """How many saves were killed in as many rounds; the script holds what loads after each against what was saved."""
+    [result] = run_ranks_script(
+        KILLED_SAVES, str(directory), str(rounds), num_processes=1, timeout_seconds=10 * rounds + 60
+    )
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout.split()[1])
+
+
+@pytest.mark.timeout(240)
+def test_killed_at_any_moment_the_newest_valid_one_loads(run_ranks_script, tmp_path: Path) -> None:
+    assert killed_in(run_ranks_script, tmp_path, rounds=12) > 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_killed_many_times_the_newest_valid_one_loads(run_ranks_script, tmp_path: Path) -> None:
+    assert killed_in(run_ranks_script, tmp_path, rounds=200) > 100
+
+
+KILLED_RANK = """
+import os, signal, sys
+import torch
+from drivetrain_checkpoint import Checkpointer
+from drivetrain_state import StateSettings, connect
+
+def save(checkpointer, step):
+    checkpointer.save(step, models={"model": {"weight": torch.ones(10)}}, replicated={}, per_rank={})
+
+with connect(StateSettings(device="cpu", timeout_seconds=20, watchdog=False)) as context:
+    checkpointer = Checkpointer(context, sys.argv[1])
+    save(checkpointer, 1)
+    if context.topology.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        save(checkpointer, 2)
+    except RuntimeError as error:
+        print("noticed", type(error).__name__)
+        os._exit(7)
+"""
+
+
+def test_a_rank_that_is_killed_ends_the_save_and_commits_nothing(run_ranks_script, tmp_path: Path) -> None:
+    noticed, killed = run_ranks_script(KILLED_RANK, str(tmp_path))
+    assert killed.returncode == -signal.SIGKILL
+    assert noticed.returncode == 7, noticed.stderr
+    assert "noticed" in noticed.stdout
+    assert [one.folder.name for one in find_checkpoints(tmp_path) if one.is_valid] == ["step-1"]
+
+
+UNSHARED_FOLDER = """
+import ctypes, os, subprocess, sys
+if os.environ["RANK"] == "1":  # a mount that this process alone sees, as another host's disk would be
+    CLONE_NEWNS = 0x00020000
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
+        sys.exit(3)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", sys.argv[1]], check=True)
+
+from drivetrain_checkpoint import Checkpointer
+from drivetrain_state import connect
+
+with connect(device="cpu") as context:
+    try:
+        Checkpointer(context, sys.argv[1]).save(1, models={}, replicated={}, per_rank={})
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def can_mount() -> bool:
+    tool = shutil.which("unshare")
+    return tool is not None and subprocess.run([tool, "-m", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="wants Linux mount namespaces, and the right to make one")
+def test_a_folder_that_another_host_does_not_see_is_an_error(run_ranks_script, tmp_path: Path) -> None:
+    main, other = run_ranks_script(UNSHARED_FOLDER, str(tmp_path))
+    assert other.stdout.startswith("FolderNotSharedError: rank 1 on "), other.stderr
+    assert "every host mounts" in other.stdout
+    assert main.stdout.startswith(
+        "OtherRankFailedError: the save of step 1 was given up on every rank: rank 1"
+    )
+    assert names_in(tmp_path) == ["script.py"]
+
+
+def test_a_disk_error_leaves_the_earlier_checkpoint(tmp_path: Path, context: Context) -> None:
+    checkpointer = Checkpointer(context, tmp_path)
+    save(checkpointer, 1)
+    (tmp_path / "step-2").write_text("a file stands where the folder should be")
+    with pytest.raises(FileExistsError, match="step-2"):
+        save(checkpointer, 2)
+    assert checkpointer.load().step == 1
+
+
+def rank_one_has_more(directory: str, what: str) -> str:
+    with connect(device="cpu") as context:
+        checkpointer = Checkpointer(
+            context, directory, settings=CheckpointSettings(keep_last=3, keep_best=1, best_metric="loss")
+        )
+        is_main = context.topology.rank == 0
+        more = {} if is_main or what == "metric" else {"expert": Replica(torch.ones(2))}
+        metrics = {"loss": 1.0} if is_main or what == "tensor" else {"los": 1.0}
+        with pytest.raises((StateError, ValueError, OtherRankFailedError)) as caught:
+            checkpointer.save(1, models={"m": more}, replicated={}, per_rank={}, metrics=metrics)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_tensor_that_rank_zero_does_not_have_is_no_part_of_the_state(run_ranks, tmp_path: Path) -> None:
+    for told in run_ranks(rank_one_has_more, str(tmp_path), "tensor"):
+        assert told.startswith("StateError: rank 1 has a part of 'expert' (weights-m), and rank 0's state")
+
+
+def test_metrics_that_only_one_rank_cannot_use_end_the_save_on_all(run_ranks, tmp_path: Path) -> None:
+    first, second = run_ranks(rank_one_has_more, str(tmp_path), "metric")
+    assert first.startswith("OtherRankFailedError")
+    assert second.startswith("ValueError: metrics={'los': 1.0} lacks best_metric='loss'")
+
+
+def test_nothing_is_deleted_before_the_commit(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(context, tmp_path, settings=CheckpointSettings(keep_last=1))
+    save(checkpointer, 1)
+
+    def fail(*_: object) -> None:
+        assert [one.folder.name for one in find_checkpoints(tmp_path) if one.is_valid] == ["step-1"]
+        raise OSError("disk full")
+
+    monkeypatch.setattr("drivetrain_checkpoint.saving.transaction.commit_manifest", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save(checkpointer, 2)
+    assert checkpointer.load().step == 1
+    assert names_in(tmp_path) == ["step-1"]

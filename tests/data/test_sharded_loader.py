@@ -1,0 +1,558 @@
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from drivetrain_data import DataSettings, IndexRangeError, PermutationSampler, Shard, shard_loader
+from drivetrain_data.sampling.order import ReplacementOrder
+
+COUNTS = [1, 2, 4]
+SIZES = [0, 1, 3, 8, 9, 17, 64]
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Fetched(Numbers):
+    """Reads whole batches at once, as some datasets do faster."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [index * 10 for index in indices]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("length", SIZES)
+@pytest.mark.parametrize("even", ["uneven", "pad"])
+def test_every_sample_comes_once_in_the_datasets_order(
+    make_shards, read_together, count: int, length: int, even: str
+) -> None:
+    shards = make_shards(lambda: DataLoader(Numbers(length), batch_size=2), count, even=even)
+    read = read_together(shards)
+    assert read.samples == list(range(length))
+    assert len(read.plans) == len(shards[0])
+    assert [plan.is_last for plan in read.plans] == [False] * (len(read.plans) - 1) + [True] * bool(
+        read.plans
+    )
+    if even == "pad":
+        assert all(set(plan.sizes) == {2} for plan in read.plans)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_dropped_tail_leaves_whole_steps(make_shards, read_together, count: int) -> None:
+    for options, arguments in [({"even": "drop"}, {}), ({}, {"drop_last": True})]:
+        shards = make_shards(
+            lambda arguments=arguments: DataLoader(Numbers(17), batch_size=3, **arguments), count, **options
+        )
+        read = read_together(shards)
+        assert read.samples == list(range(17 // (3 * count) * 3 * count))
+        assert len(read.plans) == len(shards[0])
+
+
+def test_padding_comes_from_the_epochs_beginning(make_shards, read_together) -> None:
+    read = read_together(make_shards(lambda: DataLoader(Numbers(9), batch_size=2), 4, even="pad"))
+    assert read.held[1] == [[8, 0], [1, 2], [3, 4], [5, 6]]
+    assert read.plans[1].real_counts == (1, 0, 0, 0)
+    assert read.plans[1].even
+    assert not read.plans[1].replayed
+
+
+def test_nine_samples_on_four_ranks_are_trained_once_each(make_shards, read_together) -> None:
+    shards = make_shards(lambda: DataLoader(Numbers(9), batch_size=2), 4)
+    read = read_together(shards)
+    assert [plan.real_counts for plan in read.plans] == [(2, 2, 2, 2), (1, 0, 0, 0)]
+    assert read.held[1] == [[8], [8], [8], [8]]
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_a_dataset_shorter_than_the_shards_keeps_them_in_step(
+    make_shards, read_together, length: int
+) -> None:
+    read = read_together(make_shards(lambda: DataLoader(Numbers(length), batch_size=4, shuffle=True), 8))
+    assert sorted(read.samples) == list(range(length))
+    assert len(read.plans) == 1
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_split_batches_makes_the_loaders_batch_the_sum(make_shards, read_together, count: int) -> None:
+    shards = make_shards(lambda: DataLoader(Numbers(21), batch_size=8), count, split_batches=True)
+    assert (shards[0].batch_size, shards[0].total_batch_size) == (8 // count, 8)
+    read = read_together(shards)
+    assert [sum(plan.real_counts) for plan in read.plans] == [8, 8, 5]
+    assert read.samples == list(range(21))
+
+
+def test_a_batch_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"batch_size=6 must be a multiple of the 4 shards"):
+        shard_loader(DataLoader(Numbers(9), batch_size=6), Shard(0, 4), split_batches=True)
+
+
+class Everything(Sampler[int]):
+    """Draws from wherever `kind` says."""
+
+    def __init__(self, kind: str, length: int) -> None:
+        self.kind = kind
+        self.length = length
+        self.generator = torch.Generator() if kind == "torch generator" else None
+        self.numpy = np.random.default_rng() if kind == "numpy generator" else None
+        self.python = random.Random() if kind == "python generator" else None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        if self.kind in ("torch", "torch generator"):
+            order = torch.randperm(self.length, generator=self.generator).tolist()
+        elif self.kind == "numpy":
+            np.random.shuffle(order)
+        elif self.kind == "numpy generator":
+            self.numpy.shuffle(order)
+        else:
+            (self.python or random).shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize(
+    "kind", ["torch", "torch generator", "numpy", "numpy generator", "python", "python generator"]
+)
+def test_a_sampler_draws_the_same_on_every_rank_whatever_it_draws_from(
+    make_shards, read_together, kind
+) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(Numbers(23), batch_size=3, sampler=Everything(kind, 23))
+
+    before = torch.get_rng_state(), random.getstate()
+    shards = make_shards(build, 3, seed=5)
+    first, second = read_together(shards).samples, read_together(shards).samples
+    assert sorted(first) == sorted(second) == list(range(23))
+    assert first != second
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert read_together(make_shards(build, 1, seed=5)).samples == first
+    assert read_together(make_shards(build, 1, seed=6)).samples != first
+    assert "Everything, drawn on every rank" in shards[0].order_source
+
+
+def test_weighted_draws_are_the_same_on_every_rank(make_shards, read_together) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(Numbers(9), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8 + [50.0], 30))
+
+    drawn = [read_together(make_shards(build, count)).samples for count in COUNTS]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(drawn[0]) == 30
+    assert drawn[0].count(8) > 15
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of several sizes, shuffled, as bucketing by length makes."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+        self.batch_size = 3
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [[10 * number + i for i in range(1 + number % 3)] for number in range(self.num_batches)]
+        random.shuffle(batches)
+        return iter(batches)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("num_batches", [1, 3, 4, 9, 70])
+@pytest.mark.parametrize("even", ["uneven", "pad"])
+def test_batches_of_a_batch_sampler_are_dealt_out_whole(
+    make_shards, read_together, count: int, num_batches: int, even: str
+) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(Numbers(1000), batch_sampler=Buckets(num_batches))
+
+    whole = read_together(make_shards(build, 1))
+    shards = make_shards(build, count, even=even)
+    read = read_together(shards)
+    assert read.samples == whole.samples
+    assert len(read.plans) == len(shards[0]) == -(-num_batches // count)
+    assert read.plans[-1].is_last
+    expected = sorted(10 * number + i for number in range(num_batches) for i in range(1 + number % 3))
+    assert sorted(read.samples) == expected
+
+
+def test_leftover_batches_can_be_dropped(make_shards, read_together) -> None:
+    shards = make_shards(lambda: DataLoader(Numbers(1000), batch_sampler=Buckets(7)), 2, even="drop")
+    read = read_together(shards)
+    assert len(read.plans) == len(shards[0]) == 3
+    assert read.plans[-1].is_last
+
+
+def test_batches_of_a_batch_sampler_can_be_split(make_shards, read_together) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(Numbers(1000), batch_sampler=Buckets(7))
+
+    shards = make_shards(build, 2, split_batches=True)
+    read = read_together(shards)
+    assert read.samples == read_together(make_shards(build, 1)).samples
+    assert len(read.plans) == len(shards[0]) == 7
+
+
+def test_torchs_own_batch_sampler_is_read_through(make_shards, read_together) -> None:
+    def build() -> DataLoader[int]:
+        return DataLoader(
+            Numbers(11), batch_sampler=BatchSampler(RandomSampler(Numbers(11)), 2, drop_last=False)
+        )
+
+    shards = make_shards(build, 2)
+    assert sorted(read_together(shards).samples) == list(range(11))
+    assert shards[0].batch_size == 2
+    assert shards[0].order_source.startswith("shuffled: permutation 1")
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1_000_000_000))
+
+
+def test_a_sampler_without_a_length_is_read_as_it_goes(make_shards, read_together) -> None:
+    shards = make_shards(lambda: DataLoader(Numbers(10**9), batch_size=2, sampler=Endless()), 2)
+    assert read_together(shards, 3).samples == list(range(12))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("even", ["uneven", "drop"])
+def test_single_items_are_dealt_out_in_turn(make_shards, read_together, count: int, even: str) -> None:
+    shards = make_shards(lambda: DataLoader(torch.arange(9), batch_size=None), count, even=even)
+    held: list[int] = []
+    for step in zip(*shards, strict=True):
+        plan = shards[0].current
+        held += [int(item) for item, real in zip(step, plan.real_counts, strict=True) if real]
+    assert held == list(range(9 if even == "uneven" else 9 // count * count))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_samplers_of_torch_are_replaced_by_orders_that_any_rank_can_compute(
+    make_shards, read_together, count
+) -> None:
+    data = Numbers(20)
+    cases: list[tuple[Any, str, list[int] | None]] = [
+        (SequentialSampler(data), "the dataset's own order", list(range(20))),
+        (RandomSampler(data), "shuffled: permutation 1 keyed by (seed 0, epoch)", list(range(20))),
+        (SubsetRandomSampler([3, 5, 9]), "a subset of 3 samples", [3, 5, 9]),
+        (DistributedSampler(data, num_replicas=2, rank=1), "shuffled: permutation", list(range(20))),
+        (
+            DistributedSampler(data, num_replicas=2, rank=1, shuffle=False),
+            "the dataset's own",
+            list(range(20)),
+        ),
+        (PermutationSampler(20, seed=4), "permutation 1 keyed by (seed 4, epoch)", list(range(20))),
+        (RandomSampler(data, num_samples=50), "shuffled: permutation 1", sorted(2 * list(range(20)))),
+        (RandomSampler(data, replacement=True, num_samples=100), "drawn with replacement", None),
+    ]
+    for sampler, source, expected in cases:
+        shards = make_shards(lambda sampler=sampler: DataLoader(data, batch_size=3, sampler=sampler), count)
+        samples = read_together(shards).samples
+        assert source in shards[0].order_source
+        if expected is None:  # with replacement, which the replacing order's own tests look at
+            assert samples == ReplacementOrder(20, seed=0, num_positions=100).take(0, np.arange(100))
+        else:
+            assert sorted(samples[: len(expected)]) == expected
+        alone = make_shards(lambda s=sampler: DataLoader(data, batch_size=2, sampler=s), 1)
+        assert samples == read_together(alone).samples
+
+
+def test_a_dataset_that_fetches_batches_is_asked_for_batches(make_shards, read_together) -> None:
+    read = read_together(make_shards(lambda: DataLoader(Fetched(7), batch_size=2), 2))
+    assert read.samples == [0, 10, 20, 30, 40, 50, 60]
+
+
+def test_an_index_that_the_dataset_does_not_have_is_refused() -> None:
+    loader = DataLoader(Numbers(5), batch_size=2, sampler=[0, 1, 5])
+    with pytest.raises(IndexRangeError, match=r"list gave index 5, and the dataset has 5 samples \(0 to 4\)"):
+        list(shard_loader(loader, Shard(0, 1)))
+    batches = DataLoader(Numbers(5), batch_sampler=[[0, 1], [2, -6]])
+    with pytest.raises(IndexRangeError, match=r"gave index -6"):
+        list(shard_loader(batches, Shard(0, 1)))
+
+
+class TakesAll(Numbers):
+    """Has five samples and answers to any index."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "says"),
+    [
+        (SubsetRandomSampler([0, 1, 7]), "SubsetRandomSampler gave index 7"),
+        (SubsetRandomSampler([0, -1, 4]), "SubsetRandomSampler gave index -1"),
+        (PermutationSampler(8), "PermutationSampler gave index 7"),
+        (RandomSampler(range(8)), "RandomSampler gave index 7"),
+        (DistributedSampler(range(8), num_replicas=2, rank=0), "DistributedSampler gave index 7"),
+        (SequentialSampler(range(8)), "SequentialSampler gave index 7"),
+    ],
+)
+def test_a_sampler_of_a_longer_dataset_is_refused_at_once(sampler: Any, says: str) -> None:
+    with pytest.raises(IndexRangeError, match=rf"{says}, and the dataset has 5 samples \(0 to 4\)"):
+        shard_loader(DataLoader(TakesAll(), sampler=sampler), Shard(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "says"),
+    [
+        ([0, np.int64(6)], "gave index 6"),
+        ([torch.tensor(7), torch.tensor(1)], "gave index 7"),
+        ([0, "a"], "gave 'a' as its number 1"),
+        ([0, None], "gave None as its number 1"),
+        ([1.0, 2.0], "gave 1.0 as its number 0"),
+        ([0, 10**30], "gave index 1000000"),
+    ],
+)
+@pytest.mark.parametrize("batches", [False, True])
+def test_what_is_no_index_is_refused_on_every_rank_before_a_sample_is_read(drawn, says, batches) -> None:
+    arguments = {"batch_sampler": [[0], drawn]} if batches else {"sampler": drawn}
+    for index in range(2):
+        loader = shard_loader(DataLoader(TakesAll(), **arguments), Shard(index, 2))
+        with pytest.raises(IndexRangeError, match=says):
+            next(iter(loader))
+
+
+def test_indices_of_any_kind_and_keys_are_handed_on() -> None:
+    whole = [np.int64(1), torch.tensor(3), True, 0]
+    loader = shard_loader(DataLoader(TakesAll(), sampler=whole, batch_size=4), Shard(0, 1))
+    assert next(iter(loader)).tolist() == [1, 3, 1, 0]
+    keyed = shard_loader(DataLoader({"a": 5, "b": 6}, sampler=["b", "a"], batch_size=2), Shard(0, 1))
+    assert next(iter(keyed)).tolist() == [6, 5]
+
+
+def test_batches_that_are_none_are_refused() -> None:
+    loader = shard_loader(DataLoader(Numbers(3), batch_sampler=[0, 1, 2]), Shard(0, 1))
+    with pytest.raises(
+        ValueError, match="gives lists of indices, and list gave 0; a sampler of single indices"
+    ):
+        next(iter(loader))
+
+
+class Subclass(DistributedSampler[int]):
+    pass
+
+
+class Reversed(DistributedSampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__())[::-1])
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+def of_torchdata(data: Any) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    return {"sampler": module.StatefulDistributedSampler(data, num_replicas=2, rank=0), "batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda data: {"sampler": Subclass(data, num_replicas=2, rank=0), "batch_size": 2},
+        lambda data: {
+            "batch_sampler": BatchSampler(
+                DistributedSampler(data, num_replicas=2, rank=1), 2, drop_last=False
+            )
+        },
+        of_torchdata,
+    ],
+)
+def test_a_sampler_that_divides_as_torch_does_is_undone(make_shards, read_together, arguments) -> None:
+    data = Numbers(24)
+    shards = make_shards(lambda: DataLoader(data, **arguments(data)), 2)
+    assert sorted(read_together(shards).samples) == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (lambda part: {"sampler": part(Reversed)}, "Reversed divides the data itself, among num_replicas=2"),
+        (
+            lambda part: {"batch_sampler": OwnBatches(part(DistributedSampler), 2, drop_last=False)},
+            "DistributedSampler inside OwnBatches divides the data itself",
+        ),
+    ],
+)
+def test_a_sampler_that_divides_in_its_own_way_is_refused(arguments, says: str) -> None:
+    data = Numbers(24)
+    loader = DataLoader(data, **arguments(lambda kind: kind(data, num_replicas=2, rank=0)))
+    with pytest.raises(ValueError, match=f"{says}.*pass the undivided one"):
+        shard_loader(loader, Shard(0, 2))
+
+
+def test_an_epoch_that_a_permutation_sampler_was_told_is_not_dropped() -> None:
+    sampler = PermutationSampler(9)
+    sampler.set_epoch(7)
+    with pytest.raises(ValueError, match=r"epoch=7: .*call set_epoch\(7\) of the sharded loader"):
+        shard_loader(DataLoader(Numbers(9), sampler=sampler), Shard(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"num_samples": -1}, "num_samples=-1"),
+        ({"num_samples": 10, "seed": 1.5}, "seed=1.5"),
+        ({"num_samples": 10, "epoch": -2}, "epoch=-2"),
+    ],
+)
+def test_a_permutation_of_no_whole_numbers_is_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"{says}: must be a whole number, 0 or more"):
+        PermutationSampler(**arguments)
+
+
+def test_what_cannot_be_split_and_padded_is_refused() -> None:
+    loader = DataLoader(Numbers(5), batch_sampler=[[0], [1, 2, 3], [4]])
+    with pytest.raises(ValueError, match=r"even='pad' with split_batches=True: batches of list"):
+        shard_loader(loader, Shard(0, 2), split_batches=True, even="pad")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"batch_size": None}, "3 samples are fewer than one batch of 1 on each of 4"),
+        ({"batch_size": 2, "drop_last": True}, "3 samples are fewer than one batch of 2 on each of 4"),
+        ({"batch_size": 2, "shuffle": True}, "3 samples are fewer than one batch of 2 on each of 4"),
+        ({"batch_sampler": [[0], [1], [2]]}, "3 batches are fewer than one on each of 4 shards"),
+    ],
+)
+def test_a_loader_of_which_all_is_dropped_is_empty_with_one_warning(
+    caplog: pytest.LogCaptureFixture, make_shards, read_together, arguments: dict[str, Any], says: str
+) -> None:
+    even = "uneven" if arguments.get("drop_last") else "drop"
+    shards = make_shards(lambda: DataLoader(Numbers(3), **arguments), 4, even=even)
+    for epoch in range(2):
+        assert [len(shard) for shard in shards] == [0] * 4
+        assert read_together(shards).plans == []
+        assert shards[0].epoch == epoch
+        assert shards[0].state_dict()["epoch"] == epoch + 1
+    assert [record.getMessage() for record in caplog.records if says in record.getMessage()] == [
+        caplog.records[0].getMessage()
+    ]
+    assert "every epoch of this loader is empty" in caplog.text
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_samples_to_be_drawn_from_an_empty_dataset_are_refused(replacement: bool) -> None:
+    sampler = RandomSampler(Numbers(0), replacement=replacement, num_samples=5)
+    with pytest.raises(
+        ValueError, match="RandomSampler has num_samples=5 to draw from a dataset of 0 samples"
+    ):
+        shard_loader(DataLoader(Numbers(0), sampler=sampler), Shard(0, 1))
+    assert list(shard_loader(DataLoader(Numbers(0)), Shard(0, 2))) == []
+
+
+def test_nodes_must_be_counted_where_there_may_be_several() -> None:
+    with pytest.raises(ValueError, match="over how many nodes the 4 shards lie is not known; say num_nodes="):
+        shard_loader(DataLoader(Numbers(8)), Shard(0, 4), strategy="node")
+    assert len(list(shard_loader(DataLoader(Numbers(8)), Shard(0, 1), strategy="node"))) == 8
+    shard_loader(DataLoader(Numbers(8)), Shard(0, 4), strategy="node", num_nodes=1)
+
+
+class Noise(Numbers):
+    """Draws in workers."""
+
+    def __getitem__(self, index: int) -> float:
+        return random.random()
+
+
+def test_what_workers_draw_is_not_drawn_again_after_a_resume() -> None:
+    def build() -> Any:
+        return shard_loader(DataLoader(Noise(12), batch_size=3, num_workers=1), Shard(0, 1))
+
+    first = build()
+    drawn = next(iter(first))
+    again = build()
+    again.load_state_dict(first.state_dict())
+    assert not set(next(iter(again)).tolist()) & set(drawn.tolist())
+    assert next(iter(build())).tolist() == drawn.tolist()
+
+
+@pytest.mark.parametrize("thing", [5, [1, 2], "text", iter([1]), Numbers(3)])
+def test_what_is_no_loader_is_refused(thing: object) -> None:
+    with pytest.raises(TypeError, match=f"{type(thing).__name__} is no loader; pass a torch DataLoader"):
+        shard_loader(thing, Shard(0, 1))
+
+
+def test_a_sharded_loader_is_not_sharded_again() -> None:
+    sharded = shard_loader(DataLoader(Numbers(3)), Shard(0, 1))
+    with pytest.raises(ValueError, match="is sharded already"):
+        shard_loader(sharded, Shard(0, 1))
+
+
+def test_a_loader_out_of_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="in_order=False"):
+        shard_loader(DataLoader(Numbers(3), in_order=False), Shard(0, 1))
+
+
+def test_dispatch_needs_a_group() -> None:
+    with pytest.raises(ValueError, match="dispatch=True: the ranks that share the data are needed"):
+        shard_loader(DataLoader(Numbers(3)), Shard(0, 2), dispatch=True)
+
+
+def test_single_items_cannot_be_split() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    for dataset in (Numbers(3), Stream()):
+        with pytest.raises(ValueError, match="with batch_size=None there are no batches to split"):
+            shard_loader(DataLoader(dataset, batch_size=None), Shard(0, 2), split_batches=True)
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    defaults = shard_loader.__kwdefaults__
+    settings = DataSettings()
+    for name in ("even", "split_batches", "dispatch", "non_blocking", "copy_ahead", "read_ahead"):
+        assert defaults[name] == getattr(settings, name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"even": "unevn"}, ValueError, "even='unevn': must be one of uneven, pad, drop"),
+        ({"even": False}, ValueError, "even=False: must be one of"),
+        ({"seed": -1}, ValueError, "seed=-1: must be an integer between"),
+        ({"seed": 1.5}, ValueError, "seed=1.5: must be an integer between"),
+        ({"seed": None}, ValueError, "seed=None: ranks could not agree on one"),
+        ({"copy_ahead": -1}, ValueError, "copy_ahead=-1: must be an integer, 0 or more batches"),
+        ({"shard": (0, 2)}, TypeError, r"shard=\(0, 2\): must be a Shard"),
+        ({"device": "nowhere"}, RuntimeError, "nowhere"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_at_once(arguments: Any, error: type[Exception], message: str) -> None:
+    shard = arguments.pop("shard", Shard(0, 1))
+    with pytest.raises(error, match=message):
+        shard_loader(DataLoader(Numbers(3)), shard, **arguments)
+
+
+def test_a_device_may_be_named() -> None:
+    loader = shard_loader(DataLoader(torch.arange(3)), Shard(0, 1), device="meta")
+    assert [batch.device.type for batch in loader] == ["meta"] * 3

@@ -1,0 +1,102 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from drivetrain_dispatch import init_empty_weights
+from drivetrain_dispatch.errors import WeightsMismatchError
+from drivetrain_dispatch.loading.load_plan import plan_load, present_places
+from drivetrain_dispatch.loading.state_dict_diff import Stored
+from drivetrain_dispatch.planning.device_map import Place, places_of_tensors
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Embedding(5, 2)
+        self.b = nn.Linear(2, 5, bias=False)
+        self.c = nn.BatchNorm1d(2)
+        self.b.weight = self.a.weight
+
+
+def stored_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Stored]:
+    return {
+        name: Stored(tuple(value.shape), (dtype if value.is_floating_point() else None) or value.dtype)
+        for name, value in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("devices", "place"),
+    [
+        ({"a": "cpu", "b": "disk", "c": "cpu"}, torch.device("cpu")),
+        ({"a": "disk", "b": "cpu", "c": "disk"}, torch.device("cpu")),
+        ({"a": "disk", "b": "disk", "c": "cpu"}, "disk"),
+        ({"a": "cuda:1", "b": "cuda:0", "c": "cpu"}, torch.device("cuda:1")),
+        ({"a": "meta", "b": "disk", "c": "cpu"}, torch.device("meta")),
+    ],
+)
+def test_a_tied_tensor_goes_to_the_first_device_of_its_names(devices: dict[str, str], place: Place) -> None:
+    model = Tied()
+    plan = plan_load(model, stored_of(model), places_of_tensors(model, devices), checkpoint="x")
+    tied = next(arrival for arrival in plan.arrivals if len(arrival.names) > 1)
+    assert (tied.names, tied.place) == (("a.weight", "b.weight"), place)
+    assert tied.is_read == (place != "disk" and place.type != "meta")
+
+
+@given(
+    order=st.permutations(list(stored_of(Tied()))),
+    stored_dtype=st.sampled_from([torch.float16, torch.float64]),
+    dtype=st.sampled_from([None, torch.bfloat16]),
+    empty=st.booleans(),
+)
+def test_everything_arrives_once_in_the_order_of_the_checkpoint(
+    order: list[str], stored_dtype: torch.dtype, dtype: torch.dtype | None, empty: bool
+) -> None:
+    with init_empty_weights(include_buffers=empty):
+        model = Tied() if empty else None
+    model = model or Tied()
+    held = stored_of(model, stored_dtype)
+    stored = {f"x.{name}": held[name] for name in order}
+    plan = plan_load(
+        model,
+        stored,
+        present_places(model),
+        checkpoint="x",
+        dtype=dtype,
+        rename=lambda name: name[len("x.") :],
+    )
+    taken = [arrival.stored for arrival in plan.arrivals]
+    assert taken == sorted(taken, key=list(stored).index)
+    assert sorted(name for arrival in plan.arrivals for name in arrival.names) == sorted(held)
+    assert {name for arrival in plan.arrivals for name in (arrival.stored, *arrival.copies)} == set(stored)
+    for arrival in plan.arrivals:
+        floating = held[arrival.names[0]].dtype.is_floating_point
+        assert arrival.stored_dtype == (stored_dtype if floating else torch.int64)
+        assert arrival.dtype == ((dtype or torch.float32) if floating else torch.int64)
+        assert arrival.size_bytes == arrival.numel * arrival.dtype.itemsize
+        assert arrival.place == torch.device("cpu")
+
+
+def test_one_name_of_a_tie_will_do_and_other_dtypes_of_its_names_are_refused() -> None:
+    model = Tied()
+    stored = stored_of(model)
+    del stored["a.weight"]
+    plan = plan_load(model, stored, present_places(model), checkpoint="x")
+    assert [arrival.stored for arrival in plan.arrivals if "a.weight" in arrival.names] == ["b.weight"]
+    assert plan.missing == plan.unexpected == ()
+    both = {**stored, "a.weight": Stored((5, 2), torch.float16)}
+    with pytest.raises(
+        WeightsMismatchError, match=r"'a.weight', 'b.weight' are one tensor, but are .* float16 and "
+    ):
+        plan_load(model, both, present_places(model), checkpoint="x")
+
+
+def test_a_name_that_no_state_dict_has_is_unexpected() -> None:
+    model = Tied()
+    model.register_buffer("scratch", torch.ones(1), persistent=False)
+    stored = {**stored_of(model), "scratch": Stored((1,), torch.float32)}
+    plan = plan_load(model, stored, present_places(model), checkpoint="x", strict=False)
+    assert plan.unexpected == ("scratch",)
+    assert all("scratch" not in arrival.names for arrival in plan.arrivals)

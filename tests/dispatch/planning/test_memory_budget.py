@@ -1,0 +1,70 @@
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.planning.memory_budget import get_balanced_memory, get_max_memory, parse_size
+
+
+@pytest.mark.parametrize(
+    ("size", "size_bytes"),
+    [(0, 0), (7, 7), ("0GB", 0), ("24GB", 24 * 10**9), ("1.5 gib", 3 * 2**29), ("10kb", 10_000), ("3B", 3)],
+)
+def test_sizes(size: int | str, size_bytes: int) -> None:
+    assert parse_size(size) == size_bytes
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, True, "", "5", "5 apples", "-5GB", None])
+def test_what_is_no_size_is_refused(size) -> None:
+    with pytest.raises(ValueError, match="is no size: give one with a unit"):
+        parse_size(size)
+
+
+def test_what_is_free_of_every_device() -> None:
+    free = get_max_memory()
+    assert list(free) == [*range(torch.accelerator.device_count()), "cpu"]
+    assert 0 < free["cpu"] < psutil.virtual_memory().total
+
+
+def test_what_is_given_is_read_in_its_order() -> None:
+    given = {1: "1GB", "cpu": 5, "disk": "2TB", "cuda:0": 0}
+    assert list(get_max_memory(given).items()) == [
+        (1, 10**9), ("cpu", 5), ("disk", 2 * 10**12), ("cuda:0", 0)
+    ]  # fmt: skip
+    with pytest.raises(DeviceMapError, match="'gpu' is no device"):
+        get_max_memory({"gpu": 1})
+    with pytest.raises(DeviceMapError, match="'0' is no device: give the number 0, without quotes"):
+        get_max_memory({"0": 1})
+
+
+@pytest.mark.parametrize("given", [10**9, "20GB", ["20GB"]])
+def test_one_size_for_all_is_refused(given: object) -> None:
+    with pytest.raises(
+        ValueError, match=r'give a size for each device, such as \{0: "20GB", "cpu": "60GB"\}'
+    ):
+        get_max_memory(given)
+
+
+def layers(number: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(number)))  # 400 bytes each
+
+
+def test_a_model_is_spread_evenly() -> None:
+    budgets = {0: 10_000, 1: 10_000, 2: 10_000, "cpu": 50}
+    assert get_balanced_memory(layers(6), budgets) == {0: 1200, 1: 1200, 2: 10_000, "cpu": 50}
+
+
+def test_no_device_gets_more_than_it_has() -> None:
+    assert get_balanced_memory(layers(6), {0: 500, 1: 10_000}) == {0: 500, 1: 10_000}
+
+
+def test_the_first_one_may_be_kept_free() -> None:
+    assert get_balanced_memory(layers(6), {0: 9000, 1: 1500, 2: 9000}, low_zero=True) == {
+        0: 0, 1: 1500, 2: 9000
+    }  # fmt: skip
+    assert get_balanced_memory(layers(6), {0: 9000, 1: 700, 2: 700}, low_zero=True)[0] == 1000
+
+
+def test_one_accelerator_has_nothing_to_balance() -> None:
+    assert get_balanced_memory(layers(6), {0: 100, "cpu": 9000}) == {0: 100, "cpu": 9000}

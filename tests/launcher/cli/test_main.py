@@ -1,0 +1,129 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain_launcher.cli.main import main
+
+
+def test_help_lists_the_installed_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search("^  launch +Run a script on one process or many", shown, re.MULTILINE)
+    assert re.search("^  env +Show versions, devices", shown, re.MULTILINE)
+
+
+def test_help_imports_no_command_and_no_torch() -> None:
+    source = (
+        "import sys; from drivetrain_launcher.cli.main import main; main(['--help'])\n"
+        "print([name for name in sys.modules if name.startswith(('torch', 'drivetrain_launcher.cli.commands.'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: drivetrain COMMAND" in capsys.readouterr().out
+
+
+def test_an_unknown_command_names_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lunch"]) == 2
+    assert "lunch: no such command; did you mean launch" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("drivetrain ")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["launch"], "SCRIPT is missing"),
+        (
+            ["launch", "--num-proceses", "2", "x.py"],
+            "--num-proceses: no such flag; did you mean --num-processes",
+        ),
+        (["launch", "--num-processes", "x", "x.py"], "launch.num_processes='x'"),
+        (["launch", "--num-processes", "0", "x.py"], r"launch.num_processes=0: must be at least 1"),
+        (["launch", "--config", "nowhere.yaml", "x.py"], "nowhere.yaml"),
+        (["launch", "nowhere.py"], "nowhere.py: no such script"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(
+    tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(tokens) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("drivetrain: error: ")
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+
+
+PETS = {
+    "pets-1.0.dist-info/entry_points.txt": "[drivetrain.commands]\n"
+    "pets.feed = pets.commands.feed:command\npets.wash = pets.commands.wash:command\n",
+    "pets/__init__.py": "",
+    "pets/commands/__init__.py": '"""Look after pets."""\n',
+    "pets/commands/feed.py": '''"""Feed one of them."""
+from dataclasses import dataclass, field
+from drivetrain_config import Command
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    name: str = field(metadata={"positional": True, "help": "Whom."})
+    num_meals: int = field(default=1, metadata={"help": "How often."})
+
+command = Command(arguments=Feed, run=lambda feed: print(feed.name, feed.num_meals) or 0, help="Feed one of them.")
+''',
+    "pets/commands/wash.py": '"""Wash one of them."""\nraise RuntimeError("imported, though another was chosen")\n',
+}
+
+
+@pytest.fixture
+def pets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package that brings a group of commands."""
+    for name, content in PETS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("pets")
+class TestGroup:
+    def test_two_words_choose_a_command_and_import_it_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["pets", "feed", "Rex", "--num-meals", "2"]) == 0
+        assert capsys.readouterr().out == "Rex 2\n"
+
+    def test_it_is_a_line_in_the_help_and_has_help_of_its_own(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["--help"]) == 0
+        shown = capsys.readouterr().out
+        assert re.search("^  pets +Look after pets.$", shown, re.MULTILINE)
+        assert "feed" not in shown
+        assert main(["pets", "--help"]) == 0
+        assert capsys.readouterr().out == (
+            "usage: drivetrain pets COMMAND [flags] ...\n\nLook after pets.\n\n"
+            "  feed  Feed one of them.\n  wash  Wash one of them.\n\n"
+            "drivetrain pets COMMAND --help says more of each; drivetrain --version says which this is.\n"
+        )
+
+    def test_the_help_of_a_command_has_both_words(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="0"):
+            main(["pets", "feed", "--help"])
+        assert capsys.readouterr().out.startswith("usage: drivetrain pets feed [flags] NAME\n")
+
+    def test_the_group_alone_fails_and_an_unknown_word_names_the_closest(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["pets"]) == 2
+        assert main(["pets", "fed"]) == 2
+        assert "pets fed: no such command; did you mean pets feed; the" in capsys.readouterr().err
+        assert main(["pet"]) == 2
+        assert "pet: no such command; did you mean pets; the" in capsys.readouterr().err

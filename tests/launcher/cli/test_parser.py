@@ -1,0 +1,169 @@
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain_config import Layers, resolve
+from drivetrain_launcher import LaunchSettings
+from drivetrain_launcher.cli.commands.launch import LaunchArguments
+from drivetrain_launcher.cli.parser import build_parser
+from drivetrain_launcher.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    source: Path = field(metadata={"positional": True, "help": "Where from."})
+    steps: int = field(default=1, metadata={"help": "How many, 100% of them."})
+    dry_run: bool = field(default=True, metadata={"help": "Do nothing."})
+
+
+def parse(*tokens: str) -> Arguments:
+    return build_parser("copy", Arguments, "Copy it.").parse(tokens)
+
+
+def launch(*tokens: str) -> LaunchArguments:
+    return build_parser("launch", LaunchArguments, "Run it.").parse(tokens)
+
+
+def settings(arguments: LaunchArguments) -> LaunchSettings:
+    return resolve(LaunchSettings, section="launch", layers=arguments.layers).value
+
+
+def test_fields_become_flags_and_positional_arguments() -> None:
+    assert parse("here", "--steps", "3") == Arguments(source=Path("here"), steps=3)
+    assert parse("--steps=3", "here", "--no-dry-run") == Arguments(
+        source=Path("here"), steps=3, dry_run=False
+    )
+    assert parse("--no_dry_run", "--", "--here") == Arguments(source=Path("--here"), dry_run=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ((), "SOURCE is missing: Where from."),
+        (("a", "b"), "'b': not expected here"),
+        (("a", "--stepz", "3"), r"--stepz: no such flag; did you mean --steps"),
+        (("a", "--steps"), "--steps: needs a value"),
+        (("a", "--steps", "--dry-run"), "--steps: needs a value"),
+        (("a", "--steps", "three"), "steps three: must be an integer"),
+        (("a", "--dry-run=maybe"), "--dry-run=maybe: is a switch"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(tokens: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(*tokens)
+
+
+def test_help_lists_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse("--help")
+    shown = capsys.readouterr().out
+    assert "usage: drivetrain copy [flags] SOURCE" in shown
+    assert "--steps STEPS" in shown
+    assert "100% of them" in shown
+    assert "(default: 1)" in shown
+
+
+@given(rest=st.lists(st.text(max_size=8)))
+def test_the_scripts_own_arguments_are_not_touched(rest: list[str]) -> None:
+    arguments = launch("--num-processes", "2", "train.py", *rest)
+    assert arguments.script == "train.py"
+    assert arguments.arguments == tuple(rest)
+
+
+def test_flags_behind_the_script_are_the_scripts() -> None:
+    arguments = launch("train.py", "--num-processes", "8", "--help", "--", "-m")
+    assert arguments.arguments == ("--num-processes", "8", "--help", "--", "-m")
+    assert settings(arguments).num_processes is None
+
+
+def test_accelerates_spellings_mean_what_they_mean_there() -> None:
+    arguments = launch(
+        *("--num_processes", "8", "--num_machines=2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1"),
+        *("--main_process_port", "29501", "--gpu_ids", "0,1", "--num_cpu_threads_per_process", "4"),
+        *("-m", "pkg.train", "--x"),
+    )
+    assert settings(arguments) == LaunchSettings(
+        num_processes=8,
+        num_nodes=2,
+        node_rank=1,
+        master_addr="10.0.0.1",
+        master_port=29501,
+        devices=(0, 1),
+        threads_per_process=4,
+        module=True,
+    )
+    assert (arguments.script, arguments.arguments) == ("pkg.train", ("--x",))
+
+
+def test_all_devices_is_no_choice_of_devices() -> None:
+    assert settings(launch("--gpu_ids", "all", "train.py")).devices == ()
+
+
+def test_a_switch_with_a_value_that_a_spelling_implies() -> None:
+    arguments = launch("--multi_gpu", "--same_network", "train.py")
+    entries = arguments.layers.of_section("state")
+    assert entries["device"][0].value == "cuda"
+
+
+def test_a_flag_of_accelerates_that_cannot_be_honoured_is_an_error() -> None:
+    with pytest.raises(
+        UsageError, match=r"--use_megatron_lm: there is no Megatron backend here yet; --backend"
+    ):
+        launch("--use_megatron_lm", "train.py")
+
+
+def test_choices_are_checked_where_they_are_said() -> None:
+    with pytest.raises(UsageError, match="--rdzv-backend zeus: say one of static, c10d"):
+        launch("--rdzv-backend", "zeus", "train.py")
+
+
+def test_a_file_of_settings_stands_under_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("launch:\n  num_processes: 4\n  max_restarts: 2\n")
+    found = settings(launch("--config_file", str(file), "--num-processes", "2", "train.py"))
+    assert (found.num_processes, found.max_restarts) == (2, 2)
+
+
+def test_accelerates_files_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "default_config.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n"
+    )
+    found = settings(launch("--config", str(file), "train.py"))
+    assert (found.num_processes, found.num_nodes, found.node_rank) == (4, 2, 1)
+
+
+def test_every_flag_has_one_meaning() -> None:
+    parser = build_parser("launch", LaunchArguments, "Run it.")
+    names = [flag.name for group in parser.groups.values() for flag in group]
+    assert len(names) == len(set(names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadowing:
+    num_processes: int = field(default=2, metadata={"help": "Its own."})
+    layers: Layers = field(default_factory=lambda: Layers({}))
+
+    def __post_init__(self) -> None:
+        if self.num_processes > 9:
+            raise ValueError(f"num_processes={self.num_processes}: at most 9")
+
+
+def test_a_commands_own_flag_stands_before_a_sections() -> None:
+    parser = build_parser("check", Shadowing, "Check it.")
+    arguments = parser.parse(["--num-processes", "3"])
+    assert arguments.num_processes == 3
+    assert "launch" not in {section for section, _ in arguments.layers.entries}
+    assert parser.help_text().count("--num-processes") == 1
+
+
+def test_a_value_that_the_command_refuses_is_told() -> None:
+    with pytest.raises(UsageError, match="num_processes=10: at most 9"):
+        build_parser("check", Shadowing, "Check it.").parse(["--num-processes", "10"])
+
+
+def test_no_section_is_said_of_when_nothing_is() -> None:
+    assert launch("train.py").layers.entries.keys() == Layers.read().entries.keys()

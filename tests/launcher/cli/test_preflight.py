@@ -1,0 +1,55 @@
+import pytest
+
+from drivetrain_config.source import Source
+from drivetrain_launcher import LaunchError
+from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
+
+KNOWN = ("--num-processes", "--processes-per-node", "--backend")
+FLAG = Source("command line", "--backend")
+INSTALLED = ("single", "ddp", "fsdp", "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--num-processes", "2"), ["--num-processes"]),
+        (("--num_processes=2", "--num_processes=3"), ["--num_processes"]),
+        (("--nproc_per_node", "2", "--lr", "1", "--backend", "fsdp"), ["--nproc_per_node", "--backend"]),
+        (("--lr", "1", "num-processes", "--num-processes-x"), []),
+        (("--", "--num-processes", "2"), []),
+    ],
+)
+def test_flags_of_the_launcher_after_the_script_are_told_once(
+    arguments: tuple[str, ...], told: list[str]
+) -> None:
+    script = "print(accelerator.num_processes, accelerator.backend)"
+    assert misplaced_flags(arguments, KNOWN, script) == told
+
+
+@pytest.mark.parametrize(
+    "own", ["add_argument('--num_processes')", "'num-processes'", "num_processes: int", "(num_processes=1)"]
+)
+def test_a_flag_that_the_script_names_is_its_own(own: str) -> None:
+    assert misplaced_flags(("--num-processes", "2"), KNOWN, own) == []
+
+
+@pytest.mark.parametrize("script", ["print('trains')", None])
+def test_a_misspelt_backend_is_refused_with_the_nearest(script: str | None) -> None:
+    message = r"run.backend='fspd': .* did you mean 'fsdp'\? say one of auto, ddp, .*; from --backend on the command"
+    with pytest.raises(LaunchError, match=message):
+        check_backend("fspd", INSTALLED, script, FLAG)
+
+
+def test_a_backend_that_nothing_resembles_is_refused_where_the_script_does_not_name_it() -> None:
+    with pytest.raises(
+        LaunchError, match=r"run\.backend='mine': there is no such backend; say one of auto, ddp"
+    ):
+        check_backend("mine", INSTALLED, "print('trains')", FLAG)
+    check_backend("mine", INSTALLED, "registry = register_backend('mine', Mine)", FLAG)
+    check_backend("mine", INSTALLED, None, FLAG)  # a module, which may import what registers it
+
+
+def test_backends_that_are_there_and_auto_pass() -> None:
+    for name in (*INSTALLED, "auto"):
+        check_backend(name, INSTALLED, "", FLAG)
+    check_backend("fspd", (), "", FLAG)  # the launcher alone is installed: the workers know

@@ -1,0 +1,34 @@
+import pytest
+
+from drivetrain_launcher import Host, LaunchSettings, Target, plan_launch
+from drivetrain_launcher.plan.rendezvous import OneNode, rendezvous_of
+
+
+def test_two_runs_never_get_the_same_port() -> None:
+    meetings = [OneNode("127.0.0.1", 0, "none").next_rendezvous() for _ in range(4)]
+    ports = [meeting.bootstrap_store_info.master_port for meeting in meetings]
+    assert len(set(ports)) == 4
+
+
+def test_each_start_of_the_ranks_gets_an_empty_store() -> None:
+    node = OneNode("127.0.0.1", 0, "none")
+    first = node.next_rendezvous()
+    first.store.set("left", "behind")
+    second = node.next_rendezvous()
+    assert not second.store.check(["left"])
+    assert (second.rank, second.world_size) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend"),
+    [
+        (LaunchSettings(num_processes=2), "static"),
+        (LaunchSettings(num_nodes=2, node_rank=1, master_addr="::1", processes_per_node=1), "static"),
+    ],
+)
+def test_the_handler_fits_the_plan(settings: LaunchSettings, backend: str) -> None:
+    handler = rendezvous_of(plan_launch(settings, Target(name="x.py"), Host()))
+    assert handler.get_backend() == backend
+    assert handler.use_agent_store
+    assert handler.num_nodes_waiting() == 0
+    assert not handler.is_closed()

@@ -1,0 +1,32 @@
+"""The progress mark: what it records, and that it stays cheap enough for the hot path by construction."""
+
+import threading
+
+import pytest
+
+from drivetrain_state.hang.progress_record import Watch
+
+
+def test_a_new_watch_has_made_no_progress() -> None:
+    watch = Watch()
+    assert (watch.count, watch.label, watch.thread_id) == (0, "start", threading.get_ident())
+
+
+def test_each_mark_counts_and_the_last_label_stays() -> None:
+    watch = Watch()
+    watch.mark("batch")
+    watch.mark("optimizer step")
+    assert (watch.count, watch.label) == (2, "optimizer step")
+
+
+def test_the_thread_that_marks_is_the_one_that_is_watched() -> None:
+    watch = Watch()
+    thread = threading.Thread(target=watch.mark, args=("batch",))
+    thread.start()
+    thread.join()
+    assert watch.thread_id == thread.ident
+
+
+def test_a_watch_holds_nothing_else() -> None:
+    with pytest.raises(AttributeError, match="has no attribute"):
+        Watch().note = "x"  # pyright: ignore[reportAttributeAccessIssue]
