@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from checks import alone, floors, lint, oldest, site, sizes, suite, types
+from checks import alone, english, floors, lint, oldest, site, sizes, suite, types
 from checks.findings import Finding
 from checks.workspace import read_packages
 
@@ -43,6 +43,11 @@ CHECKS = (
     Check(name="types", run=types.check, looks_at="pyright, strict"),
     Check(name="floors", run=floors.check, looks_at="imports point down the floors of docs/design.md only"),
     Check(name="sizes", run=sizes.check, looks_at="lengths and names of rooms, and what a room never does"),
+    Check(
+        name="english",
+        run=english.check,
+        looks_at="docstrings begin with a verb or a noun, and say something",
+    ),
     Check(name="docs", run=site.check, looks_at="the site builds without a warning, every code block runs"),
     Check(name="test", run=suite.check, looks_at="the README's test command", slow=True),
     Check(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dispatch.test_pages import resident
+from dispatch.offload.test_pages import resident
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
