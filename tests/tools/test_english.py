@@ -28,7 +28,7 @@ def test_the_summary_of_a_class_or_property_begins_with_a_noun(summary: str) -> 
     (message,) = messages(f'class Size:\n    """{summary}"""\n')
     assert "an article and a noun" in message
     (message,) = messages(
-        f'class Size:\n    """A size."""\n\n    @property\n    def it(self):\n        """{summary}"""\n'
+        f'class Size:\n    """A size in bytes."""\n\n    @property\n    def it(self):\n        """{summary}"""\n'
     )
     assert "an article and a noun" in message
 
@@ -71,7 +71,8 @@ class Reader:
     ],
 )
 def test_descriptions_say_something(description: str, told: str) -> None:
-    text = f'def read(name):\n    """Read a tensor.\n\n    Args:\n        name: {description}\n        more: A number of\n            bytes.\n    """\n'
+    items = f"        name: {description}\n        more: A number of\n            bytes.\n"
+    text = f'def read(name):\n    """Read a tensor.\n\n    Args:\n{items}    """\n'
     (message,) = messages(text)
     assert "name" in message
     assert told in message
