@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dispatch.offload.test_pages import resident
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dispatch.models import KINDS, WIDTH, Tree, same_values, trees
+from dispatch.offload.test_pages import resident
 from drivetrain_dispatch import disk_offload, dispatch_model, remove_hooks
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.offload import mapped_weights as in_place
