@@ -9,7 +9,7 @@ from typing import Literal
 from drivetrain_launcher.settings import RendezvousBackend
 
 # Run by its path, so that the folder that Python puts first on sys.path is one that the worker then replaces.
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).parents[1] / "run" / "worker.py"
 # What a plan shows for a port that is chosen as the processes start.
 ANY_PORT = "any free port"
 
