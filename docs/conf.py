@@ -13,9 +13,10 @@ author = "the drivetrain authors"
 copyright = author
 html_theme = "furo"
 html_title = "drivetrain"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx_design", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 
+myst_enable_extensions = ["colon_fence"]  # the cards of the front page
 myst_heading_anchors = 4
 # The heading of a package's name comes with its docstring between; a page may step from # to ###.
 suppress_warnings = ["myst.header"]

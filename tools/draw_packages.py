@@ -1,35 +1,52 @@
-"""Draw the folders of each package: what is above imports what is below it, as the sources say.
+"""Draw the packages, and the folders of each: what is above imports what is below it, as the sources say.
 
     uv run python tools/draw_packages.py
 
-It writes docs/images/packages/NAME.svg for each package that has folders; a test holds the files against what this
-draws.
+It writes docs/images/packages/NAME.svg for each package that has folders, and all.svg for the packages themselves; a
+test holds the files against what this draws.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 
 from checks.workspace import read_packages
 from import_levels import Part, levels_of, parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "images" / "packages"
-_WIDTH, _MARGIN, _GAP = 900, 12, 10
+_WIDTH, _MARGIN, _GAP = 1000, 12, 10
 _LINE, _CHARACTER = 15, 6.3  # height of a line of text, width of a character, in pixels
-_LEAST_WIDTH = 150
+_LEAST_WIDTH = 130
 _FOLDER, _FILE = "#9ecae9", "#e8e8e8"
 
 
 def pictures() -> Iterator[tuple[Path, str]]:
-    """Give the file and the drawing of each package that has folders."""
-    for name, package in read_packages(ROOT).items():
+    """Give the file and the drawing of the workspace, and of each package that has folders."""
+    packages = read_packages(ROOT)
+    names = {package.distribution for package in packages.values()}
+    every = {
+        package.distribution: Part(
+            name=package.distribution,
+            files=(package.description,),
+            imports=frozenset(names.intersection(package.dependencies) - {package.distribution}),
+        )
+        for package in packages.values()
+    }
+    yield PICTURES / "all.svg", draw(every, folders=False)
+    for name, package in packages.items():
         parts = parts_of(ROOT / "packages" / name / "src" / package.module)
         if any(part.files for part in parts.values()):
             yield PICTURES / f"{name}.svg", draw(parts)
 
 
-def draw(parts: dict[str, Part]) -> str:
-    """Draw the parts of a package, level below level, as SVG."""
+def draw(parts: dict[str, Part], *, folders: bool = True) -> str:
+    """Draw parts, level below level, as SVG.
+
+    Args:
+        parts: The parts by name.
+        folders: Whether those with files are folders, whose names end in a slash.
+    """
     drawn: list[str] = []
     top = float(_MARGIN)
     for level in levels_of(parts):
@@ -37,7 +54,7 @@ def draw(parts: dict[str, Part]) -> str:
             height = max(_height(part, width) for part, width in row)
             left = float(_MARGIN)
             for part, width in row:
-                drawn += _box(part, left, top, width, height)
+                drawn += _box(part, left, top, width, height, slash="/" if folders and part.files else "")
                 left += width + _GAP
             top += height + _GAP
         top += _GAP
@@ -70,24 +87,18 @@ def _height(part: Part, width: float) -> float:
 
 
 def _lines(part: Part, width: float) -> list[str]:
-    """Return the names of a folder's files in lines that fit a width."""
-    lines: list[str] = []
-    for name in part.files:
-        if lines and (len(lines[-1]) + len(name) + 2) * _CHARACTER <= width - 16:
-            lines[-1] += f", {name}"
-        else:
-            lines.append(name)
-    return lines
+    """Return the names of a part's files in lines that fit a width."""
+    return wrap(", ".join(part.files), int((width - 16) / _CHARACTER), break_on_hyphens=False)
 
 
-def _box(part: Part, left: float, top: float, width: float, height: float) -> Iterator[str]:
+def _box(part: Part, left: float, top: float, width: float, height: float, *, slash: str) -> Iterator[str]:
     colour = _FOLDER if part.files else _FILE
     yield (
         f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" rx="4" fill="{colour}">'
         f"<title>{part.name} imports {', '.join(sorted(part.imports)) or 'none of these'}</title></rect>"
     )
     weight = ' font-weight="bold"' if part.files else ""
-    yield f'<text x="{left + 8:g}" y="{top + 16:g}"{weight}>{part.name}{"/" if part.files else ""}</text>'
+    yield f'<text x="{left + 8:g}" y="{top + 16:g}"{weight}>{part.name}{slash}</text>'
     for number, line in enumerate(_lines(part, width)):
         yield f'<text x="{left + 8:g}" y="{top + 34 + _LINE * number:g}" font-size="11">{line}</text>'
 

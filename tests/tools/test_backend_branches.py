@@ -9,6 +9,7 @@ PACKAGE = Package(
     distribution="drivetrain-toys",
     module="drivetrain_toys",
     version="1",
+    description="A toy.",
     dependencies=(),
     alone_extras=(),
     backends={"toy": "drivetrain_toys.toy:ToyBackend", "big": "drivetrain_toys.big.engine:BigBackend"},

@@ -9,6 +9,7 @@ TOY = Package(
     distribution="drivetrain-toy",
     module="drivetrain_toy",
     version="1",
+    description="A toy.",
     dependencies=(),
     alone_extras=(),
     backends={},

@@ -12,6 +12,7 @@ def package(name: str, *dependencies: str, extras: tuple[str, ...] = ()) -> Pack
         distribution=f"drivetrain-{name}",
         module=f"drivetrain_{name}",
         version="1",
+        description="A toy.",
         dependencies=dependencies,
         alone_extras=extras,
         backends={},
@@ -22,7 +23,7 @@ def test_pyproject_files_tell_names_dependencies_and_backends(tmp_path: Path) ->
     folder = tmp_path / "packages" / "toy"
     folder.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(
-        '[project]\nname = "drivetrain-toy"\nversion = "0.2"\n'
+        '[project]\nname = "drivetrain-toy"\nversion = "0.2"\ndescription = "A toy."\n'
         'dependencies = ["torch>=2.9", "drivetrain_config[yaml]", "Some.Thing ; python_version > \'3\'"]\n'
         '[project.entry-points."drivetrain.backends"]\ntoy = "drivetrain_toy.toy:Toy"\n'
         '[tool.drivetrain]\nalone-extras = ["yaml"]\n'

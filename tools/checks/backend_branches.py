@@ -1,6 +1,7 @@
 """No branch on a training backend's name or type outside the backend's own file: that is what the protocol is for."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -20,12 +21,11 @@ class Registered:
 
 def registered_backends(packages: Iterable[Package]) -> list[Registered]:
     """Every backend that a package of the workspace registers."""
-    points = [point for package in packages for point in package.backends.items()]
+    points = [(name, *target.split(":")) for package in packages for name, target in package.backends.items()]
+    folders = Counter(module.rpartition(".")[0] for _, module, _ in points)
     return [
-        Registered(
-            name=name, class_name=target.partition(":")[2], module_path=_path(target.partition(":")[0])
-        )
-        for name, target in points
+        Registered(name=name, class_name=class_name, module_path=_path(module, folders))
+        for name, module, class_name in points
     ]
 
 
@@ -46,10 +46,11 @@ def backend_branches(sources: Iterable[Source], packages: Iterable[Package]) -> 
     return found
 
 
-def _path(module: str) -> str:
-    """Where a backend may speak of itself: its file, or the folder that it has within its package."""
-    package, *rooms = module.split(".")
-    return "/".join(["/src", package, *(rooms[:-1] or rooms)])
+def _path(module: str, folders: Mapping[str, int]) -> str:
+    """Where a backend may speak of itself: its file, or the folder within its package that is its alone."""
+    package, *names = module.split(".")
+    is_alone = len(names) > 1 and folders[module.rpartition(".")[0]] == 1
+    return "/".join(["/src", package, *(names[:-1] if is_alone else names)])
 
 
 def _owns(backend: Registered, source: Source) -> bool:

@@ -16,6 +16,7 @@ class Package:
         distribution: Its name on an index: "drivetrain-state".
         module: Its import name: "drivetrain_state".
         version: The version that its wheel bears.
+        description: What it is for, in a line.
         dependencies: The distributions it declares, without versions and extras.
         alone_extras: Its own extras that its tests need, declared under [tool.drivetrain].
         backends: The training backends it registers: name -> "module:Class".
@@ -25,6 +26,7 @@ class Package:
     distribution: str
     module: str
     version: str
+    description: str
     dependencies: tuple[str, ...]
     alone_extras: tuple[str, ...]
     backends: Mapping[str, str]
@@ -57,6 +59,7 @@ def _read(file: Path) -> Package:
         distribution=project["name"],
         module=project["name"].replace("-", "_"),
         version=project["version"],
+        description=project.get("description", ""),
         dependencies=tuple(_distribution(requirement) for requirement in project.get("dependencies", ())),
         alone_extras=tuple(content.get("tool", {}).get("drivetrain", {}).get("alone-extras", ())),
         backends=project.get("entry-points", {}).get("drivetrain.backends", {}),
