@@ -105,9 +105,8 @@ def _rebuild(data: Nested, tensors: Iterator[torch.Tensor]) -> Nested:
         return None
     filled = copy(data)
     for f in fields(data):
-        object.__setattr__(
-            filled, f.name, _rebuild(getattr(data, f.name), tensors)
-        )  # works for frozen dataclasses too
+        # Frozen dataclasses refuse setattr.
+        object.__setattr__(filled, f.name, _rebuild(getattr(data, f.name), tensors))
     return filled
 
 

@@ -112,9 +112,8 @@ def _gather_uneven(
     context: Context, tensors: Sequence[Tensor], bucket: Bucket, shapes: list[list[list[int]]]
 ) -> list[Tensor]:
     asked = list(chain.from_iterable(bucket))
-    positions = sorted(
-        asked
-    )  # shapes, and so the runs of a bucket, differ between ranks; sorted positions do not
+    # Shapes, and so the runs of a bucket, differ between ranks: sorted positions do not.
+    positions = sorted(asked)
     by_rank = [[of_rank[position] for position in positions] for of_rank in shapes]
     longest = max(sum(prod(shape) for shape in of_rank) for of_rank in by_rank)
     mine = flat([tensors[position] for position in positions])
