@@ -10,4 +10,4 @@ class UsageError(LaunchError):
 
 
 class RankFailedError(RuntimeError):
-    """A launched function failed on a rank; the message begins with that rank's traceback."""
+    """A launched function failed on a rank; the message shows that rank's traceback."""

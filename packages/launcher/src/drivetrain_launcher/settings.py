@@ -12,7 +12,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
-    """The `launch` section; torchrun and Accelerate use the same names."""
+    """The `launch` section, with field names as in torchrun and Accelerate."""
 
     num_processes: int | None = field(
         default=None,

@@ -115,7 +115,7 @@ def _topology(launched: LaunchedRanks | None) -> Topology:
             if of_group != of_launcher:
                 raise GroupMismatchError(
                     f"the process group that exists has {name} {of_group}, but the launcher's variables say "
-                    f"{of_launcher}: leave the making of the group to connect(), or make it with the launcher's ranks"
+                    f"{of_launcher}: let connect() create the group, or create it with the launcher's ranks"
                 )
     return Topology(
         rank=launched.rank,
@@ -205,8 +205,8 @@ def _check_group(kind: str) -> None:
     wanted, existing = f"{kind}:{_BACKENDS[kind]}", str(dist.get_backend_config())
     if wanted not in existing.split(","):
         raise GroupMismatchError(
-            f"device={kind!r} needs a process group with {wanted!r}, but the one that exists has {existing!r}: make "
-            f"it with init_process_group({ours!r}), leave the making to connect(), or choose a device that it serves"
+            f"device={kind!r} needs a process group with {wanted!r}, but the one that exists has {existing!r}: "
+            f"create it with init_process_group({ours!r}), let connect() create it, or choose a device it supports"
         )
 
 

@@ -55,8 +55,8 @@ class Context:
             return None
         if not dist.is_initialized():
             raise ConnectError(
-                "the process group has ended: the context, or Accelerator, that was connected first made it, and was "
-                "closed; close that one last"
+                "the process group has ended: the first context or Accelerator to connect owns it and was closed; "
+                "close that one last"
             )
         return dist.group.WORLD
 

@@ -59,7 +59,7 @@ def _connection(launched: LaunchedRanks, timeout: timedelta) -> TCPStore:
             is_master=launched.rank == 0 and not launched.agent_store,
             timeout=timeout,
             wait_for_workers=False,
-            multi_tenant=True,
+            multi_tenant=True,  # rank 0 may connect again while this process still hosts an earlier store
         )
     except DistNetworkError as error:
         address = _address(launched)
@@ -89,6 +89,7 @@ def _meet_in_room(meeting: Store, launched: LaunchedRanks, deadline: float) -> i
             _enter(meeting, room, launched.rank, launched.world_size)
         left = _left(deadline)
         look = timedelta(seconds=_LOOK_SECONDS)
+        # A wait that ends before the deadline is no error, but time to look for a newer room.
         with suppress(DistStoreError) if left > look else nullcontext():
             meeting.wait([f"begun/{room}"], min(left, look))
             return room

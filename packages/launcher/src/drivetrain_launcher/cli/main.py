@@ -95,7 +95,7 @@ def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
             "",
             *lines,
             "",
-            f"drivetrain {group}COMMAND --help says more of each; drivetrain --version says which this is.",
+            f"drivetrain {group}COMMAND --help describes each; drivetrain --version prints the version.",
             "",
         ]
     )

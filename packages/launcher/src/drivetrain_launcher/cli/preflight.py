@@ -50,7 +50,7 @@ def check_backend(name: str, installed: Collection[str], script: str | None, sou
     meant = f", did you mean {near[0]!r}?" if near else ""
     raise LaunchError(
         f"run.backend={name!r}: there is no such backend{meant or ';'} say one of {', '.join(known)}; from {source}. "
-        "One that the script registers itself is let through where the script's own file names it"
+        "A backend that the script registers itself is accepted if the script's file contains its name"
     )
 
 

@@ -39,7 +39,7 @@ VISIBILITY_VARIABLES = {
 
 
 def look_at_host(device: str) -> Host:
-    """Return the description of this host.
+    """Detect the accelerators of this host and the settings of its environment.
 
     torch is imported only if an accelerator's driver is loaded, or if the system cannot tell, so that a machine
     without accelerators never waits for the import.

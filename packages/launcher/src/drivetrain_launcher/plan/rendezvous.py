@@ -1,4 +1,4 @@
-"""The rendezvous of a plan's nodes: for one node a store on a port bound at once, for several torch's handlers."""
+"""The rendezvous of a plan's nodes: a store hosted by the launcher for one node, torch's handlers for several."""
 
 from datetime import timedelta
 from typing import Any

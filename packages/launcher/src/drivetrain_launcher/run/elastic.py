@@ -134,6 +134,7 @@ class Agent(LocalElasticAgent):
         self._root = None
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
         pids = start(worker_group)
+        # torch installs its own signal handlers when it starts processes, so replace them afterwards.
         self._signals.take_over()
         self._signals.hand_on(pids.values())
         return pids

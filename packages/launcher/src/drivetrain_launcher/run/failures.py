@@ -23,8 +23,8 @@ _SIGNALS = {
     "SIGKILL": "most likely the system ran out of memory and killed it; a smaller batch or fewer loader workers help",
     "SIGSEGV": "a crash in native code; the stack that faulthandler printed says where",
     "SIGBUS": "most likely shared memory (/dev/shm) is full; fewer loader workers, or a larger /dev/shm, help",
-    "SIGABRT": "native code gave up; its message stands above. Where that speaks of a data size, ranks gave a "
-    "collective different shapes: --state-debug shows each rank's",
+    "SIGABRT": "native code aborted; its message is above. If it mentions a data size, the ranks called a "
+    "collective with different shapes: --state-debug shows each rank's",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "an instruction that this CPU does not have: a library was built for another",
     "SIGTERM": "somebody, or the scheduler, asked it to stop",

@@ -299,7 +299,7 @@ def _padded(tensor: Tensor, size: int, dim: int, pad_index: float, pad_first: bo
 
 
 def gather_object(context: Context, value: Value) -> list[Value]:
-    """Gather every rank's pickled `value`, in rank order. Must be called on all ranks."""
+    """Gather `value` from all ranks into a list, in rank order, by pickling. Must be called on all ranks."""
     if context.topology.world_size == 1:
         return [value]
     context.watch.mark("gather_object")
@@ -311,7 +311,7 @@ def gather_object(context: Context, value: Value) -> list[Value]:
 
 
 def broadcast_object(context: Context, value: Value, src: int = 0) -> Value:
-    """Return the pickled `value` of rank `src` on every rank. Must be called on all ranks."""
+    """Return the `value` of rank `src` on every rank, by pickling. Must be called on all ranks."""
     check_rank(context, src)
     if context.topology.world_size == 1:
         return value
@@ -324,7 +324,7 @@ def broadcast_object(context: Context, value: Value, src: int = 0) -> Value:
 
 
 def barrier(context: Context) -> None:
-    """Wait until all ranks have called this function. Must be called on all ranks."""
+    """Block until all ranks reach this call. Must be called on all ranks."""
     if context.topology.world_size == 1:
         return
     context.watch.mark("barrier")

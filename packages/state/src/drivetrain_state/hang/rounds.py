@@ -50,7 +50,7 @@ class HangRounds:
         self._store.set(f"presence/{rank}", _HERE)
 
     def newest(self) -> int:
-        """Return the number of the newest round, 0 for none. This is the only call that ranks poll."""
+        """Return the number of the newest round, 0 for none. Ranks poll this between rounds."""
         self._probe.check()
         return self._store.add("rounds", 0)
 

@@ -31,7 +31,7 @@ class _Round:
 
 
 class Talker(threading.Thread):
-    """A thread that asks, answers and reports about hangs; it alone uses the store."""
+    """A thread that asks, answers and reports about hangs; all use of the store goes through it."""
 
     def __init__(self, guard: Guard, rounds: HangRounds, *, directory: Path) -> None:
         super().__init__(name="drivetrain-talker", daemon=True)
@@ -50,6 +50,7 @@ class Talker(threading.Thread):
             while not self._guard.stopping.wait(self._guard.poll_seconds):
                 self._turn()
                 self._guard.heard_at = monotonic()
+            # In a last turn, this rank still answers and reports its latest progress before it departs.
             self._guard.pulse.look()
             self._turn()
             self._rounds.depart(self._guard.ending)

@@ -85,7 +85,7 @@ def _check(layers: Layers, settings: dict[str, Any], target: Target) -> None:
         stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")
         say(
             f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
-            f"not; what the launcher is to read stands before the script: drivetrain launch [flags] {target.name}"
+            f"not; put the launcher's flags before the script: drivetrain launch [flags] {target.name}"
         )
 
 
