@@ -65,4 +65,4 @@ except ConnectError as error:
 """
     for done in run_ranks_script(source):
         assert done.returncode == 0, done
-        assert "the context, or Accelerator, that was connected first made it" in done.stdout
+        assert "the first context or Accelerator to connect owns it" in done.stdout

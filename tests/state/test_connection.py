@@ -117,7 +117,7 @@ assert not dist.is_initialized()
 try:
     reduce(second, torch.ones(1))
 except ConnectError as error:
-    assert "was connected first made it, and was closed; close that one last" in str(error)
+    assert "the first context or Accelerator to connect owns it and was closed; close that one last" in str(error)
 else:
     raise AssertionError("a group that has ended was used")
 print(first.topology.rank, first.device)

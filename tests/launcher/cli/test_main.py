@@ -111,7 +111,7 @@ class TestGroup:
         assert capsys.readouterr().out == (
             "usage: drivetrain pets COMMAND [flags] ...\n\nLook after pets.\n\n"
             "  feed  Feed one of them.\n  wash  Wash one of them.\n\n"
-            "drivetrain pets COMMAND --help says more of each; drivetrain --version says which this is.\n"
+            "drivetrain pets COMMAND --help describes each; drivetrain --version prints the version.\n"
         )
 
     def test_the_help_of_a_command_has_both_words(self, capsys: pytest.CaptureFixture[str]) -> None:

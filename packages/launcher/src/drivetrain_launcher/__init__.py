@@ -1,7 +1,7 @@
-"""The drivetrain command, and what it is made of: launch plans, torch's elastic agent, notebook launchers.
+"""The drivetrain command and its parts: launch plans, torch's elastic agent, notebook launchers.
 
-A plan (`plan_launch`) says which command runs on which rank with which environment; carrying it out is
-`run_plan`. Importing this package, reading its settings and running one process need no torch in the launcher.
+A plan (`plan_launch`) gives the command and environment of every rank; `run_plan` executes it. Importing this
+package, reading its settings and running a single process do not import torch in the launcher.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from drivetrain_launcher.run.run import run_plan as run_plan
     from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
 
-# Public name -> the file it stands in.
+# Public name -> the module that defines it.
 _ROOMS = {
     "Host": "plan.host",
     "LaunchError": "errors",

@@ -1,4 +1,4 @@
-"""`python -m drivetrain_launcher`: the drivetrain command where no script for it is on the path."""
+"""Run the drivetrain command as `python -m drivetrain_launcher`, where its script is not on the path."""
 
 import sys
 

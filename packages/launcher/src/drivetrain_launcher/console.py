@@ -1,11 +1,11 @@
-"""What the launcher says to the person at the terminal, apart from what the script prints."""
+"""The launcher's messages on the terminal, marked to stand apart from the script's output."""
 
 import logging
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
-# What these say when ranks fail or are stopped, the launcher says once, and shorter.
+# These loggers report failed and stopped ranks, which the launcher reports itself, once and shorter.
 _TALKERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
@@ -14,14 +14,14 @@ _TALKERS = (
 
 
 def say(text: str) -> None:
-    """Write a line to stderr, marked as the launcher's."""
+    """Write a line to stderr with the launcher's prefix."""
     sys.stderr.write(f"drivetrain: {text}\n")
     sys.stderr.flush()
 
 
 @contextmanager
 def torch_silenced() -> Generator[None]:
-    """Keep torch from logging what happens to the ranks meanwhile."""
+    """Run the block without torch's log messages about ranks."""
     loggers = [logging.getLogger(name) for name in _TALKERS]
     before = [logger.level for logger in loggers]
     try:

@@ -1,13 +1,13 @@
-"""What can go wrong when processes are started."""
+"""The errors of a launch."""
 
 
 class LaunchError(ValueError):
-    """A launch that cannot be: the message says what was asked, what is possible, and what to do."""
+    """An impossible launch; the message gives the request, the limits and a remedy."""
 
 
 class UsageError(LaunchError):
-    """A command line that is not understood; the message names the argument and the closest one there is."""
+    """An invalid command line; the message names the argument and the closest valid one."""
 
 
 class RankFailedError(RuntimeError):
-    """A function that was launched failed on a rank; the message shows that rank's traceback first."""
+    """A launched function failed on a rank; the message shows that rank's traceback."""

@@ -1,4 +1,4 @@
-"""The `launch` section: how many processes, on which nodes, and how they find each other."""
+"""The `launch` section: the number of processes and nodes, and their rendezvous."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Literal, get_args
 
 RendezvousBackend = Literal["static", "c10d"]
 
-# The port on which several nodes meet if none is said; torchrun's.
+# The default port for the rendezvous of several nodes, as in torchrun.
 DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
-    """The `launch` section, known to users of torchrun and Accelerate by the same names."""
+    """The `launch` section, with field names as in torchrun and Accelerate."""
 
     num_processes: int | None = field(
         default=None,
@@ -77,7 +77,7 @@ class LaunchSettings:
         """Check every field.
 
         Raises:
-            ValueError: A value is outside its range; the message begins with the field's name.
+            ValueError: If a value is outside its range; the message begins with the field's name.
         """
         if self.rdzv_backend not in get_args(RendezvousBackend):
             raise ValueError(f"rdzv_backend={self.rdzv_backend!r}: say static or c10d")

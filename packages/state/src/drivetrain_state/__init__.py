@@ -1,4 +1,4 @@
-"""Who am I: ranks, device, mesh, collectives, seeds, rank-aware logging, a watchdog that names a hang's culprit."""
+"""Ranks, device, mesh, collectives, seeds, rank-aware logging, and a watchdog that finds the cause of a hang."""
 
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from drivetrain_state.topology import Topology as Topology
     from drivetrain_state.topology import topology_from_hosts as topology_from_hosts
 
-# Public name -> the file it stands in.
+# Public name -> the module that defines it.
 _ROOMS = {
     "CollectiveMismatchError": "errors",
     "ConnectError": "errors",

@@ -1,4 +1,4 @@
-"""Find this process's place and device, and meet the others: adopt a process group that fits, or make one."""
+"""Find this process's ranks and device, and connect the ranks: adopt a suitable process group or create one."""
 
 import atexit
 import sys
@@ -24,7 +24,7 @@ from drivetrain_state.settings import DeviceChoice, StateSettings
 from drivetrain_state.store_setup import meet
 from drivetrain_state.topology import Topology, topology_from_hosts
 
-# Which library moves the tensors of each kind of device; the CPU's always travel by gloo.
+# The communication backend for each kind of device; CPU tensors always use gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
 _LETTING_GO_SECONDS = 0.02
 
@@ -36,23 +36,23 @@ def connect(
     parallelism: ParallelDims | None = None,
     needs_group: bool = False,
 ) -> Context:
-    """This process's place among the others: ranks, device, mesh. Called on all ranks.
+    """Connect this process to the other ranks, and return its ranks, device and mesh. Must be called on all ranks.
 
-    A torch process group that exists already is adopted if it fits. Otherwise one is made from the launcher's
-    variables, and the context owns it: the group ends with `close`, or with the process. One process alone gets none,
-    unless `parallelism` asks for a mesh, or `needs_group` for the group itself.
+    An existing torch process group is adopted if it is suitable. Otherwise one is created from the launcher's
+    environment variables, and the context owns it: `close`, or the end of the process, destroys the group. A single
+    process gets no group, unless `parallelism` requires a mesh or `needs_group` is set.
 
     Args:
         settings: The `state` section; None reads it from the command line, environment and file.
-        device: Wins over `settings.device`. With an index, such as `"cuda:1"`, exactly that device; without
-            one, the device of this process's local rank.
-        parallelism: Sizes of the parallel dimensions; None makes no mesh.
-        needs_group: Whether one process gets a group too, as sharding backends want it.
+        device: The device, which overrides `settings.device`. With an index, such as `"cuda:1"`, exactly that
+            device; without one, the device of this process's local rank.
+        parallelism: The sizes of the parallel dimensions; None creates no mesh.
+        needs_group: Whether a single process gets a group too, as sharding backends require.
 
     Raises:
-        DeviceError: If there is no such device, or the node has fewer of them than processes.
-        GroupMismatchError: If a process group exists and its world size, rank or backend differ.
-        ConnectError: If the ranks cannot meet, or the device has no way to.
+        DeviceError: If there is no such device, or the node has fewer devices than processes.
+        GroupMismatchError: If a process group exists and its world size, rank or backend differs.
+        ConnectError: If the ranks cannot connect, or torch has no collectives for the device.
     """
     kind, index = _asked(device)
     if settings is None:
@@ -72,7 +72,7 @@ def connect(
         owns_group = _join(place, topology, launched, settings, needs_group=needs_group, undo=undo)
         watch = Watch()
         if settings.watchdog and topology.world_size > 1:
-            from drivetrain_state.hang.watchdog import start_watchdog  # several processes alone need it
+            from drivetrain_state.hang.watchdog import start_watchdog  # not needed by a single process
 
             reports = settings.hang_report_directory
             dog = start_watchdog(topology=topology, settings=settings, watch=watch, report_directory=reports)
@@ -92,7 +92,7 @@ def connect(
 
 
 def _asked(device: str | torch.device | None) -> tuple[str | None, int | None]:
-    """Kind and index in such as `"cuda:1"`; torch parses no kind whose library is not loaded."""
+    """Split a device such as `"cuda:1"` into kind and index; torch cannot parse kinds whose library is not loaded."""
     if device is None:
         return None, None
     kind, _, index = str(device).partition(":")
@@ -104,7 +104,7 @@ def _asked(device: str | torch.device | None) -> tuple[str | None, int | None]:
 
 
 def _topology(launched: LaunchedRanks | None) -> Topology:
-    """Ranks as the existing group and the launcher have them; both must agree where both speak."""
+    """Return the ranks from the existing group and the launcher, which must agree if both exist."""
     if launched is None:
         return _topology_of_group() if dist.is_initialized() else Topology()
     if dist.is_initialized():
@@ -115,7 +115,7 @@ def _topology(launched: LaunchedRanks | None) -> Topology:
             if of_group != of_launcher:
                 raise GroupMismatchError(
                     f"the process group that exists has {name} {of_group}, but the launcher's variables say "
-                    f"{of_launcher}: leave the making of the group to connect(), or make it with the launcher's ranks"
+                    f"{of_launcher}: let connect() create the group, or create it with the launcher's ranks"
                 )
     return Topology(
         rank=launched.rank,
@@ -128,14 +128,14 @@ def _topology(launched: LaunchedRanks | None) -> Topology:
 
 
 def _topology_of_group() -> Topology:
-    """Ranks of a group that was made without a launcher: its ranks tell each other which node they run on."""
+    """Return the ranks of a group created without a launcher, after its ranks have exchanged their host names."""
     hosts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, gethostname())
     return topology_from_hosts([str(host) for host in hosts], dist.get_rank())
 
 
 def _place(kind: str, index: int | None, topology: Topology) -> torch.device:
-    """The device of this process, checked to exist and made torch's current one."""
+    """Return this process's device, after checking that it exists and making it torch's current device."""
     if kind == "cpu":
         return torch.device("cpu")
     count = device_count(kind)
@@ -167,7 +167,7 @@ def _join(
     needs_group: bool,
     undo: ExitStack,
 ) -> bool:
-    """Adopt the process group or make one where one is needed; whether it was made here."""
+    """Adopt the process group, or create one if needed; return whether it was created here."""
     if dist.is_initialized() or (topology.world_size == 1 and not needs_group):
         return False
     backend = group_backend(place.type)
@@ -185,10 +185,10 @@ def _join(
 
 
 def group_backend(kind: str) -> str:
-    """The backends of a process group for a kind of device, such as `"cpu:gloo,cuda:nccl"`.
+    """Return the backends of a process group for a kind of device, such as `"cpu:gloo,cuda:nccl"`.
 
     Raises:
-        ConnectError: For a kind that torch has no collectives for.
+        ConnectError: If torch has no collectives for this kind of device.
     """
     if kind not in _BACKENDS:
         raise ConnectError(
@@ -198,22 +198,22 @@ def group_backend(kind: str) -> str:
 
 
 def _check_group(kind: str) -> None:
-    """Refuse an existing group that does not carry the tensors of a kind of device as ours would."""
+    """Raise GroupMismatchError if the existing group lacks the expected backend for a kind of device."""
     if dist.get_world_size() == 1 and kind not in _BACKENDS:
         return
     ours = group_backend(kind)
     wanted, existing = f"{kind}:{_BACKENDS[kind]}", str(dist.get_backend_config())
     if wanted not in existing.split(","):
         raise GroupMismatchError(
-            f"device={kind!r} needs a process group with {wanted!r}, but the one that exists has {existing!r}: make "
-            f"it with init_process_group({ours!r}), leave the making to connect(), or choose a device that it serves"
+            f"device={kind!r} needs a process group with {wanted!r}, but the one that exists has {existing!r}: "
+            f"create it with init_process_group({ours!r}), let connect() create it, or choose a device it supports"
         )
 
 
 def _form_group(
     backend: str, launched: LaunchedRanks, timeout: timedelta, device_id: torch.device | None
 ) -> None:
-    """Meet the other ranks and make the group with them."""
+    """Wait for the other ranks and create the process group with them."""
     store = meet(launched, timeout_seconds=timeout.total_seconds())
     try:
         dist.init_process_group(
@@ -232,19 +232,19 @@ def _form_group(
 
 
 def _leave() -> None:
-    """End the group that was made here."""
+    """Destroy the process group created here."""
     atexit.unregister(_leave_at_exit)
     if dist.is_initialized():
         dist.destroy_process_group()
-        # A thread of gloo lets go of tensors shortly after the operation's end. If it had the last hold of one, it
-        # needs the interpreter for that, and aborts the process where that is ending.
+        # A gloo thread drops its tensors shortly after an operation ends. If it holds the last reference to one, it
+        # needs the interpreter to free it, and aborts the process if the interpreter is shutting down.
         sleep(_LETTING_GO_SECONDS)
 
 
 def _leave_at_exit() -> None:
-    """End a group that nobody closed: its threads would outlive the interpreter, and abort the process.
+    """Destroy a group that was never closed: its threads would outlive the interpreter and abort the process.
 
-    A process that fails leaves it as it is: ending it may wait for ranks that wait for this one.
+    A failing process keeps the group: destroying it may wait for ranks that wait for this one.
     """
     if getattr(sys, "last_value", None) is None:
         _leave()

@@ -1,4 +1,4 @@
-"""What a process knows about itself and its peers: a frozen value, passed explicitly."""
+"""The context of a process, its ranks, device and process group, as a frozen value that is passed explicitly."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,17 +19,17 @@ from drivetrain_state.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Context:
-    """This process among the others; `connect` makes it.
+    """The ranks, device and process group of this process, as returned by `connect`.
 
-    Used as a context manager it closes itself at the end.
+    As a context manager, it closes itself at the end of the block.
 
     Attributes:
-        topology: Ranks and counts.
-        device: Where this process computes.
-        mesh: The mesh of the parallel dimensions, if any were asked for.
-        settings: What it was connected with.
+        topology: The ranks and counts of processes and nodes.
+        device: The device that this process computes on.
+        mesh: The mesh of the parallel dimensions, if any were requested.
+        settings: The settings that `connect` used.
         watch: The progress mark that the watchdog reads.
-        owns_group: Whether `close` ends the group: false where the group was there before.
+        owns_group: Whether `close` destroys the process group; False if the group existed before.
     """
 
     topology: Topology
@@ -43,33 +43,33 @@ class Context:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The default process group; None in one process.
+        """The default process group; None if a single process has none.
 
-        It is looked up, not held: a group's threads end when nobody holds it any more, and those that still ran
-        while the interpreter ends would abort the process.
+        Looked up, not stored: a group's threads end with the last reference to it, and threads that still run while
+        the interpreter shuts down would abort the process.
 
         Raises:
-            ConnectError: It has ended.
+            ConnectError: If the group has been destroyed.
         """
         if not self._has_group:
             return None
         if not dist.is_initialized():
             raise ConnectError(
-                "the process group has ended: the context, or Accelerator, that was connected first made it, and was "
-                "closed; close that one last"
+                "the process group has ended: the first context or Accelerator to connect owns it and was closed; "
+                "close that one last"
             )
         return dist.group.WORLD
 
     def applied(self) -> dict[str, object]:
-        """What is in force of the settings, read back from torch, for an effective plan."""
+        """Return the settings in effect, read back from torch, for an effective plan."""
         return {"device": self.device.type, "deterministic": torch.are_deterministic_algorithms_enabled()}
 
     def before_close(self, callback: Callable[[], object]) -> None:
-        """Have something done when this is closed, before the process group ends; what came last is done first."""
+        """Register a callback for `close` to call before the process group is destroyed; the last one runs first."""
         self._on_close.callback(callback)
 
     def close(self) -> None:
-        """Do what was to be done before, stop the watchdog, end the process group if this context made it.
+        """Run the registered callbacks, stop the watchdog, and destroy the process group if this context owns it.
 
         A second call does nothing.
         """

@@ -1,4 +1,4 @@
-"""Which devices are here and what they can compute in, asked only when a function is called."""
+"""The devices of this machine and the dtypes they support, queried only when a function is called."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from drivetrain_state.device_links import LinkType, nvidia_link
 
 DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "npu", "hpu", "mlu", "xla", "cpu"]
 
-# The best first; torch calls AMD's devices cuda too.
+# In order of preference; torch calls AMD's devices cuda too.
 _MODULES = ("cuda", "xpu", "npu", "hpu", "mlu", "mps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAbility:
-    """Which narrow dtypes a device trains in: with units of its own, or with kernels that gain something.
+    """The narrow dtypes that a device trains in, with dedicated units or with kernels that save time or memory.
 
     Attributes:
-        fp16: Half precision.
-        bf16: bfloat16.
-        fp8: The 8-bit float formats, in matrix multiplications.
+        fp16: Whether it supports float16.
+        bf16: Whether it supports bfloat16.
+        fp8: Whether it supports the 8-bit float formats in matrix multiplications.
     """
 
     fp16: bool
@@ -36,12 +36,12 @@ class DeviceGroup:
     """The devices of one kind on this machine.
 
     Attributes:
-        kind: What they are; rocm is what torch calls cuda on AMD's devices.
-        count: How many this process sees.
-        names: The driver's name of each.
-        memory_bytes: The memory of each; empty where the driver does not tell.
-        ability: What the first of them can compute in.
-        link: How they are connected, where the driver tells.
+        kind: The kind of the devices; rocm for AMD devices, which torch calls cuda.
+        count: The number of devices visible to this process.
+        names: The driver's name of each device.
+        memory_bytes: The memory of each device in bytes; empty if the driver does not report it.
+        ability: The dtypes that the first device supports.
+        link: The link between the devices, if the driver reports it.
     """
 
     kind: DeviceKind
@@ -52,7 +52,7 @@ class DeviceGroup:
     link: LinkType | None = None
 
 
-# Kinds whose members are alike in this respect; cuda and rocm differ by generation.
+# Kinds whose devices all support the same dtypes; those of cuda and rocm differ by generation.
 _ABILITIES: Mapping[str, DeviceAbility] = {
     "cpu": DeviceAbility(fp16=True, bf16=True, fp8=False),
     "mps": DeviceAbility(fp16=True, bf16=True, fp8=False),
@@ -62,29 +62,29 @@ _ABILITIES: Mapping[str, DeviceAbility] = {
     "mlu": DeviceAbility(fp16=True, bf16=True, fp8=False),
     "xla": DeviceAbility(fp16=False, bf16=True, fp8=False),
 }
-# The first CUDA compute capability with units for a dtype, and the AMD architectures with them.
+# The first CUDA compute capability, and the AMD architectures, with units for a dtype.
 _CUDA_SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 _ROCM_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 _ROCM_FP8 = ("gfx94", "gfx95", "gfx12")
 
 
 def cuda_ability(capability: tuple[int, int]) -> DeviceAbility:
-    """What an NVIDIA device of this compute capability can compute in."""
+    """Return the dtypes that NVIDIA devices of this compute capability support."""
     return DeviceAbility(**{name: capability >= since for name, since in _CUDA_SINCE.items()})
 
 
 def rocm_ability(architecture: str) -> DeviceAbility:
-    """What an AMD device of this architecture, such as `"gfx942"`, can compute in."""
+    """Return the dtypes that AMD devices of this architecture, such as `"gfx942"`, support."""
     return DeviceAbility(
         fp16=True, bf16=architecture.startswith(_ROCM_BF16), fp8=architecture.startswith(_ROCM_FP8)
     )
 
 
 def abilities(device: torch.device | str) -> DeviceAbility:
-    """What `device` can compute in; for a CUDA or ROCm device its driver is asked for the generation.
+    """Return the narrow dtypes that `device` supports; the driver reports the generation of a CUDA or ROCm device.
 
     Raises:
-        ValueError: For a kind of device that this table does not know.
+        ValueError: For an unknown kind of device.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -97,7 +97,7 @@ def abilities(device: torch.device | str) -> DeviceAbility:
 
 
 def device_module(kind: str) -> ModuleType | None:
-    """The torch module of a kind of accelerator, such as `torch.cuda`, if such a device can be used here."""
+    """Return the torch module of a kind of accelerator, such as `torch.cuda`, or None if none is available."""
     module = getattr(torch, kind, None)
     if kind == "mps":
         return module if torch.backends.mps.is_available() else None
@@ -105,7 +105,7 @@ def device_module(kind: str) -> ModuleType | None:
 
 
 def device_count(kind: str) -> int:
-    """How many devices of torch's `kind` this process sees; 1 for the CPU."""
+    """Return the number of devices of torch's `kind` visible to this process; 1 for the CPU."""
     if kind == "cpu":
         return 1
     if kind == "xla":
@@ -115,7 +115,7 @@ def device_count(kind: str) -> int:
 
 
 def best_device_kind() -> str:
-    """The torch device type that `"auto"` stands for: the accelerator that is here, else the CPU."""
+    """Return the torch device type that `"auto"` selects: the available accelerator, else the CPU."""
     for kind in _MODULES:
         if device_count(kind):
             return kind
@@ -123,7 +123,7 @@ def best_device_kind() -> str:
 
 
 def detect_devices() -> tuple[DeviceGroup, ...]:
-    """Every kind of device on this machine, the one that `"auto"` takes first, the CPU last."""
+    """Return the devices of this machine by kind: the kind that `"auto"` selects first, the CPU last."""
     found = [_accelerators(kind, count) for kind in _MODULES if (count := device_count(kind))]
     if importlib.util.find_spec("torch_xla") and (count := _xla_count()):
         found.append(
@@ -133,7 +133,7 @@ def detect_devices() -> tuple[DeviceGroup, ...]:
 
 
 def describe() -> str:
-    """The devices of this machine as text, one line a kind."""
+    """Return a text that lists the devices of this machine, one line per kind."""
     return "\n".join(_line(group) for group in detect_devices())
 
 

@@ -1,4 +1,4 @@
-"""How the NVIDIA devices of a machine are connected, as their driver tells (nvidia-ml-py, the extra `nvidia`)."""
+"""The links between NVIDIA devices, as reported by the driver (through nvidia-ml-py, the extra `nvidia`)."""
 
 import importlib
 import importlib.util
@@ -9,16 +9,16 @@ LinkType = Literal["nvlink", "pcie"]
 
 
 def nvidia_link(uuids: Sequence[str]) -> LinkType | None:
-    """The slowest link among devices, named as in `"GPU-..."`: NVLink only if each of them has an active one.
+    """Return the slowest link among devices with these UUIDs (`"GPU-..."`): NVLink only if each has an active one.
 
-    None for a single device, or where `nvidia-ml-py` or the driver's library is missing.
+    None for a single device, or if `nvidia-ml-py` or the driver's library is missing.
     """
     if len(uuids) < 2 or importlib.util.find_spec("pynvml") is None:
         return None
     pynvml: Any = importlib.import_module("pynvml")
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # a torch with CUDA on a machine without NVIDIA's management library
+    except pynvml.NVMLError:  # NVIDIA's management library (NVML) is missing, although torch has CUDA
         return None
     try:
         handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
@@ -32,6 +32,6 @@ def _has_nvlink(pynvml: Any, handle: object) -> bool:
         try:
             if pynvml.nvmlDeviceGetNvLinkState(handle, link):
                 return True
-        except pynvml.NVMLError:  # past the last link that this device has
+        except pynvml.NVMLError:  # raised for indices past the device's last link
             return False
     return False

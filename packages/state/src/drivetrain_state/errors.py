@@ -1,21 +1,21 @@
-"""What can go wrong between ranks, as exceptions that name both sides and the way out."""
+"""The exceptions of this package; their messages give both sides of a conflict and a remedy."""
 
 
 class DeviceError(ValueError):
-    """The device that was asked for is not here, or there are too few of them for the processes started."""
+    """The requested device does not exist, or there are fewer devices than processes."""
 
 
 class ConnectError(RuntimeError):
-    """The ranks could not meet: a port in use, a host that does not answer, launcher variables that disagree."""
+    """The ranks cannot connect: a port in use, a host that does not answer, conflicting launcher variables."""
 
 
 class GroupMismatchError(ConnectError):
-    """A torch process group exists already, and it is not the one that was asked for."""
+    """An existing torch process group does not match the requested one."""
 
 
 class CollectiveMismatchError(RuntimeError):
-    """Ranks called a collective with data that does not fit together; the message shows each rank's."""
+    """The ranks called a collective with data that does not match; the message shows each rank's data."""
 
 
 class LeafError(ValueError):
-    """A nested structure holds something that the call cannot take."""
+    """A nested structure holds a leaf that the call does not accept."""

@@ -1,44 +1,44 @@
-"""Sizes of the parallel dimensions, and the device mesh that they span."""
+"""The sizes of the parallel dimensions, and the device mesh that they span."""
 
 from dataclasses import dataclass
 from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Outermost first: neighbours along the last axis are neighbouring ranks, with the fastest links between them.
+# Outermost first: neighbours along the last axis are neighbouring ranks, which have the fastest links.
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """The mesh that a run will have: the axes' names, outermost first, and their sizes."""
+    """The plan of a mesh: the names of its axes, outermost first, and their sizes."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     def size(self, name: str) -> int:
-        """Size of axis `name`; 1 for an axis that the mesh does not have."""
+        """Return the size of axis `name`; 1 if the mesh has no such axis."""
         return self.sizes[self.names.index(name)] if name in self.names else 1
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis."""
+        """Return the index of `rank` along each axis."""
         position: dict[str, int] = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
             rank, position[name] = divmod(rank, size)
         return {name: position[name] for name in self.names}
 
     def data_shard(self, rank: int) -> tuple[int, int]:
-        """Which part of the data `rank` reads: (index, count).
+        """Return which part of the data `rank` reads, as (index, count).
 
-        The ranks of the data and shard axes read different samples; those that differ only along the pipeline,
-        context and tensor axes work on the same ones.
+        Ranks that differ along the data or shard axis read different samples; ranks that differ only along the
+        pipeline, context and tensor axes read the same samples.
         """
         where = self.coordinate(rank)
         shards = self.size("shard")
         return where.get("data", 0) * shards + where.get("shard", 0), self.size("data") * shards
 
     def data_readers(self) -> tuple[int, ...]:
-        """For each part of the data, in order, the first of the ranks that read it."""
+        """Return the first rank that reads each part of the data, in order of parts."""
         first: dict[int, int] = {}
         for rank in range(prod(self.sizes)):
             first.setdefault(self.data_shard(rank)[0], rank)
@@ -47,17 +47,17 @@ class MeshPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """How the processes are divided among the kinds of parallelism; the sizes' product is the world size.
+    """The sizes of the parallel dimensions, whose product is the world size.
 
-    One size may be -1: what the others leave. `None` means not said: such an axis has size 1 and does not stand
-    in the mesh; only `data`, when no size is -1, takes what the others leave.
+    One size may be -1, which is inferred from the others. `None` means unset: the axis has size 1 and is left out of
+    the mesh, except that an unset `data` is inferred if no size is -1.
 
     Attributes:
-        data: Replicas of the model that see different samples.
-        shard: Processes that share one replica's parameters and see different samples (FSDP).
-        context: Processes that share each sequence.
-        tensor: Processes that share each matrix.
-        pipeline: Stages that the layers are divided into.
+        data: The number of model replicas, which read different samples.
+        shard: The number of processes that shard one replica's parameters and read different samples (FSDP).
+        context: The number of processes that split each sequence.
+        tensor: The number of processes that split each matrix.
+        pipeline: The number of stages that the layers are split into.
     """
 
     data: int | None = None
@@ -78,7 +78,7 @@ class ParallelDims:
             raise ValueError(f"{' and '.join(f'{name}=-1' for name in rest)}: only one size may be -1")
 
     def plan(self, world_size: int) -> MeshPlan:
-        """The mesh of `world_size` processes.
+        """Plan the mesh of `world_size` processes.
 
         Raises:
             ValueError: If the sizes do not multiply to `world_size`.
@@ -108,5 +108,5 @@ class ParallelDims:
 
 
 def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
-    """The device mesh of `plan`, over the default process group. Called on all ranks."""
+    """Create the device mesh of `plan` over the default process group. Must be called on all ranks."""
     return init_device_mesh(device_type, plan.sizes, mesh_dim_names=plan.names)

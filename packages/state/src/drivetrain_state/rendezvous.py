@@ -1,4 +1,4 @@
-"""The store that all ranks share, for a thread beside the main one."""
+"""The store that all ranks share, for use by a background thread."""
 
 from torch.distributed import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
@@ -8,18 +8,18 @@ from drivetrain_state.errors import ConnectError
 
 
 def side_store(context: Context, prefix: str) -> Store | None:
-    """A connection of its own to the ranks' rendezvous store; None in one process.
+    """Return a separate connection to the ranks' rendezvous store; None for a single process.
 
-    Collectives belong to the main thread: two threads would wait for each other across ranks. And a main thread that
-    waits on the group's own store holds its lock. Whoever holds a connection must let go of it before the process
-    ends.
+    A background thread uses it in place of collectives, which belong to the main thread, as those of two threads
+    could deadlock across ranks. The group's own store is locked while the main thread waits on it. Drop the
+    connection before the process ends.
 
     Args:
-        context: This process among the others.
-        prefix: What the keys begin with, the same on all ranks.
+        context: The context of this process.
+        prefix: The prefix of the keys, the same on all ranks.
 
     Raises:
-        ConnectError: The process group has ended.
+        ConnectError: If the process group does not exist or has been destroyed.
     """
     if context.topology.world_size == 1:
         return None

@@ -1,4 +1,4 @@
-"""What can be set about a process and its place among the others."""
+"""The settings of a process: its device, timeouts and watchdog."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -10,7 +10,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSettings:
-    """The `state` section: the device, how long to wait for other ranks, and how closely to watch them."""
+    """The `state` section: the device, the timeouts for other ranks, and the checks and watchdog on them."""
 
     device: DeviceChoice = field(
         default="auto",

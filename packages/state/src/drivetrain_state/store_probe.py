@@ -1,4 +1,4 @@
-"""Notice that the process which hosts the rendezvous store has ended, before torch does and logs pages about it."""
+"""Detect that the process that hosts the rendezvous store has ended, before torch does and logs pages about it."""
 
 import socket
 from contextlib import suppress
@@ -7,10 +7,10 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 
 class StoreProbe:
-    """An idle connection to a TCPStore's server, which reads as ended once the server has; none to another store.
+    """An idle connection to the server of a TCPStore, which closes when the server ends; none for other stores.
 
     Raises:
-        ConnectionError: The server was gone already.
+        ConnectionError: If the server is already gone.
     """
 
     def __init__(self, store: Store) -> None:
@@ -21,10 +21,10 @@ class StoreProbe:
             self._socket.setblocking(False)
 
     def check(self) -> None:
-        """Do nothing while the server lives.
+        """Check that the server is alive.
 
         Raises:
-            ConnectionError: It has ended.
+            ConnectionError: If the server has ended.
         """
         if self._socket is None:
             return
@@ -33,13 +33,13 @@ class StoreProbe:
                 raise ConnectionError("the process that hosts the rendezvous store has ended")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the idle connection."""
         if self._socket is not None:
             self._socket.close()
 
 
 def store_address(store: Store) -> str:
-    """Return `host:port` of the server behind a store; its type's name for one that is not reached over TCP."""
+    """Return `host:port` of the server of a store, or the type's name if the store is not a TCPStore."""
     tcp = _underlying(store)
     return f"{tcp.host}:{tcp.port}" if isinstance(tcp, TCPStore) else type(tcp).__name__
 

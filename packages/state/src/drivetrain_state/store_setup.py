@@ -1,13 +1,12 @@
-"""Meet the other ranks: a store for a new process group, in which no earlier group has left anything.
+"""Wait for the other ranks, and set up a store for a new process group, free of the keys of earlier groups.
 
-The store that the ranks reach may outlive their process groups: a launcher's agent hosts it for a whole run. What the
-first group of a process left there, such as the addresses of its ranks, is what the second would read: torch gives
-the groups of one process the same name after each other. So rank 0 opens a room, numbered from 1, and every rank
-enters it; the group's keys stand under the room's number.
+The store may outlive process groups: a launcher's agent hosts it for a whole run. Since torch gives successive groups
+of one process the same name, a second group would read the keys of the first, such as the addresses of its ranks.
+Therefore rank 0 opens a room, numbered from 1, and every rank enters it; the room's number prefixes the group's keys.
 
-Rooms are opened by rank 0 alone, so that a rank that failed, or was started again, and comes a second time finds the
-one that the others are in. Where rank 0 hosts the store itself, the store ends with its last group: a rank that comes
-to the next meeting before rank 0 has left the last one loses that connection, and looks for the next store.
+Only rank 0 opens rooms, so that a rank that failed, or was restarted, and tries again finds the room that the others
+are in. If rank 0 hosts the store itself, the store ends with its last group: a rank that arrives for the next group
+before rank 0 has left the last one loses its connection, and connects to the next store.
 """
 
 from contextlib import nullcontext, suppress
@@ -21,17 +20,17 @@ from drivetrain_state.errors import ConnectError
 from drivetrain_state.store_probe import StoreProbe
 
 _PREFIX = "drivetrain_meeting"
-# How often a rank that waits in a room looks whether rank 0 has opened another.
+# The interval at which a rank that waits in a room checks whether rank 0 has opened another.
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 0.25
 _SHOWN_RANKS = 8
 
 
 def meet(launched: LaunchedRanks, *, timeout_seconds: float) -> Store:
-    """Wait for all ranks, and return the store for their new process group. Called on all ranks.
+    """Wait for all ranks, and return the store for their new process group. Must be called on all ranks.
 
     Raises:
-        ConnectError: The port is in use, rank 0 was not reached, or a rank has not come; the message names those.
+        ConnectError: If the port is in use, rank 0 cannot be reached, or ranks are missing, which the message names.
     """
     deadline = monotonic() + timeout_seconds
     while True:
@@ -43,7 +42,7 @@ def meet(launched: LaunchedRanks, *, timeout_seconds: float) -> Store:
             raise ConnectError(_who_is_missing(meeting, launched, timeout_seconds)) from error
         except (DistNetworkError, ConnectionError) as error:
             if launched.rank > 0 and not launched.agent_store and monotonic() < deadline:
-                continue  # the store of an earlier group has ended, and rank 0 makes the next one
+                continue  # the store of an earlier group has ended; rank 0 creates the next one
             raise ConnectError(
                 f"rank {launched.rank} of {launched.world_size} lost the store at {_address(launched)} while it "
                 "waited for the other ranks: its host, rank 0 or the launcher, has ended; its output says why"
@@ -52,7 +51,7 @@ def meet(launched: LaunchedRanks, *, timeout_seconds: float) -> Store:
 
 
 def _connection(launched: LaunchedRanks, timeout: timedelta) -> TCPStore:
-    """Connect to the store of the launcher's agent, or of rank 0, which hosts it if there is no agent."""
+    """Connect to the store, which the launcher's agent hosts, or rank 0 if there is no agent."""
     try:
         return TCPStore(
             launched.master_addr,
@@ -60,7 +59,7 @@ def _connection(launched: LaunchedRanks, timeout: timedelta) -> TCPStore:
             is_master=launched.rank == 0 and not launched.agent_store,
             timeout=timeout,
             wait_for_workers=False,
-            multi_tenant=True,
+            multi_tenant=True,  # rank 0 may connect again while this process still hosts an earlier store
         )
     except DistNetworkError as error:
         address = _address(launched)
@@ -76,7 +75,7 @@ def _connection(launched: LaunchedRanks, timeout: timedelta) -> TCPStore:
 
 
 def _meet_in_room(meeting: Store, launched: LaunchedRanks, deadline: float) -> int:
-    """Return the number of a room in which all ranks are."""
+    """Enter a room, wait until all ranks are in it, and return its number."""
     if launched.rank == 0:
         room = _open_room(meeting, launched.world_size)
         meeting.wait([f"full/{room}"], _left(deadline))
@@ -90,25 +89,26 @@ def _meet_in_room(meeting: Store, launched: LaunchedRanks, deadline: float) -> i
             _enter(meeting, room, launched.rank, launched.world_size)
         left = _left(deadline)
         look = timedelta(seconds=_LOOK_SECONDS)
+        # A wait that ends before the deadline is no error, but time to look for a newer room.
         with suppress(DistStoreError) if left > look else nullcontext():
             meeting.wait([f"begun/{room}"], min(left, look))
             return room
 
 
 def _open_room(meeting: Store, world_size: int) -> int:
-    """Open a new room, as rank 0 does, and be the first in it."""
+    """Open a new room and enter it. Called on rank 0 only."""
     room = meeting.add("rooms", 1)
     _enter(meeting, room, 0, world_size)
     return room
 
 
 def _newest_room(meeting: Store, entered: int, deadline: float) -> int:
-    """Wait until rank 0 has opened a room whose group has not begun without this rank, and return its number.
+    """Wait for a room whose group has not begun without this rank, and return its number.
 
     Args:
-        meeting: The store.
-        entered: The room that this rank is in already, which may have begun; 0 for none.
-        deadline: When to give up, by the monotonic clock.
+        meeting: The store that holds the rooms.
+        entered: The number of the room that this rank is in, whose group may have begun; 0 for none.
+        deadline: The time to give up at, in seconds of the monotonic clock.
     """
     probe = StoreProbe(meeting)
     pause_seconds = 0.01
@@ -127,7 +127,7 @@ def _newest_room(meeting: Store, entered: int, deadline: float) -> int:
 
 
 def _enter(meeting: Store, room: int, rank: int, world_size: int) -> None:
-    """Count a rank in, once; the last one says that the room is full."""
+    """Register a rank in a room, once; the last rank marks the room as full."""
     if meeting.add(f"entered/{room}/{rank}", 1) == 1 and meeting.add(f"entered/{room}", 1) == world_size:
         meeting.set(f"full/{room}", "")
 
@@ -140,7 +140,7 @@ def _who_is_missing(meeting: Store, launched: LaunchedRanks, timeout_seconds: fl
     room = meeting.add("rooms", 0)
     missing = [rank for rank in range(launched.world_size) if not meeting.check([f"entered/{room}/{rank}"])]
     if not missing or launched.rank in missing:
-        missing = [0]  # it has opened no room that this rank could enter
+        missing = [0]  # rank 0 has opened no room that this rank could enter
     shown = ", ".join(map(str, missing[:_SHOWN_RANKS])) + (", ..." if len(missing) > _SHOWN_RANKS else "")
     who = f"rank {shown}" if len(missing) == 1 else f"ranks {shown}"
     return (

@@ -1,4 +1,4 @@
-"""Which process is this one, among how many: a frozen value that every other room takes."""
+"""The ranks of a process and the counts of processes and nodes, as a frozen value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The place of one process among all of them.
+    """The ranks of one process, and the counts of processes and nodes.
 
     Attributes:
-        rank: This process among all, 0 to world_size - 1.
-        local_rank: This process among those of its node, 0 to local_world_size - 1.
-        world_size: Number of processes.
-        local_world_size: Number of processes on this node.
-        node_rank: This node among all nodes.
-        num_nodes: Number of nodes.
+        rank: The rank of this process, 0 to world_size - 1.
+        local_rank: The rank of this process on its node, 0 to local_world_size - 1.
+        world_size: The number of processes.
+        local_world_size: The number of processes on this node.
+        node_rank: The rank of this node, 0 to num_nodes - 1.
+        num_nodes: The number of nodes.
     """
 
     rank: int = 0
@@ -44,24 +44,24 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this process has rank 0."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its node."""
+        """True if this process is the first of its node."""
         return self.local_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the rank with the highest number."""
+        """True if this process has the highest rank."""
         return self.rank == self.world_size - 1
 
 
 def topology_from_hosts(hosts: Sequence[str], rank: int) -> Topology:
-    """The topology of `rank`, from the name of the node that each rank runs on, in rank order.
+    """Return the topology of `rank` from the host name of each rank, in rank order.
 
-    Nodes are numbered by their first rank, so that every rank finds the same numbers.
+    Nodes are numbered in order of their first rank, so that all ranks compute the same numbers.
     """
     nodes = list(dict.fromkeys(hosts))
     mates = [other for other, host in enumerate(hosts) if host == hosts[rank]]

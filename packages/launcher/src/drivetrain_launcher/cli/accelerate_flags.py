@@ -1,4 +1,4 @@
-"""Accelerate's flags for FSDP and DeepSpeed, read together, since one may change what another means."""
+"""Accelerate's flags for FSDP and DeepSpeed, interpreted together, since one may change the meaning of another."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,25 +12,25 @@ from drivetrain_launcher.errors import UsageError
 
 _FAMILIES = (FSDP, DEEPSPEED)
 
-# What flags say, by section and field.
+# The values that flags set, by section and field.
 Said = dict[str, dict[str, Any]]
 
 
 def word_of(flag: str) -> str | None:
-    """The word that a flag stands for, as Accelerate's files spell it; None if it is none for FSDP or DeepSpeed."""
+    """Return the key of a flag in Accelerate's files; None if the flag is not one for FSDP or DeepSpeed."""
     word = flag.removeprefix("--").replace("-", "_")
     return word if any(word in family.words for family in _FAMILIES) else None
 
 
 def add_meanings(written: Mapping[str, tuple[str, str]], said: Said) -> None:
-    """Add what these flags mean to what others say, and tell what is met in another way.
+    """Add the settings that these flags mean to `said`, and log those that are realised differently.
 
     Args:
-        written: The flag as written and its value, by word.
-        said: What other flags say, by section and field.
+        written: The flag as written and its value, by Accelerate's key.
+        said: The values that other flags set, by section and field; updated in place.
 
     Raises:
-        UsageError: One cannot be honoured, or contradicts another; the message lists all of them.
+        UsageError: If flags are unsupported or contradict others; the message lists all of them.
     """
     refused: list[str] = []
     for family in _FAMILIES:

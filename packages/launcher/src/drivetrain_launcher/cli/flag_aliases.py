@@ -1,12 +1,12 @@
-"""Flags as users of Accelerate and torchrun spell them: translated to ours, or refused with the way out.
+"""The flags of Accelerate and torchrun: translated to drivetrain's, or refused with an alternative.
 
-A move should cost nothing, and nothing that was asked for may be dropped silently. Those whose values are spelled
-otherwise too, for FSDP and DeepSpeed, are in `sharding_flags.py`.
+Command lines keep working after a switch to drivetrain, and no flag is ignored silently. Flags for FSDP and
+DeepSpeed, whose values need translation too, are in `accelerate_flags.py`.
 """
 
 from collections.abc import Collection, Mapping
 
-# Their flag -> ours; the value goes along.
+# Their flag -> ours, with the same value.
 RENAMED: Mapping[str, str] = {
     "--num-machines": "--num-nodes",
     "--nnodes": "--num-nodes",
@@ -26,7 +26,7 @@ RENAMED: Mapping[str, str] = {
     "--use-cpu": "--cpu",
 }
 
-# Their switch -> what it means here.
+# Their switch -> our flag and value.
 MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--multi-gpu": ("--state-device", "cuda"),
     "--use-fsdp": ("--backend", "fsdp"),
@@ -34,7 +34,7 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--use-xpu": ("--state-device", "xpu"),
     "--mps": ("--state-device", "mps"),
     "--standalone": ("--num-nodes", "1"),
-    "--same-network": (),  # asks for static rendezvous, which is what nodes do here
+    "--same-network": (),  # requests static rendezvous, the default here
 }
 
 _MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend deepspeed shard the model"
@@ -42,7 +42,7 @@ _DIMENSIONS = "the split into dimensions is said in code, Accelerator(parallelis
 _LOGS = "--log-dir FOLDER writes the output of each rank to a file, besides the screen"
 _AFFINITY = "start the launcher under numactl or taskset; the ranks inherit what it sets"
 
-# The beginning of their flag -> what is not there, and the way out.
+# Prefix of their flag -> the reason why it is unsupported, and the alternative.
 _REFUSED: Mapping[str, str] = {
     "--use-megatron-lm": _MEGATRON,
     "--megatron-lm": _MEGATRON,
@@ -69,14 +69,14 @@ _REFUSED: Mapping[str, str] = {
 
 
 def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
-    """Our flag for one that a user wrote, with its value where the spelling alone says it.
+    """Translate a flag to ours, with its value if the flag alone implies one.
 
     Args:
-        name: As written, up to an `=`.
-        known: Our flags.
+        name: The flag as written, up to an `=`.
+        known: The names of our flags.
 
     Returns:
-        The flag; the flag and its value; nothing where the wish is met anyway.
+        Our flag, or our flag and its value, or nothing if the flag requests the default behaviour.
     """
     hyphened = name if name == "-m" else name.replace("_", "-")
     if hyphened in known:
@@ -84,13 +84,13 @@ def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
     if hyphened in MEANINGS:
         return MEANINGS[hyphened]
     renamed = RENAMED.get(hyphened, hyphened)
-    if renamed == "--cpu" and renamed not in known:  # the run section, which has it, comes with the umbrella
+    if renamed == "--cpu" and renamed not in known:  # the umbrella package, which has --cpu, is not installed
         return ("--state-device", "cpu")
     return (renamed,)
 
 
 def refusal(name: str) -> str | None:
-    """Why a flag of Accelerate's or torchrun's is not available, and the way out; None if it is none of theirs."""
+    """Return why a flag of Accelerate or torchrun is unsupported, and the alternative; None for any other flag."""
     hyphened = name.replace("_", "-")
     for start, reason in _REFUSED.items():
         if hyphened == start or hyphened.startswith(f"{start}-"):

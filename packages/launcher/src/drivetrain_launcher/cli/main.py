@@ -1,8 +1,8 @@
-"""The `drivetrain` command: finds the subcommand, builds its parser, and says what is wrong with a command line.
+"""The `drivetrain` command, which finds the subcommand, parses its arguments and reports usage errors.
 
 Subcommands are found through the entry point group `drivetrain.commands`; only the module of the chosen one is
-imported, so that `drivetrain --help` answers at once. One that is announced as `checkpoint.list` is called by two
-words, `drivetrain checkpoint list`.
+imported, so that `drivetrain --help` is fast. The entry point `checkpoint.list` is called as
+`drivetrain checkpoint list`.
 """
 
 import sys
@@ -16,7 +16,7 @@ from drivetrain_config.registry import Command, commands
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError, UsageError
 
-# What the shell is told of a command line that cannot be carried out, as by argparse.
+# The exit code for an invalid command line, as with argparse.
 _USAGE = 2
 
 
@@ -24,10 +24,10 @@ def main(tokens: Sequence[str] | None = None) -> int:
     """Run `drivetrain COMMAND ...`.
 
     Args:
-        tokens: The command line; None for the process's own.
+        tokens: The command-line arguments; None for those of this process.
 
     Returns:
-        The exit code: 2 for a command line or a setting that is wrong.
+        The exit code; 2 for an invalid command line or setting.
     """
     try:
         return _run(sys.argv[1:] if tokens is None else list(tokens), commands())
@@ -37,7 +37,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = "") -> int:
-    """Run the command that the first word names, or look among those of the group that it names."""
+    """Run the command named by the first token, or, if it names a group, look up the next token in the group."""
     if not tokens or tokens[0] in ("-h", "--help"):
         sys.stdout.write(_overview(found, group))
         return 0 if tokens else _USAGE
@@ -48,7 +48,7 @@ def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = ""
         return 0
     name, *rest = tokens
     if name in found:
-        # A package that does not depend on config gives an object of the same shape.
+        # Packages that do not depend on drivetrain-config register an object with the same attributes.
         command = cast("Command", found[name].load())
         return command.run(_parse(f"{group}{name}", command, rest))
     if members := _group(found, name):
@@ -62,12 +62,12 @@ def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = ""
 
 
 def _names(found: Mapping[str, EntryPoint]) -> list[str]:
-    """The words that may stand first: commands, and groups of them."""
+    """Return the valid first tokens: the names of commands and groups."""
     return list(dict.fromkeys(name.partition(".")[0] for name in found))
 
 
 def _group(found: Mapping[str, EntryPoint], name: str) -> dict[str, EntryPoint]:
-    """The commands of a group, without its name."""
+    """Return the commands of a group, by their names without the group's prefix."""
     prefix = f"{name}."
     return {full.removeprefix(prefix): point for full, point in found.items() if full.startswith(prefix)}
 
@@ -95,27 +95,27 @@ def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
             "",
             *lines,
             "",
-            f"drivetrain {group}COMMAND --help says more of each; drivetrain --version says which this is.",
+            f"drivetrain {group}COMMAND --help describes each; drivetrain --version prints the version.",
             "",
         ]
     )
 
 
 def _about(name: str, found: Mapping[str, EntryPoint]) -> str:
-    """What a command or a group is for, in a line."""
+    """Return the one-line summary of a command or a group."""
     if name in found:
         return _summary(found[name].value.partition(":")[0])
     return _about_group(_group(found, name))
 
 
 def _about_group(members: Mapping[str, EntryPoint]) -> str:
-    """What the package says of itself in which the modules of the group's commands stand."""
+    """Return the summary of the package that contains the modules of a group's commands."""
     first = next(iter(members.values()))
     return _summary(first.value.partition(":")[0].rpartition(".")[0])
 
 
 def _summary(module: str) -> str:
-    """The first line of a module, read without running it: it may import what takes seconds."""
+    """Return the first docstring line of a module, without running the module, whose imports may take seconds."""
     from ast import get_docstring, parse
     from importlib.util import find_spec
 

@@ -1,10 +1,11 @@
-"""A command's dataclass to a parser, and a command line to the dataclass.
+"""Build a parser from a command's dataclass, and parse a command line into the dataclass.
 
-A command's arguments are a frozen dataclass. Each field is a flag, made as a section's flags are, but for these:
+A command's arguments are a frozen dataclass. Each field becomes a flag, like the fields of a section, except that:
 
-- a field of type `Layers` stands for the flags of every installed section, and `--config FILE`;
+- a field of type `Layers` provides the flags of every installed section, and `--config FILE`;
 - a field with metadata `{"positional": True}` is a positional argument;
-- a field with metadata `{"rest": True}`, a tuple of text, takes whatever follows the positional ones, untouched.
+- a field with metadata `{"rest": True}`, a tuple of strings, takes all tokens after the positional arguments,
+  unchanged.
 """
 
 import sys
@@ -20,11 +21,11 @@ from drivetrain_launcher.cli.accelerate_flags import Said, add_meanings, word_of
 from drivetrain_launcher.cli.flag_aliases import ours, refusal
 from drivetrain_launcher.errors import UsageError
 
-# Where the flags of the command itself stand, beside the names of sections.
+# The key of the command's own flags, among the names of sections.
 _OWN = ""
 
 
-# The sections whose flags stand first in the help.
+# The sections whose flags come first in the help.
 _FIRST = ("launch", "run")
 
 _SEE_HELP = "--help lists what there is"
@@ -44,15 +45,15 @@ class CommandParser:
     """The parser of one command.
 
     Attributes:
-        command: Its name.
-        summary: What it does, in a sentence.
-        arguments: Its dataclass.
+        command: The name of the command.
+        summary: The purpose of the command, in a sentence.
+        arguments: The dataclass of its arguments.
         types: The types of the dataclass's fields.
-        groups: The flags, by section; those of the command itself under an empty name.
-        flags: Every flag, by name; a switch under its `--no-` name too.
-        positionals: The fields that are positional arguments, in order.
-        rest: The field that takes the rest of the command line, if one does.
-        layers: The field that takes the settings of all sections, if one does.
+        groups: The flags by section; the command's own flags under an empty name.
+        flags: Every flag by name; a switch also under its `--no-` name.
+        positionals: The names of the fields that are positional arguments, in order.
+        rest: The name of the field for the rest of the command line, if any.
+        layers: The name of the field for the settings of all sections, if any.
     """
 
     command: str
@@ -66,12 +67,12 @@ class CommandParser:
     layers: str | None
 
     def parse(self, tokens: Sequence[str]) -> Any:
-        """Read a command line into the command's arguments.
+        """Parse a command line into the command's dataclass.
 
         Raises:
-            UsageError: A flag is unknown or lacks its value, or an argument is missing or wrong.
-            ConfigError: The file of settings cannot be read.
-            SystemExit: `--help` was asked for, and has been shown.
+            UsageError: If a flag is unknown or lacks its value, or an argument is missing or invalid.
+            ConfigError: If the settings file cannot be read.
+            SystemExit: After `--help` has been printed.
         """
         said, plain, rest = self._scan(tokens)
         if len(plain) < len(self.positionals):
@@ -103,7 +104,7 @@ class CommandParser:
                 )
 
     def _scan(self, tokens: Sequence[str]) -> tuple[Said, list[str], list[str]]:
-        """Split a command line into what flags say, by section and field, positional arguments and the rest."""
+        """Split a command line into the values of flags by section and field, positional arguments, and the rest."""
         said: Said = {}
         plain: list[str] = []
         words: dict[str, tuple[str, str]] = {}
@@ -126,14 +127,14 @@ class CommandParser:
         return said, plain, waiting
 
     def _word_of(self, written: str) -> str | None:
-        """The word for FSDP or DeepSpeed that a flag stands for; None if it is the command's own, or none."""
+        """Return Accelerate's key of an FSDP or DeepSpeed flag; None for other flags and the command's own."""
         own = self.flags.get(written.replace("_", "-"))
         if self.layers is None or (own is not None and own.section == _OWN):
             return None
         return word_of(written)
 
     def _take(self, token: str, waiting: list[str], said: Said) -> None:
-        """Read one flag, and its value from what waits behind it."""
+        """Parse one flag, with its value from the waiting tokens, into `said`."""
         written, equals, text = token.partition("=")
         translated = ours(written, self.flags)
         if not translated:
@@ -180,7 +181,7 @@ class CommandParser:
         return next(field.metadata.get("help", "") for field in fields(self.arguments) if field.name == name)
 
     def help_text(self) -> str:
-        """The text for `--help`."""
+        """Return the text for `--help`."""
         from argparse import ArgumentParser
 
         shown = [_metavar(name) for name in self.positionals]
@@ -201,7 +202,7 @@ class CommandParser:
 
 
 def _next(written: str, waiting: list[str], flag: Flag | None = None) -> str:
-    """The value of a flag, taken from what waits behind it."""
+    """Remove the value of a flag from the waiting tokens and return it."""
     if not waiting or waiting[0].startswith("--"):
         hint = "" if flag is None else f"; {flag.help.replace('%%', '%')}"
         raise UsageError(f"{written}: needs a value{hint}")
@@ -219,12 +220,12 @@ def _truth(written: str, text: str) -> bool:
 
 
 def build_parser(command: str, arguments: type[Any], summary: str) -> CommandParser:
-    """Make the parser of a command.
+    """Build the parser of a command.
 
     Args:
-        command: Its name.
+        command: The name of the command.
         arguments: The dataclass of its arguments.
-        summary: What it does, in a sentence.
+        summary: The purpose of the command, in a sentence.
     """
     types = get_type_hints(arguments)
     described = fields(arguments)
@@ -243,7 +244,7 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
         groups[_OWN] += (_CONFIG,)
         installed = sections()
         names = sorted(installed, key=lambda name: (name not in _FIRST, name))
-        # A command's own flag stands before one of the same name in a section.
+        # A command's own flag hides a section's flag of the same name.
         own = {flag.name for flag in groups[_OWN]}
         groups |= {
             name: tuple(f for f in flags(installed[name], name) if f.name not in own) for name in names

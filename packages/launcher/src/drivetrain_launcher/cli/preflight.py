@@ -1,4 +1,4 @@
-"""What can be known to be wrong, or surprising, before a process is started, so that it is said once and early."""
+"""The checks before any process starts, so that a mistake is reported early and only once."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -10,12 +10,12 @@ from drivetrain_launcher.errors import LaunchError
 
 
 def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: str) -> list[str]:
-    """Return the launcher's flags that stand among the script's arguments, as they were written, each once.
+    """Return the launcher's flags found among the script's arguments, as written, without duplicates.
 
     Args:
-        arguments: What follows the script on the command line.
-        known: The launcher's flags.
-        script: The script's text: a flag, argument or field of that name in it is its own.
+        arguments: The tokens after the script on the command line.
+        known: The names of the launcher's flags.
+        script: The source of the script; a flag, argument or field defined in it is the script's own.
     """
     found: dict[str, None] = {}
     for token in arguments:
@@ -30,16 +30,16 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
 
 
 def check_backend(name: str, installed: Collection[str], script: str | None, source: Source) -> None:
-    """Refuse a backend that nobody announces, unless the script may bring it.
+    """Reject a backend that no installed package registers, unless the script may register it.
 
     Args:
-        name: The backend that was asked for.
-        installed: The names that installed packages announce.
-        script: The script's text, which may register a backend of its own; None where it is not at hand.
-        source: Where the name was said.
+        name: The requested backend.
+        installed: The backends that installed packages register.
+        script: The source of the script, which may register its own backend; None if it is not available.
+        source: The source of the setting.
 
     Raises:
-        LaunchError: There is no such backend; the message names the nearest and lists them all.
+        LaunchError: If there is no such backend; the message gives the closest name and lists all.
     """
     known = ["auto", *sorted(installed)]
     if name in known or not installed:
@@ -50,22 +50,22 @@ def check_backend(name: str, installed: Collection[str], script: str | None, sou
     meant = f", did you mean {near[0]!r}?" if near else ""
     raise LaunchError(
         f"run.backend={name!r}: there is no such backend{meant or ';'} say one of {', '.join(known)}; from {source}. "
-        "One that the script registers itself is let through where the script's own file names it"
+        "A backend that the script registers itself is accepted if the script's file contains its name"
     )
 
 
 def _takes(script: str, word: str) -> bool:
-    """Return whether a script has a flag, an argument or a field of a name; to read an attribute is none."""
+    """Return whether a script defines a flag, argument or field with a name; attribute access does not count."""
     spelled = _spelled(word)
     taken = (rf"--{spelled}(?!\w)", rf"""["']{spelled}["']""", rf"(?<![\w.]){spelled}\s*[:=]")
     return any(re.search(one, script) for one in taken)
 
 
 def _names(script: str, word: str) -> bool:
-    """Return whether a text names a word."""
+    """Return whether a script contains a word."""
     return re.search(rf"(?<!\w){_spelled(word)}(?!\w)", script) is not None
 
 
 def _spelled(word: str) -> str:
-    """Return the pattern of a word, with underscores or hyphens."""
+    """Return a pattern that matches a word with underscores or hyphens."""
     return "[-_]".join(map(re.escape, re.split("[-_]", word)))

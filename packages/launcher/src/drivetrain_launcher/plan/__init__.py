@@ -1,1 +1,1 @@
-"""Plan a launch: which command runs on which rank, with which environment."""
+"""Plan a launch: the command and environment of every rank."""

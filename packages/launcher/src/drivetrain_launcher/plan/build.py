@@ -1,6 +1,6 @@
-"""Settings and what is known of the host to a plan.
+"""Build a launch plan from settings and a description of the host.
 
-Everything here is pure: a plan for ten thousand ranks can be made and read on a laptop.
+All functions are pure, so that a plan for ten thousand ranks can be built and read on a laptop.
 """
 
 from dataclasses import replace
@@ -14,17 +14,17 @@ from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
 def plan_launch(
     settings: LaunchSettings, target: Target, host: Host, *, handed_down: str | None = None
 ) -> LaunchPlan:
-    """Decide how a launch is carried out on this node.
+    """Plan a launch on this node.
 
     Args:
         settings: The `launch` section.
-        target: What is run.
-        host: What is known of this node.
-        handed_down: The settings for the workers, as `Layers.to_json` writes them.
+        target: The script, module or program to run.
+        host: The description of this node.
+        handed_down: The settings for the workers, as written by `Layers.to_json`.
 
     Raises:
-        LaunchError: It cannot be carried out: too few accelerators, a node that is not told its rank. The message
-            gives the numbers and the way out.
+        LaunchError: If the launch is impossible, such as with too few accelerators or without a node rank. The
+            message gives the numbers and a remedy.
     """
     count, notes = _processes_per_node(settings, host)
     environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
@@ -37,7 +37,7 @@ def plan_launch(
                 f"OMP_NUM_THREADS={threads} for each of {count} processes, so that they do not crowd the CPU; "
                 "--threads-per-process sets another number",
             )
-    # What only an agent can do brings the agent, also for one process.
+    # These need torch's agent, even for a single process.
     needs_agent = settings.num_nodes > 1 or settings.max_restarts > 0 or settings.log_dir is not None
     plan = LaunchPlan(
         mode="elastic" if count > 1 or needs_agent else "in place",
@@ -56,7 +56,7 @@ def plan_launch(
 
 
 def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tuple[str, ...]]:
-    """How many processes this node runs, and what to say if nobody said."""
+    """Return the number of processes on this node, and a note if it was not set."""
     available = len(settings.devices) if settings.devices else host.accelerator_count
     what = f"{host.accelerator} device{'s' if available != 1 else ''}"
     if host.accelerator is not None and available == 0:
@@ -80,7 +80,7 @@ def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tupl
 
 
 def _visible(settings: LaunchSettings, host: Host) -> dict[str, str]:
-    """The variable that restricts which accelerators are seen."""
+    """Return the environment variable that restricts the visible accelerators, if any."""
     if not settings.devices:
         return {}
     shown = ",".join(map(str, settings.devices))
@@ -106,7 +106,7 @@ def _threads(settings: LaunchSettings, host: Host, count: int) -> str | None:
 
 
 def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
-    """Where and how the nodes meet."""
+    """Add the rendezvous of the nodes to a plan."""
     if settings.num_nodes == 1:
         return replace(
             plan,

@@ -1,24 +1,24 @@
-"""What a plan must know of this host: how many accelerators there are, asked as cheaply as it can be."""
+"""The host as a plan needs it, with its number of accelerators, determined as cheaply as possible."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drivetrain_config import environ
 
-# What drivers leave in /dev: NVIDIA, AMD, Intel and others behind DRI, Google's TPUs, Huawei, Habana, Cambricon.
+# Drivers' files in /dev: NVIDIA (dxg in WSL), AMD, DRI (Intel and others), Google and Habana, Huawei, Cambricon.
 _DEVICE_NODES = ("nvidia[0-9]*", "dxg", "kfd", "dri/renderD*", "accel*", "davinci[0-9]*", "cambricon_dev*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a plan knows of the host it is made on.
+    """The properties of a host that a plan depends on.
 
     Attributes:
         accelerator: The kind of accelerator that torch would use, such as "cuda"; None if there is none.
-        accelerator_count: How many of them are visible to this process.
-        visible_devices: What the environment restricts them to, such as CUDA_VISIBLE_DEVICES; None if it does not.
-        omp_num_threads: What OMP_NUM_THREADS is in the environment; None if it is not set.
-        has_ranks: Whether another launcher has told this process its rank.
+        accelerator_count: The number of accelerators visible to this process.
+        visible_devices: The value of the variable that restricts them, such as CUDA_VISIBLE_DEVICES; None if unset.
+        omp_num_threads: The value of OMP_NUM_THREADS in the environment; None if unset.
+        has_ranks: Whether another launcher has set the rank of this process.
     """
 
     accelerator: str | None = None
@@ -28,7 +28,7 @@ class Host:
     has_ranks: bool = False
 
 
-# The variable by which a driver is told which of its devices a process sees.
+# The environment variable that restricts the devices visible to a process, by kind.
 VISIBILITY_VARIABLES = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
@@ -39,13 +39,13 @@ VISIBILITY_VARIABLES = {
 
 
 def look_at_host(device: str) -> Host:
-    """Find out what there is.
+    """Detect the accelerators of this host and the settings of its environment.
 
-    torch is imported only where a driver has left its mark in /dev, or on a system that has no such marks: a run on
-    a CPU alone never waits for it.
+    torch is imported only if an accelerator's driver is loaded, or if the system cannot tell, so that a machine
+    without accelerators never waits for the import.
 
     Args:
-        device: The kind of device that was chosen: "auto" takes the best, "cpu" asks for none.
+        device: The chosen kind of device: "auto" selects the best one, "cpu" looks for no accelerator.
     """
     host = Host(omp_num_threads=environ.read("OMP_NUM_THREADS"), has_ranks=environ.read("RANK") is not None)
     if device == "cpu" or (device == "auto" and not accelerator_may_exist()):
@@ -65,7 +65,7 @@ def look_at_host(device: str) -> Host:
 
 
 def accelerator_may_exist(dev: Path = Path("/dev")) -> bool:
-    """Whether any driver of an accelerator is loaded; True where the system does not tell (not Linux)."""
+    """Return whether the driver of any accelerator is loaded; True if the system cannot tell (not Linux)."""
     if not dev.is_dir() or not (dev / "null").exists() or not Path("/proc/self").exists():
         return True
     return any(next(dev.glob(pattern), None) is not None for pattern in _DEVICE_NODES)

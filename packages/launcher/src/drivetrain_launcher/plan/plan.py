@@ -1,4 +1,4 @@
-"""A launch as a frozen value that prints: which command runs on which rank, with which environment."""
+"""A launch plan as a frozen, printable value: the command and environment of every rank."""
 
 import sys
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ ANY_PORT = "any free port"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is run.
+    """The script, module or program to run.
 
     Attributes:
-        name: A script's path, a module's name or a program.
-        arguments: The script's own arguments, untouched.
-        kind: Which of the three it is.
+        name: The path of a script, or the name of a module or program.
+        arguments: The arguments of the script, unchanged.
+        kind: The kind of target that `name` refers to.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One process of a plan.
+    """A process of a plan.
 
     Attributes:
-        rank: Its number among all; with c10d rendezvous, what it gets if this node is the first to arrive.
-        local_rank: Its number on its node.
-        command: What is executed.
-        environment: What is added to the environment.
+        rank: The global rank; with c10d rendezvous, the rank if this node is the first to arrive.
+        local_rank: The rank on its node.
+        command: The command to execute.
+        environment: The variables to add to the environment.
     """
 
     rank: int
@@ -48,26 +48,26 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """How a launch is carried out on this node.
+    """The plan of a launch on this node.
 
     Attributes:
-        mode: "in place": the launcher's own process runs the script; "elastic": torch's agent starts processes.
-        target: What is run.
-        num_nodes: Machines.
-        node_rank: This machine among them; None if rendezvous decides.
-        processes_per_node: Processes on each machine.
-        rdzv_backend: How the machines meet.
-        rdzv_id: The run's name.
-        rdzv_timeout_seconds: How long machines wait for each other.
-        master_addr: Where they meet.
-        master_port: Where they meet; 0 for any free port.
-        max_restarts: How often all processes are started again.
-        monitor_interval_seconds: Time between two looks at the processes.
-        shutdown_timeout_seconds: What processes have to save before they are killed.
-        log_dir: Where output is written, besides the screen.
-        environment: What the launcher adds to the environment of each process, besides its ranks.
-        has_ranks: Whether another launcher has set the ranks of this process, which then stay: in place alone.
-        notes: What was decided without being asked, to be said once.
+        mode: "in place" runs the script in the launcher's own process; "elastic" starts processes with torch's agent.
+        target: The script, module or program to run.
+        num_nodes: The number of nodes.
+        node_rank: The rank of this node; None if the rendezvous decides.
+        processes_per_node: The number of processes on each node.
+        rdzv_backend: The rendezvous backend, "static" or "c10d".
+        rdzv_id: The name of the run.
+        rdzv_timeout_seconds: The time that nodes wait for each other.
+        master_addr: The host name or address of the rendezvous.
+        master_port: The port of the rendezvous; 0 for any free port.
+        max_restarts: The maximum number of restarts of all processes.
+        monitor_interval_seconds: The time between two checks of the processes.
+        shutdown_timeout_seconds: The time that processes have to save before they are killed.
+        log_dir: The folder for output files, in addition to the terminal.
+        environment: The variables that the launcher adds to the environment of each process, besides its ranks.
+        has_ranks: Whether another launcher has set the ranks of this process, which are kept; only in place.
+        notes: The decisions made by default, to be printed once.
     """
 
     mode: Literal["in place", "elastic"]
@@ -90,17 +90,17 @@ class LaunchPlan:
 
     @property
     def world_size(self) -> int:
-        """Processes on all nodes together."""
+        """The number of processes on all nodes together."""
         return self.num_nodes * self.processes_per_node
 
     @property
     def is_static_meeting(self) -> bool:
-        """Whether several nodes meet, each of which was told its rank."""
+        """True if several nodes use static rendezvous, with given node ranks."""
         return self.num_nodes > 1 and self.rdzv_backend == "static"
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What is executed on each rank of an elastic plan, or what running in place stands for."""
+        """The command on each rank of an elastic plan, or the equivalent command of a run in place."""
         target = self.target
         if target.kind == "program":
             return (target.name, *target.arguments)
@@ -110,7 +110,7 @@ class LaunchPlan:
         return (sys.executable, str(WORKER), *dash_m, target.name, *target.arguments)
 
     def ranks(self) -> tuple[RankPlan, ...]:
-        """The processes of this node."""
+        """Return the plans of the processes on this node."""
         first = (self.node_rank or 0) * self.processes_per_node
         return tuple(
             RankPlan(

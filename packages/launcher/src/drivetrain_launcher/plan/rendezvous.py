@@ -1,4 +1,4 @@
-"""How the nodes of a plan meet: one node by itself, on a port that nobody else can have; several as torch does it."""
+"""The rendezvous of a plan's nodes: a store hosted by the launcher for one node, torch's handlers for several."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,12 +16,12 @@ from drivetrain_launcher.plan.plan import LaunchPlan
 
 
 def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
-    """The handler that torch's agent asks for ranks and a store."""
+    """Return the handler from which torch's agent gets ranks and a store."""
     if plan.num_nodes == 1:
         return OneNode(plan.master_addr, plan.master_port, plan.rdzv_id)
     host = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
     seconds = round(plan.rdzv_timeout_seconds)
-    # The two backends call the same wish differently.
+    # The two backends use different names for the timeout.
     wishes: dict[str, Any] = (
         {"rank": plan.node_rank, "timeout": seconds}
         if plan.rdzv_backend == "static"
@@ -40,11 +40,11 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
 
 
 class OneNode(RendezvousHandler):
-    """A node that meets nobody: it hosts the store that its ranks use.
+    """A rendezvous handler for a single node, which hosts the store that its ranks use.
 
-    Port 0 lets the system choose a free port while the store binds it, so that two runs never ask for the same one.
-    Each start of the ranks gets a store of its own, since an earlier one holds what failed ranks left in it; from
-    the second on its port is any free one, for the first is still bound.
+    With port 0 the store binds a free port chosen by the system, so that two runs never use the same one. Each start
+    of the ranks gets a new store, since the earlier one still holds the keys of failed ranks. Restarts use any free
+    port, as the first is still bound.
     """
 
     def __init__(self, address: str, port: int, run_id: str) -> None:
@@ -54,15 +54,15 @@ class OneNode(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use this process's store."""
+        """True, since ranks use the store of this process."""
         return True
 
     def get_backend(self) -> str:
-        """What the agent's events call it: ranks are fixed, as with torch's static rendezvous."""
+        """Return the name for the agent's events: static, since ranks are fixed."""
         return "static"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called by the agent each time it starts the ranks."""
+        """Host a new store; the agent calls this each time it starts the ranks."""
         store = TCPStore(
             self._address, self._port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -71,20 +71,20 @@ class OneNode(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, place)
 
     def is_closed(self) -> bool:
-        """Never: there is nobody to close it for."""
+        """Return False: no other node needs to be turned away."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close."""
+        """Do nothing, as there is no other node."""
 
     def num_nodes_waiting(self) -> int:
-        """No other node comes."""
+        """Return 0, as there is no other node."""
         return 0
 
     def get_run_id(self) -> str:
-        """The run's name."""
+        """Return the name of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """The store ends with this process."""
+        """Return True; the store ends with this process."""
         return True

@@ -1,1 +1,1 @@
-"""Carry out a launch plan: start processes, watch them, report failures."""
+"""Run a launch plan: start processes, monitor them, report failures."""

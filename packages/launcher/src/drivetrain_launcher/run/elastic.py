@@ -1,6 +1,6 @@
-"""Carry out an elastic plan with torch's own agent; say what failed as soon as it is known.
+"""Run an elastic plan with torch's agent, and report a failure as soon as it is known.
 
-Imported when several processes are started, not before: it imports torch, and of it only what torchrun imports.
+Imported only when processes are started under the agent, since it imports the parts of torch that torchrun does.
 """
 
 import json
@@ -44,10 +44,10 @@ def run_elastic(plan: LaunchPlan) -> int:
     """Start the processes of a plan on this node, and wait for them.
 
     Returns:
-        0 if all ranks succeeded; else the exit code of the rank that failed first, or 128 + a signal's number.
+        0 if all ranks succeeded; else the exit code of the rank that failed first, or 128 + the signal's number.
 
     Raises:
-        LaunchError: The nodes cannot meet: the port is in use, the master is not reached, a node is missing.
+        LaunchError: If the rendezvous fails: the port is in use, the master cannot be reached, a node is missing.
     """
     try:
         with (
@@ -70,7 +70,7 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
         local_world_size=plan.processes_per_node,
         rdzv_handler=rendezvous_of(plan),
         entrypoint=program,
-        # The agent substitutes $-macros in arguments; these are the script's own, and stay as they are.
+        # The agent substitutes $-macros in arguments; escape them, to pass the script's arguments unchanged.
         args=tuple(argument.replace("$", "$$") for argument in arguments),
         max_restarts=plan.max_restarts,
         monitor_interval=plan.monitor_interval_seconds,
@@ -94,7 +94,7 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
 
 
 class WorkerLogs(DefaultLogsSpecs):
-    """Where each rank's error file is, and its output if the plan wants that in files."""
+    """The error files of the ranks, and their output files if the plan has a log folder."""
 
     def __init__(self, plan: LaunchPlan, scratch: Path) -> None:
         super().__init__(
@@ -103,20 +103,21 @@ class WorkerLogs(DefaultLogsSpecs):
         self.error_files: dict[int, Path] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the agent each time it starts the ranks."""
+        """Assign the files of all ranks; the agent calls this each time it starts the ranks."""
         destinations = super().reify(envs)
         self.error_files = {rank: Path(file) for rank, file in destinations.error_files.items()}
         return destinations
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which also says what happens.
+    """An extension of torch's agent that reports failures and stops.
 
-    A rank's exception is shown as soon as its file is there: stopping the others, who may be saving, can take long.
+    It shows a rank's exception as soon as its error file exists, since stopping the other ranks, which may be saving,
+    can take long.
 
     Attributes:
-        exit_code: For the shell.
-        has_saved: Whether a rank, when it was stopped, said that all have saved and want to be started again.
+        exit_code: The exit code for the shell.
+        has_saved: Whether a stopped rank ended with the exit code for "all ranks have saved, restart them".
     """
 
     def __init__(self, spec: WorkerSpec, logs: WorkerLogs, plan: LaunchPlan) -> None:
@@ -128,11 +129,12 @@ class Agent(LocalElasticAgent):
         self._root: RankFailure | None = None
         self._signals = StopSignals()
 
-    # torch decorates the two with a timer whose type hides theirs.
+    # torch decorates both methods with a timer, whose type hides their signatures.
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._root = None
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
         pids = start(worker_group)
+        # torch installs its own signal handlers when it starts processes, so replace them afterwards.
         self._signals.take_over()
         self._signals.hand_on(pids.values())
         return pids
@@ -149,9 +151,9 @@ class Agent(LocalElasticAgent):
     def _shutdown(
         self,
         death_sig: signal.Signals = signal.SIGTERM,
-        timeout: float = 0,  # noqa: ARG002 - the agent passes its own; the plan's counts
+        timeout: float = 0,  # noqa: ARG002 - the agent's timeout; the plan's applies
     ) -> None:
-        """Stop the ranks; a second signal meanwhile kills them."""
+        """Stop the ranks; a second signal during this time kills them."""
         seconds = self._plan.shutdown_timeout_seconds
         if isinstance(sys.exception(), SignalException):
             say(
@@ -170,14 +172,14 @@ class Agent(LocalElasticAgent):
             _kill_leftovers(self._worker_group)
 
     def _stop(self, death_sig: signal.Signals, seconds: float) -> None:
-        # torch 2.9 has no timeout here, and waits 30 s.
+        # torch 2.9 has no timeout parameter, and waits 30 s.
         if "timeout" in signature(LocalElasticAgent._shutdown).parameters:
             super()._shutdown(death_sig, max(1, round(seconds)))
         else:
             super()._shutdown(death_sig)
 
     def _recorded(self, worker_group: WorkerGroup) -> list[RankFailure]:
-        """The exceptions that ranks have left by now."""
+        """Return the exceptions that ranks have recorded so far."""
         found: list[RankFailure] = []
         for worker in worker_group.workers:
             record = _read_record(self._logs.error_files.get(worker.local_rank))
@@ -194,7 +196,7 @@ class Agent(LocalElasticAgent):
         return found
 
     def _show_first(self, failures: list[RankFailure]) -> None:
-        """Show what began it, if that is known already: a broken connection has its cause elsewhere."""
+        """Show the root failure if it is known; a broken connection is only a consequence of another failure."""
         causes = [failure for failure in failures if not failure.is_aftermath]
         if causes:
             self._root = find_root(causes)
@@ -212,12 +214,12 @@ class Agent(LocalElasticAgent):
             )
             for rank, failure in result.failures.items()
         ]
-        # One is enough: it ends so when all have saved. Others may have been stopped on their way out.
+        # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
             say(_SAVED)
             self.exit_code, self._remaining_restarts = RESUME_EXIT_CODE, 0
             return
-        # torch 2.9 leaves out the ranks that failed while they were being stopped.
+        # torch 2.9 omits ranks that failed while they were being stopped.
         failures += [each for each in self._recorded(worker_group) if each.rank not in result.failures]
         root = find_root(
             [f for f in failures if self._root is not None and f.rank == self._root.rank] or failures
@@ -234,7 +236,7 @@ class Agent(LocalElasticAgent):
 
 
 def _kill_leftovers(worker_group: WorkerGroup) -> None:
-    """End what failed or stopped ranks have started, such as loader workers: each rank leads a group of its own."""
+    """Kill the children of failed or stopped ranks, such as loader workers; each rank leads a process group."""
     for worker in worker_group.workers:
         if worker.id is not None:
             with suppress(ProcessLookupError):
@@ -242,7 +244,7 @@ def _kill_leftovers(worker_group: WorkerGroup) -> None:
 
 
 def _read_record(file: Path | None) -> dict[str, object]:
-    """What a rank has left; empty if nothing, or if torch's own `record` is still writing it."""
+    """Return a rank's error record; empty if there is none, or if torch's own `record` is still writing it."""
     if file is None or not file.exists():
         return {}
     try:

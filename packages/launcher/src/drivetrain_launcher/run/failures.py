@@ -1,4 +1,4 @@
-"""What is said when ranks fail: the traceback of the one that began it first and once, the others in a line each."""
+"""The report on failed ranks: the traceback of the root failure, once, then one line for each other rank."""
 
 import json
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# What a rank sees when another has gone: gloo, NCCL, the rendezvous store and dispatched loaders say it so.
+# The errors on a rank after another has ended, from gloo, NCCL, the rendezvous store and dispatched loaders.
 _AFTERMATH_TYPES = ("DispatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _AFTERMATH_WORDS = (
     "Connection closed by peer",
@@ -18,13 +18,13 @@ _AFTERMATH_WORDS = (
     "Timed out waiting",
 )
 
-# What ended a process, in the words of somebody who wants to go on.
+# The likely cause of each signal that ends a process, and a remedy.
 _SIGNALS = {
     "SIGKILL": "most likely the system ran out of memory and killed it; a smaller batch or fewer loader workers help",
     "SIGSEGV": "a crash in native code; the stack that faulthandler printed says where",
     "SIGBUS": "most likely shared memory (/dev/shm) is full; fewer loader workers, or a larger /dev/shm, help",
-    "SIGABRT": "native code gave up; its message stands above. Where that speaks of a data size, ranks gave a "
-    "collective different shapes: --state-debug shows each rank's",
+    "SIGABRT": "native code aborted; its message is above. If it mentions a data size, the ranks called a "
+    "collective with different shapes: --state-debug shows each rank's",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "an instruction that this CPU does not have: a library was built for another",
     "SIGTERM": "somebody, or the scheduler, asked it to stop",
@@ -32,9 +32,9 @@ _SIGNALS = {
 }
 
 
-# What a rank ends with that has saved on a signal and wants to be started again: EX_TEMPFAIL of sysexits.h.
+# The exit code of a rank that has saved on a signal and asks for a restart: EX_TEMPFAIL of sysexits.h.
 RESUME_EXIT_CODE = 75
-# What an exit code of ours says.
+# The meaning of drivetrain's own exit codes.
 _EXIT_CODES = {
     124: "its watchdog ended it; the table above names the rank that all waited for",
     RESUME_EXIT_CODE: "it has saved, and wants to be started again",
@@ -43,17 +43,17 @@ _EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """How one rank failed.
+    """A failure of one rank.
 
     Attributes:
-        rank: The rank.
-        local_rank: Its number on this node.
-        pid: Its process.
-        exit_code: Its exit code; negative for the signal that ended it; None while it still ends.
+        rank: The rank that failed.
+        local_rank: The local rank on this node.
+        pid: The id of its process.
+        exit_code: The exit code; negative for the signal that ended the process; None while it is still ending.
         error: The exception in one line; empty if there was none.
         traceback: The exception with its traceback; empty if there was none.
-        was_shown: Whether the script's own hook has shown the traceback already.
-        time: When, in seconds since the epoch.
+        was_shown: Whether the script's own hook has already shown the traceback.
+        time: The time of the failure, in seconds since the epoch.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class RankFailure:
 
     @property
     def is_aftermath(self) -> bool:
-        """Whether this looks like what another rank's failure brings: a connection to it that broke."""
+        """True if this looks like a consequence of another rank's failure: a broken connection to it."""
         kind = self.error.partition(":")[0]
         broken = any(words in self.error for words in _AFTERMATH_WORDS)
         return kind.endswith(_AFTERMATH_TYPES) or (broken and not kind.endswith("OSError"))
@@ -84,14 +84,14 @@ class RankFailure:
     def shell_code(self) -> int:
         """The exit code for the shell: the rank's own, or 128 + the signal's number; 1 for an exception.
 
-        A rank that was stopped while its exception ended it has failed by the exception.
+        If the rank was stopped by SIGTERM while an exception was ending it, the exception counts.
         """
         code = 1 if self.exit_code is None or (self.error and self.signal == "SIGTERM") else self.exit_code
         return code if code >= 0 else 128 - code
 
 
 def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
-    """Write an exception where torch's agent looks for it, with what we add to its format."""
+    """Write an exception to the file that torch's agent reads, with additional fields of drivetrain."""
     extra = {
         "py_callstack": format_for_user(error),
         "timestamp": str(int(time.time())),
@@ -100,16 +100,17 @@ def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
     }
     line = "".join(traceback.format_exception_only(error)).strip()
     message = {"message": {"message": line, "extraInfo": extra}}
-    # Renamed into place, since the agent may look at any moment.
+    # Rename into place, since the agent may read the file at any time.
     beside = file.with_suffix(".part")
     beside.write_text(json.dumps(message))
     beside.replace(file)
 
 
 def format_for_user(error: BaseException) -> str:
-    """Format an exception with its traceback; of a wrong value that this library found, down to the user's line.
+    """Format an exception with its traceback; for a ValueError raised by drivetrain, only down to the user's line.
 
-    The message of such an error says all: what was given, what is allowed, what to do. Where it was found is a line.
+    The message of such an error suffices: it gives the value, the allowed values and a remedy. One line replaces the
+    library's frames.
     """
     from drivetrain_state.hang.stack import Frame, frame_owner
 
@@ -138,15 +139,15 @@ def format_for_user(error: BaseException) -> str:
 def read_failure(
     record: Mapping[str, object], *, rank: int, local_rank: int, pid: int, exit_code: int | None, seen: float
 ) -> RankFailure:
-    """A failure from what a process left: its error file's JSON (empty if it left none) and its exit code.
+    """Build the failure of a rank from its error record and exit code.
 
     Args:
-        record: As `record_error`, or torch's own `record`, writes it.
-        rank: The rank.
-        local_rank: Its number on this node.
-        pid: Its process.
-        exit_code: Its exit code.
-        seen: When it was noticed, in seconds since the epoch; a time in the record is more exact.
+        record: The JSON of the error file, from `record_error` or torch's own `record`; empty if there is none.
+        rank: The rank that failed.
+        local_rank: The local rank on this node.
+        pid: The id of its process.
+        exit_code: The exit code, as in `RankFailure`.
+        seen: The time of detection, in seconds since the epoch; the record's own time takes precedence.
     """
     message = record.get("message")
     said = message if isinstance(message, Mapping) else {}
@@ -165,7 +166,7 @@ def read_failure(
 
 
 def find_root(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that began it: the earliest that no broken connection and no stop by the launcher explains."""
+    """Return the root failure: the earliest that is neither a broken connection nor a stop by the launcher."""
 
     def rank_as_root(failure: RankFailure) -> tuple[bool, bool, float, int]:
         was_stopped = failure.signal == "SIGTERM" and not failure.error
@@ -175,7 +176,7 @@ def find_root(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
-    """The failure that began it, with its traceback."""
+    """Describe the root failure, with its traceback."""
     elsewhere = (
         "it ended early without an error, or it hangs; a watchdog's table above names the rank"
         if num_nodes == 1
@@ -198,10 +199,10 @@ def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
 
 
 def describe_others(root: RankFailure, failures: Sequence[RankFailure]) -> str:
-    """Describe the ranks that failed after the first, a line each, or one for all that failed alike.
+    """Describe the other failed ranks, one line each, or one line for all with the same error as the root.
 
     Returns:
-        The lines; empty if there are none.
+        The lines as text; empty if no other rank failed.
     """
     others = sorted((f for f in failures if f.rank != root.rank), key=lambda failure: failure.rank)
     alike = [failure.rank for failure in others if root.error and failure.error == root.error]

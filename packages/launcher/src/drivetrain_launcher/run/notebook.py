@@ -1,4 +1,4 @@
-"""Start a function, not a script, on several processes: from a notebook, or to try a loop on a laptop."""
+"""Run a function on several processes, from a notebook or to test a training loop on the CPU."""
 
 import gc
 import multiprocessing
@@ -33,23 +33,24 @@ def notebook_launcher(
 ) -> list[Any]:
     """Run a function on several processes of this machine, from a notebook or an interpreter.
 
-    The processes are forked, so the function and its arguments need not be importable. A fork cannot use an
-    accelerator that its parent has used: import and define what you like, but use the device in `function` only.
+    The processes are forked, so that the function and its arguments need not be importable. A forked process cannot
+    use an accelerator that its parent has used: import and define anything, but use the device only in `function`.
 
     Args:
-        function: Called as `function(*args)` on each process.
-        args: Its arguments.
-        num_processes: How many; None for one on each accelerator, or one. One runs in this process.
-        mixed_precision: What the processes' `run` section says, unless their code says another.
-        master_port: Where they meet; 0 for any free port.
+        function: The function, called as `function(*args)` on each process.
+        args: The arguments of the function.
+        num_processes: The number of processes; None for one per accelerator, or one if there is none. A single
+            process is this one.
+        mixed_precision: The `run.mixed_precision` setting of the processes, which their code may override.
+        master_port: The port of the rendezvous; 0 for any free port.
 
     Returns:
-        What the function returned, in rank order.
+        The return values of the function, in rank order.
 
     Raises:
-        LaunchError: The accelerator is in use already, or there are fewer of them than processes; or `num_processes`
-            is no integer of at least 1.
-        RankFailedError: A rank failed; the message shows its traceback.
+        LaunchError: If the accelerator is already in use, there are fewer accelerators than processes, or
+            `num_processes` is not an integer of at least 1.
+        RankFailedError: If a rank fails; the message shows its traceback.
     """
     host = look_at_host("auto")
     count = max(1, host.accelerator_count) if num_processes is None else num_processes
@@ -71,19 +72,19 @@ def notebook_launcher(
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> list[Any]:
-    """Run a function on several processes on the CPU, to see whether it works on more than one.
+    """Run a function on several CPU processes, to test that it works on more than one.
 
     Args:
-        function: Called as `function(*args)` on each process.
-        args: Its arguments.
-        num_processes: How many.
+        function: The function, called as `function(*args)` on each process.
+        args: The arguments of the function.
+        num_processes: The number of processes.
 
     Returns:
-        What the function returned, in rank order.
+        The return values of the function, in rank order.
 
     Raises:
-        LaunchError: `num_processes` is no integer of at least 1.
-        RankFailedError: A rank failed; the message shows its traceback.
+        LaunchError: If `num_processes` is not an integer of at least 1.
+        RankFailedError: If a rank fails; the message shows its traceback.
     """
     _check_number(num_processes)
     return _start(function, args, num_processes, {"DRIVETRAIN_STATE__DEVICE": "cpu"}, 0)
@@ -97,7 +98,7 @@ def _check_number(num_processes: object) -> None:
 
 
 def _check_unused(kind: str) -> None:
-    """Refuse to fork a process whose accelerator is initialised: its driver does not survive a fork."""
+    """Raise LaunchError if this process has initialised its accelerator, whose driver does not survive a fork."""
     import torch
 
     is_initialized = getattr(getattr(torch, kind, None), "is_initialized", None)
@@ -142,16 +143,16 @@ def _start(
             say(f"{stop.sigval.name}: stopping {count} ranks, which have 30 s to save")
             context.close(stop.sigval, 30)
             raise KeyboardInterrupt from None
-    assert result is not None  # it waits without a limit
+    assert result is not None  # wait() without a timeout always returns a result
     _check(result)
     return [result.return_values[rank] for rank in ranks]
 
 
 def _check(result: "RunProcsResult") -> None:
-    """Raise what failed first, with its traceback.
+    """Raise the first failure, with its traceback.
 
     Raises:
-        RankFailedError: A rank failed.
+        RankFailedError: If a rank failed.
     """
     if not result.failures:
         return
@@ -169,10 +170,11 @@ def _check(result: "RunProcsResult") -> None:
 
 @contextmanager
 def _hosted_store(port: int) -> Generator[int]:
-    """Host the ranks' store in this process, so that its port is known and taken before a rank starts.
+    """Run the block with the ranks' store hosted in this process; yield its port, bound before a rank starts.
 
-    It ends with the launch, also with one that failed: an error that somebody keeps holds the frames it passed
-    through, and a store that a later launch's ranks inherit cannot be freed there, for its thread is not.
+    The store ends with the launch, even a failed one. Otherwise a kept exception, which references the frames it
+    passed through, would keep the store; a later launch's ranks would inherit it without its thread, and could not
+    free it.
     """
     from drivetrain_launcher.plan.rendezvous import OneNode
 
@@ -187,38 +189,38 @@ def _hosted_store(port: int) -> Generator[int]:
 
 @contextmanager
 def _garbage_kept() -> Generator[None]:
-    """Keep what exists now from being collected in processes that are forked meanwhile.
+    """Run the block with all existing objects exempt from garbage collection in the processes that it forks.
 
-    A rank inherits the garbage of its parent as well. Some of it, such as a store of torch's, waits when it is freed
-    for a thread that no fork has.
+    A rank also inherits its parent's garbage. Freeing some of it, such as a torch store, waits for a thread that does
+    not exist in a forked process.
     """
     was_frozen = gc.get_freeze_count() > 0
     gc.freeze()
     try:
         yield
     finally:
-        if not was_frozen:  # else they are somebody's, and stay so
+        if not was_frozen:  # the program has frozen objects itself, which must stay frozen
             gc.unfreeze()
 
 
 def _call(launcher: int, all_forked: Event, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What each process runs.
+    """Run the function in a forked process, once all processes are forked.
 
-    It waits until all are forked: where one connects, the store's thread in the parent looks up its name under a lock
-    of the C library, and a process forked meanwhile would inherit that lock held, and wait at its own first lookup.
+    When a process connects, the store's thread in the parent looks up its host name under a lock of the C library. A
+    process forked at that moment would inherit the locked lock, and block at its own first lookup.
     """
     import torch
 
     watch_launcher(launcher)
-    for number in _stop_signals():  # torch's handlers are those of a launcher, and were inherited
+    for number in _stop_signals():  # inherited from torch, whose handlers are for a launcher
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     all_forked.wait()
-    torch.set_num_threads(1)  # a fork has no OpenMP threads left of its parent's, and would wait for them
+    torch.set_num_threads(1)  # the parent's OpenMP threads do not exist in a fork, which would wait for them
     return function(*args)
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """The variables of torchrun for a rank of one node."""
+    """Return torchrun's environment variables for a rank on a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -235,13 +237,13 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that torch handles while it watches processes; Windows has not all of them."""
+    """Return the signals that torch handles while it monitors processes; some do not exist on Windows."""
     return signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 
 
 @contextmanager
 def _signals_restored() -> Generator[None]:
-    """Give back the signal handlers that torch replaces while it watches processes."""
+    """Run the block, then restore the signal handlers that torch replaces while it monitors processes."""
     names = _stop_signals()
     if threading.current_thread() is not threading.main_thread():
         names = ()

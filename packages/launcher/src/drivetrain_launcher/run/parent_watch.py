@@ -1,6 +1,6 @@
-"""End a rank whose launcher has died: nobody else would, and it would hold its accelerator.
+"""End a rank whose launcher has died, as it would otherwise keep running and hold its accelerator.
 
-The standard library alone, so that a rank starts as fast as a bare script.
+Imports only the standard library, so that a rank starts as fast as a plain script.
 """
 
 import os
@@ -9,17 +9,17 @@ import sys
 import time
 from threading import Thread
 
-# How often a rank looks whether its launcher still lives, in seconds.
+# The interval at which a rank checks that its launcher is alive.
 _LOOK_INTERVAL_SECONDS = 1.0
-# What a rank whose launcher has died has to end by itself, in seconds.
+# The time that a rank has to end by itself after its launcher has died.
 _STOP_SECONDS = 30.0
 
 
 def watch_launcher(launcher: int) -> None:
-    """Start the thread that ends this process once its launcher is gone.
+    """Start a thread that ends this process once its launcher has died.
 
     Args:
-        launcher: The process that started this one.
+        launcher: The process id of the launcher, which started this process.
     """
     Thread(target=_stop_with, args=(launcher,), name="launcher watch", daemon=True).start()
 
@@ -29,7 +29,7 @@ def _stop_with(launcher: int) -> None:
         time.sleep(_LOOK_INTERVAL_SECONDS)
     sys.stderr.write(f"drivetrain: the launcher (process {launcher}) of this rank died; the rank stops\n")
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_STOP_SECONDS)  # to save, where the script handles the signal and its ranks can still agree
-    if os.getpgrp() == os.getpid():  # what it has started goes too
+    time.sleep(_STOP_SECONDS)  # time to save, if the script handles SIGTERM and its ranks still communicate
+    if os.getpgrp() == os.getpid():  # kill its child processes too
         os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Carry out a plan: in this process, by becoming a program, or with torch's agent."""
+"""Run a plan: in this process, by replacing it with a program, or with torch's agent."""
 
 import os
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ def run_plan(plan: LaunchPlan) -> int:
     """Run a plan to its end.
 
     Returns:
-        The exit code for the shell. A plan in place does not return: the script's end is the process's.
+        The exit code for the shell. A program run in place replaces this process, so that the call never returns.
 
     Raises:
-        LaunchError: The plan cannot be carried out here.
-        SystemExit: The script ran in place, and this is how it ended.
+        LaunchError: If the plan cannot be run on this machine.
+        SystemExit: If a script that ran in place exits or fails.
     """
     for note in plan.notes:
         say(note)
@@ -37,13 +37,13 @@ def _run_under_agent(plan: LaunchPlan) -> int:
         from drivetrain_launcher.run.elastic import run_elastic
 
         return run_elastic(plan)
-    except KeyboardInterrupt:  # before the agent took over the signals
+    except KeyboardInterrupt:  # before the agent installs its signal handlers
         say("interrupted before a rank was started")
         return 130
 
 
 def _environment_in_place(plan: LaunchPlan) -> dict[str, str]:
-    """Return what the one process finds in its environment: torchrun's variables, with a port that is free now."""
+    """Return the environment variables of a process in place: torchrun's, with a port that is currently free."""
     environment = dict(plan.ranks()[0].environment)
     if environment.get("MASTER_PORT") == ANY_PORT:
         environment["MASTER_PORT"] = str(_free_port(plan.master_addr))
@@ -51,7 +51,7 @@ def _environment_in_place(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _free_port(address: str) -> int:
-    import _socket  # the module around it takes tens of milliseconds, and is not needed for a number
+    import _socket  # importing socket takes tens of milliseconds longer
 
     probe = _socket.socket()
     try:

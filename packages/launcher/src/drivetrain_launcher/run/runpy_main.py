@@ -1,7 +1,7 @@
 """Run a script or module in this process exactly as `python SCRIPT` or `python -m MODULE` would.
 
-`sys.argv`, `sys.path[0]`, `sys.modules["__main__"]` and its attributes are as Python sets them, and the launcher's
-own frames are taken off a traceback before anybody sees it.
+`sys.argv`, `sys.path[0]`, `sys.modules["__main__"]` and its attributes are set as Python sets them. Tracebacks
+are shown without the launcher's frames.
 """
 
 import builtins
@@ -14,12 +14,12 @@ from pkgutil import get_importer
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-# Given an exception that the script let through, with the launcher's frames taken off its traceback.
+# Called with an uncaught exception of the script, without the launcher's frames in its traceback.
 OnError = Callable[[BaseException], None]
 
 
 def show_error(error: BaseException) -> None:
-    """Show an exception as Python does when a program ends with one."""
+    """Show an uncaught exception as Python does, through `sys.excepthook`."""
     sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -29,14 +29,14 @@ def run_as_main(
     """Run a script or module as the main program.
 
     Args:
-        name: A script's path (a folder or zip file with a `__main__.py` too), or a module's name.
-        arguments: What the program finds in `sys.argv[1:]`.
-        is_module: Whether `name` is a module's.
-        on_error: Given an exception that the program let through.
+        name: The path of a script, or of a folder or zip file with a `__main__.py`; or the name of a module.
+        arguments: The arguments of the program, its `sys.argv[1:]`.
+        is_module: Whether `name` is the name of a module.
+        on_error: The function that is called with an uncaught exception of the program.
 
     Raises:
-        SystemExit: The program asked for it, or could not be started, or ended with an exception (code 1).
-        KeyboardInterrupt: The program was interrupted; leaving it uncaught ends the process as it ends Python's.
+        SystemExit: If the program exits, cannot be started (code 1 or 2), or ends with an exception (code 1).
+        KeyboardInterrupt: If the program is interrupted; leave it uncaught to end the process as Python does.
     """
     sys.argv = [name, *arguments]
     main = ModuleType("__main__")
@@ -47,14 +47,14 @@ def run_as_main(
     except (SystemExit, KeyboardInterrupt) as stop:
         _show_without_our_frames(stop, main)
         raise
-    except BaseException as error:  # noqa: BLE001 - the program has ended, and its error is shown
+    except BaseException as error:  # noqa: BLE001 - on_error shows every error of the program
         on_error(error.with_traceback(_frames_of(main, error)))
         raise SystemExit(1) from None
 
 
 def _load_script(main: ModuleType, name: str) -> CodeType:
-    """The code of a script; `main` and `sys.path` are prepared for it."""
-    absolute = path.join(getcwd(), name)  # not normalised: Python does not either
+    """Load the code of a script, and prepare `main` and `sys.path` for it."""
+    absolute = path.join(getcwd(), name)  # not normalised, as in Python
     importer = get_importer(name)
     if importer is not None:
         _put_first_on_path(absolute)
@@ -80,7 +80,7 @@ def _load_script(main: ModuleType, name: str) -> CodeType:
 
 
 def _load_module(main: ModuleType, name: str) -> CodeType:
-    """The code of a module, or of the `__main__` of a package."""
+    """Load the code of a module, or of the `__main__` of a package."""
     _put_first_on_path(getcwd())
     spec = _find_module(name)
     if spec.submodule_search_locations is not None:
@@ -95,7 +95,7 @@ def _find_module(name: str) -> ModuleSpec:
         spec = find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
-            raise  # a package on the way was found and lacks something that it imports
+            raise  # a parent package exists, but one of its own imports is missing
         spec = None
     if spec is None:
         _end(f"No module named {name}", 1)
@@ -118,13 +118,13 @@ def _code_of(main: ModuleType, spec: ModuleSpec) -> CodeType:
 
 
 def _put_first_on_path(folder: str) -> None:
-    """Let `folder` take the place of the one that Python put first on sys.path for the launcher."""
-    if not sys.flags.safe_path:  # python -P puts none there, and would put none there for the program
+    """Replace the first entry of sys.path, which Python set for the launcher, by `folder`."""
+    if not sys.flags.safe_path:  # python -P adds no such entry, for the launcher or the program
         sys.path[0] = folder
 
 
 def _frames_of(main: ModuleType, error: BaseException) -> TracebackType | None:
-    """The traceback from the program's first frame on; None if it had not begun, as with a syntax error."""
+    """Return the traceback from the program's first frame on; None if it has no frame, as with a syntax error."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_globals is not main.__dict__:
         traceback = traceback.tb_next
@@ -132,7 +132,7 @@ def _frames_of(main: ModuleType, error: BaseException) -> TracebackType | None:
 
 
 def _show_without_our_frames(stop: BaseException, main: ModuleType) -> None:
-    """Python shows a KeyboardInterrupt at the very end, when our frames are on it again: take them off then."""
+    """Hide the launcher's frames when Python shows `stop` at its very end, after they were added again."""
     frames, hook = _frames_of(main, stop), sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""The signals of a launch: those that stop it, of which two presses of Ctrl-C are one, and those for its ranks."""
+"""The signals of a launch: those that stop it, without duplicates, and those to forward to its ranks."""
 
 import os
 import signal
@@ -10,30 +10,30 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-# A wrapper such as `uv run` hands on the signal that the terminal, or a supervisor, sent to the launcher as well.
+# A wrapper such as `uv run` forwards the signal that the terminal, or a supervisor, also sends to the launcher.
 _ONE_PRESS_SECONDS = 1.0
 
 
 class StopSignals:
-    """Raises `SignalException` for a signal, as torch's own handler does, but once for those that come together."""
+    """A signal handler that raises `SignalException` as torch's does, but once for signals within one second."""
 
     def __init__(self) -> None:
         self._raised_at = -_ONE_PRESS_SECONDS
 
     def take_over(self) -> None:
-        """Handle the signals that torch's agent handles now. Called in the main thread."""
+        """Replace the signal handlers of torch's agent. Must be called in the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             handler = signal.getsignal(number)
             if getattr(handler, "__module__", "").startswith("torch.distributed.elastic"):
                 signal.signal(number, self._raise)
 
     def hand_on(self, pids: Collection[int]) -> None:
-        """Hand SIGUSR1 and SIGUSR2, which batch systems send to ask for a save, on to the ranks.
+        """Forward SIGUSR1 and SIGUSR2, with which batch systems request a save, to the ranks.
 
-        Outside the main thread, which alone may handle signals, nothing is handed on.
+        Outside the main thread, which alone can handle signals, this does nothing.
 
         Args:
-            pids: Of the ranks that run now.
+            pids: The process ids of the running ranks.
         """
         if current_thread() is not main_thread():
             return
@@ -45,7 +45,7 @@ class StopSignals:
                     os.kill(pid, number)
 
         for name in ("SIGUSR1", "SIGUSR2"):
-            if hasattr(signal, name):  # Windows has none
+            if hasattr(signal, name):  # not on Windows
                 signal.signal(getattr(signal, name), hand)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:

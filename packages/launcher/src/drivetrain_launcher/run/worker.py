@@ -1,7 +1,7 @@
-"""The entry of each worker process: runs the script under an error recorder.
+"""The entry point of each worker process, which runs the script and records its error.
 
-Started by its path as `python worker.py [-m] SCRIPT ARGUMENTS...`. Nothing heavy is imported, so that a worker
-starts as fast as a bare script; what only a failure needs is imported then.
+Started by path, as `python worker.py [-m] SCRIPT ARGUMENTS...`. It imports nothing heavy, so that a worker starts as
+fast as a plain script; imports for a failure are deferred until one occurs.
 """
 
 import faulthandler
@@ -15,11 +15,11 @@ from drivetrain_launcher.run.runpy_main import run_as_main, show_error
 
 
 def main() -> None:
-    """Run what the command line names as the main program; an exception is left for the launcher to show."""
+    """Run the target of the command line as the main program; record an exception for the launcher to show."""
     is_module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[1 + is_module :]
     if isinstance(sys.stdout, TextIOWrapper):
-        # At once, as with python -u, but in whole lines, so that those of two ranks do not mix.
+        # Flush promptly, as with python -u, but in whole lines, so that lines of different ranks do not mix.
         sys.stdout.reconfigure(line_buffering=True)
     recorder = Recorder()
     sys.excepthook = recorder.hook
@@ -28,13 +28,13 @@ def main() -> None:
     try:
         run_as_main(name, arguments, is_module=is_module, on_error=recorder.leave)
     except KeyboardInterrupt:
-        # The launcher says once that the run was interrupted; a traceback from each rank would bury it.
+        # The launcher reports the interruption once; a traceback from each rank would bury the report.
         sys.excepthook = _say_nothing
         raise
 
 
 class Recorder:
-    """Leaves a rank's exception in the file that the agent reads, for the launcher to show."""
+    """A recorder of a rank's exception, in the file that the agent reads for the launcher to show."""
 
     def __init__(self) -> None:
         self.launcher = os.getppid()
@@ -42,14 +42,14 @@ class Recorder:
         self._was_reached = False
 
     def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """Stands where Python's own hook stands, at the end of whatever the script and torch put before it."""
+        """Replace Python's own excepthook, at the end of the chain of hooks set by the script and torch."""
         if self._error_file():
             self._was_reached = True
         else:
             sys.__excepthook__(kind, error, traceback)
 
     def leave(self, error: BaseException) -> None:
-        """Let the hooks have their word, then leave the exception; a hook that kept it to itself has shown it."""
+        """Call the hooks, then record the exception, as already shown if no hook passed it on to `hook`."""
         show_error(error)
         file = self._error_file()
         if file:
@@ -60,7 +60,7 @@ class Recorder:
             record_error(Path(file), error, was_shown=not self._was_reached)
 
     def _error_file(self) -> str | None:
-        """The agent's file; None in a process that the script forked, and when the agent has died."""
+        """Return the agent's error file; None in a process forked by the script, or if the agent has died."""
         if os.getpid() != self._rank or os.getppid() != self.launcher:
             return None
         from drivetrain_config import environ
@@ -69,7 +69,7 @@ class Recorder:
 
 
 def _say_nothing(*_: object) -> None:
-    """A hook in place of Python's."""
+    """Show nothing, as an excepthook."""
 
 
 if __name__ == "__main__":

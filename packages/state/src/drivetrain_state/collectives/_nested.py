@@ -1,8 +1,8 @@
 """Walk nested batches: dict, list, tuple, named tuple, Mapping such as `BatchEncoding`, dataclass.
 
-Two walks in one order: `tensors_in` lists the tensors, `rebuild` puts others in their places. `None` may stand
-anywhere and stays. Mappings with string keys are walked in sorted order, so that ranks that filled theirs in
-another order still agree.
+`tensors_in` lists the tensors and `rebuild` replaces them, both in the same order. `None` is allowed anywhere and is
+kept. Mappings with string keys are walked in sorted order, so that ranks agree even if they inserted the keys in
+different orders.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -19,10 +19,10 @@ Data = TypeVar("Data")
 
 
 def tensors_in(data: Nested) -> list[torch.Tensor]:
-    """The tensors of `data`, in walking order.
+    """Return the tensors of `data`, in walking order.
 
     Raises:
-        LeafError: If it holds anything else, with the path to it.
+        LeafError: If `data` holds anything but dense tensors; the message gives the path of the first such leaf.
     """
     found: list[torch.Tensor] = []
     if not _collect(data, found):
@@ -36,12 +36,12 @@ def tensors_in(data: Nested) -> list[torch.Tensor]:
 
 
 def rebuild(data: Data, tensors: Iterator[torch.Tensor]) -> Data:
-    """The structure of `data` with each tensor replaced by the next of `tensors`."""
+    """Return the structure of `data` with each tensor replaced by the next one from `tensors`."""
     return cast("Data", _rebuild(data, tensors))
 
 
 def leaves_with_paths(data: Nested, path: str = "") -> Iterator[tuple[str, object]]:
-    """Each leaf of `data`, tensor or not, in walking order, with its path such as `['labels'][0]`."""
+    """Yield the path, such as `['labels'][0]`, and the value of each leaf, tensor or not, in walking order."""
     if data is None:
         return
     children = _children(data)
@@ -67,7 +67,7 @@ def _children(data: Nested) -> Iterator[tuple[str, Nested]] | None:
 def _keys(data: Mapping[Any, Any]) -> list[Any]:
     try:
         return sorted(data)
-    except TypeError:  # keys of several types have no order of their own
+    except TypeError:  # keys of mixed types cannot be sorted
         return list(data)
 
 
@@ -76,7 +76,7 @@ def _is_dense(leaf: object) -> bool:
 
 
 def _collect(data: Nested, found: list[torch.Tensor]) -> bool:
-    """Append the tensors of `data` to `found`; False as soon as something else stands there."""
+    """Append the tensors of `data` to `found`; stop and return False at the first leaf that is no dense tensor."""
     if isinstance(data, torch.Tensor):
         found.append(data)
         return _is_dense(data)
@@ -105,9 +105,8 @@ def _rebuild(data: Nested, tensors: Iterator[torch.Tensor]) -> Nested:
         return None
     filled = copy(data)
     for f in fields(data):
-        object.__setattr__(
-            filled, f.name, _rebuild(getattr(data, f.name), tensors)
-        )  # also where it is frozen
+        # Frozen dataclasses refuse setattr.
+        object.__setattr__(filled, f.name, _rebuild(getattr(data, f.name), tensors))
     return filled
 
 
@@ -116,7 +115,7 @@ def _rebuild_mapping(data: Mapping[Any, Any], tensors: Iterator[torch.Tensor]) -
     if type(data) is dict:
         return {key: values[key] for key in data}
     if isinstance(data, MutableMapping):
-        filled = copy(data)  # keeps what the type holds besides its items
+        filled = copy(data)  # keeps attributes that are not items
         for key, value in values.items():
             filled[key] = value
         return filled

@@ -1,4 +1,4 @@
-"""What debug mode does before a collective: every rank says what it is about to hand over, and all compare."""
+"""The check of debug mode before a collective: all ranks compare the calls and shapes that they pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from drivetrain_state.errors import CollectiveMismatchError
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What one rank hands to a collective.
+    """A description of what one rank passes to a collective.
 
     Attributes:
         call: The collective with the arguments that ranks must agree on, such as `"reduce(op='sum')"`.
-        leaves: For each leaf its path, its dtype (or its type) and its shape; -1 for a size that may differ.
+        leaves: The path, dtype (the type if it is no tensor) and shape of each leaf; -1 for a size that may differ.
     """
 
     call: str
@@ -29,7 +29,7 @@ class Handed:
 
 
 def handed(call: str, data: Nested, *, free_dim: int | None = None) -> Handed:
-    """Describe `data`; the size along `free_dim` may differ between ranks."""
+    """Describe a call with `data`; sizes along `free_dim` may differ between ranks."""
     leaves: list[tuple[str, str, tuple[int, ...]]] = []
     for path, leaf in leaves_with_paths(data):
         if isinstance(leaf, torch.Tensor):
@@ -43,10 +43,10 @@ def handed(call: str, data: Nested, *, free_dim: int | None = None) -> Handed:
 
 
 def compare(by_rank: Sequence[Handed]) -> None:
-    """Check that all ranks hand over the same.
+    """Check that all ranks pass the same structure, dtypes and shapes to the same call.
 
     Raises:
-        CollectiveMismatchError: If they do not, with one line for each rank.
+        CollectiveMismatchError: If they do not; the message has one line per rank.
     """
     if any(other != by_rank[0] for other in by_rank):
         lines = "\n".join(f"  rank {rank}: {said}" for rank, said in enumerate(by_rank))
@@ -57,10 +57,12 @@ def compare(by_rank: Sequence[Handed]) -> None:
 
 
 def check_agreement(context: Context, call: str, data: Nested = None, *, free_dim: int | None = None) -> None:
-    """In debug mode compare what the ranks hand over, by one more exchange. Called on all ranks.
+    """Compare, in debug mode only, what all ranks are about to pass to a collective.
+
+    Must be called on all ranks. Costs one more collective.
 
     Raises:
-        CollectiveMismatchError: On all ranks, if they differ.
+        CollectiveMismatchError: On all ranks, if calls, structures, dtypes or shapes differ.
     """
     if not context.settings.debug or context.topology.world_size == 1:
         return

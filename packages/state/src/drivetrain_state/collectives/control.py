@@ -1,4 +1,4 @@
-"""Who runs what: functions for some ranks only, the main process first, and inputs divided among processes."""
+"""Control of execution by rank: functions for some ranks only, one process first, inputs split among processes."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,31 +20,31 @@ Function = Callable[Arguments, Result]
 def on_main_process(
     context: Context,
 ) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
-    """A decorator: the function runs on rank 0; elsewhere it does nothing and returns None."""
+    """Return a decorator that runs the function on rank 0 only; on other ranks the call returns None."""
     return _only_if(context.topology.is_main)
 
 
 def on_local_main_process(
     context: Context,
 ) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
-    """A decorator: the function runs on the first rank of each node; elsewhere it returns None."""
+    """Return a decorator that runs the function on the first rank of each node; elsewhere the call returns None."""
     return _only_if(context.topology.is_local_main)
 
 
 def on_last_process(
     context: Context,
 ) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
-    """A decorator: the function runs on the last rank; elsewhere it returns None."""
+    """Return a decorator that runs the function on the last rank only; on other ranks the call returns None."""
     return _only_if(context.topology.is_last)
 
 
 def on_process(
     context: Context, index: int
 ) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
-    """A decorator: the function runs on rank `index`; elsewhere it returns None.
+    """Return a decorator that runs the function on rank `index` only; on other ranks the call returns None.
 
     Raises:
-        ValueError: If there is no such rank: the function would run nowhere.
+        ValueError: If there is no such rank, as the function would never run.
     """
     if not 0 <= index < context.topology.world_size:
         raise ValueError(
@@ -72,17 +72,17 @@ def print_on_main(
     file: TextIO | None = None,
     flush: bool = True,
 ) -> None:
-    """`print` on rank 0; nothing elsewhere. The line is out at once, unless `flush=False`."""
+    """Print on rank 0 only, like `print`. The output is flushed at once unless `flush=False`."""
     if context.topology.is_main:
         print(*values, sep=sep, end=end, file=file, flush=flush)
 
 
 @contextmanager
 def main_process_first(context: Context) -> Generator[None]:
-    """Rank 0 goes through the block first, then the others. Called on all ranks.
+    """Run the block on rank 0 first, then on the other ranks. Must be called on all ranks.
 
-    For work that leaves a file which the others then find, such as a prepared data set. If rank 0 raises, the
-    others are released all the same.
+    Use it for work that leaves a file for the other ranks, such as a prepared dataset. If rank 0 raises, the other
+    ranks still proceed.
     """
     with _first(context, context.topology.is_main):
         yield
@@ -90,7 +90,7 @@ def main_process_first(context: Context) -> Generator[None]:
 
 @contextmanager
 def local_main_process_first(context: Context) -> Generator[None]:
-    """The first rank of each node goes through the block first, then the others. Called on all ranks."""
+    """Run the block on the first rank of each node first, then on the others. Must be called on all ranks."""
     with _first(context, context.topology.is_local_main):
         yield
 
@@ -110,27 +110,28 @@ def _first(context: Context, goes_first: bool) -> Generator[None]:
 def split_between_processes(
     context: Context, inputs: Nested, apply_padding: bool = False
 ) -> Generator[Nested]:
-    """This rank's part of `inputs`, which every rank has whole; parts are contiguous and in rank order.
+    """Yield this rank's part of `inputs`, of which every rank holds the whole. No communication.
 
-    Sizes differ by one at most, the first ranks have the longer ones; with fewer items than processes the last
-    ranks get none. No communication.
+    Parts are contiguous and in rank order. Their sizes differ by at most one, and the first ranks get the longer
+    parts; with fewer items than processes the last ranks get none.
 
     Args:
-        context: This process among the others.
-        inputs: A list, a tuple, another sequence that can be sliced, a `datasets.Dataset`, a tensor or
-            NumPy array (divided along its first dimension), or a mapping of such of one length. Padding makes a list
-            of another sequence.
-        apply_padding: Whether short parts are filled up with the last item of `inputs`, so that all have the
-            same length and can be gathered.
+        context: The context of this process.
+        inputs: A list, a tuple, another sequence that can be sliced, a `datasets.Dataset`, a tensor or NumPy array
+            (split along the first dimension), or a mapping of these with equal lengths. With padding, other
+            sequences come back as lists.
+        apply_padding: Whether to pad short parts with the last item of `inputs`, so that all parts have the same
+            length and can be gathered.
 
     Raises:
-        ValueError: If `inputs` is of another type, the lengths in a mapping differ, or there is nothing to pad with.
+        ValueError: If `inputs` is of another type, the lengths in a mapping differ, or `inputs` is empty and
+            `apply_padding` is set.
     """
     yield part_of(inputs, context.topology.rank, context.topology.world_size, apply_padding=apply_padding)
 
 
 def part_of(inputs: Nested, index: int, count: int, *, apply_padding: bool = False) -> Nested:
-    """Part `index` of `count` of `inputs`, as `split_between_processes` divides them."""
+    """Return part `index` of `count` parts of `inputs`, split as by `split_between_processes`."""
     length = _length(inputs)
     if apply_padding and length == 0:
         raise ValueError("apply_padding=True with empty inputs: there is no last item to pad with")
@@ -139,7 +140,7 @@ def part_of(inputs: Nested, index: int, count: int, *, apply_padding: bool = Fal
 
 
 def part_positions(length: int, index: int, count: int, *, apply_padding: bool = False) -> Sequence[int]:
-    """Which of `length` items belong to part `index` of `count`: positions in order, padding by the last one."""
+    """Return the positions, of `length` items, that belong to part `index` of `count`; padding repeats the last."""
     size, longer = divmod(length, count)
     start = index * size + min(index, longer)
     mine = range(start, start + size + (index < longer))
@@ -166,14 +167,14 @@ def _length(inputs: Nested) -> int:
 
 
 def _is_sequence(inputs: Any) -> bool:
-    """Whether it is a sequence of items, or a NumPy array, told by name: it need not be installed."""
+    """Return whether `inputs` is a sequence or a NumPy array, recognised by name as NumPy may not be installed."""
     if type(inputs).__module__ == "numpy":
         return getattr(inputs, "ndim", 0) > 0
     return isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes, bytearray))
 
 
 def _is_selectable(inputs: Any) -> bool:
-    """Whether it is a `datasets.Dataset`, which gives some of its rows as another one; told by name."""
+    """Return whether `inputs` is a `datasets.Dataset`, recognised by name as it may not be installed."""
     packages = {kind.__module__.partition(".")[0] for kind in type(inputs).__mro__}
     return "datasets" in packages and hasattr(inputs, "__len__") and hasattr(inputs, "select")
 

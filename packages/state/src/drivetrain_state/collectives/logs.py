@@ -1,4 +1,4 @@
-"""Logging that knows its rank: one line for all processes, or one from each with its rank before it."""
+"""Rank-aware logging: one line for all processes, or one per rank with the rank as its prefix."""
 
 import logging
 from collections.abc import MutableMapping
@@ -13,15 +13,15 @@ from drivetrain_state.context import Context
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger that speaks on rank 0 only, unless a call says otherwise.
+    """A logger that logs on rank 0 only, unless a call says otherwise.
 
-    Each call takes two more arguments: `main_process_only=False` logs on every rank, `in_order=True` also lets
-    the ranks speak one after the other (then it must be called on all ranks). Lines of several ranks start with
-    theirs.
+    Each call takes two more arguments: `main_process_only=False` logs on every rank; `in_order=True` logs on every
+    rank in rank order, and must be called on all ranks. These lines start with the rank.
 
     Args:
-        logger: What writes the lines.
-        context: Ranks and group; without one, each call asks the process group or the launcher for them.
+        logger: The logger that writes the lines.
+        context: The context with ranks and group; without one, each call reads them from the process group or the
+            launcher's environment.
     """
 
     def __init__(self, logger: logging.Logger, context: Context | None = None) -> None:
@@ -40,7 +40,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         """Log on rank 0, or on every rank.
 
         Raises:
-            RuntimeError: The ranks are to speak in order, and have not met yet.
+            RuntimeError: If `in_order` is set and the ranks are not connected yet.
         """
         if not in_order and not self.isEnabledFor(level):
             return
@@ -59,11 +59,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             super().log(level, msg, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Leave message and arguments as they are."""
+        """Return message and arguments unchanged."""
         return msg, kwargs
 
     def _ranks(self) -> tuple[int, int]:
-        """Return this process's rank and the number of ranks, as of now."""
+        """Return the current rank and world size."""
         if self._context is not None:
             return self._context.topology.rank, self._context.topology.world_size
         if dist.is_available() and dist.is_initialized():
@@ -72,7 +72,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         return (0, 1) if launched is None else (launched.rank, launched.world_size)
 
     def _wait(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks, with or without a context."""
         if self._context is not None:
             barrier(self._context)
         else:
@@ -80,7 +80,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
 
     def _check_met(self, world_size: int) -> None:
-        """Refuse to have several ranks speak in order while nothing connects them."""
+        """Raise an error if several ranks are to log in order while no process group connects them."""
         if world_size > 1 and self._context is None and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 f"in_order=True of the logger {self.logger.name!r}, while the ranks are not connected: make the "
@@ -91,18 +91,18 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 def get_logger(
     name: str, context: Context | None = None, *, log_level: str | int | None = None
 ) -> RankLogger:
-    """Return the logger `name`, aware of the rank. It may be made before the ranks have met, as at import.
+    """Return the rank-aware logger `name`. It may be created before the ranks connect, as at import.
 
-    No handler is added, and no level set unless one is given: both are the program's choice.
+    Adds no handler, and sets no level unless one is given: both are up to the program.
 
     Args:
-        name: As for `logging.getLogger`.
-        context: Ranks and group. Without one each call finds them: in the process group, else what the launcher
-            said, else there is one process.
+        name: The logger's name, as for `logging.getLogger`.
+        context: The context with ranks and group. Without one, each call reads them from the process group, else
+            from the launcher's environment, else assumes a single process.
         log_level: The level to set, such as "INFO".
 
     Raises:
-        TypeError: `context` is none.
+        TypeError: If `context` is not a `Context`.
     """
     if not isinstance(context, Context | None):  # pyright: ignore[reportUnnecessaryIsInstance] Accelerate's order
         raise TypeError(

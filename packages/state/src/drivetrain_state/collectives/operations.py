@@ -1,9 +1,9 @@
-"""Collectives over nested data: one call for each dtype, whatever the number of tensors.
+"""Collectives over nested data: one communication call per dtype, whatever the number of tensors.
 
 `gather`, `reduce` and `broadcast` require the same structure and shapes on all ranks and exchange no metadata;
-`gather(uneven=True)`, `gather_rows` and `pad_across_processes` exchange shapes once. With
-`StateSettings(debug=True)` every call is compared between the ranks first. In one process the data comes back as it
-is. No gradient flows through any of them.
+`gather(uneven=True)`, `gather_rows` and `pad_across_processes` first exchange the shapes. With
+`StateSettings(debug=True)` the ranks compare every call before it runs. In a single process the data is returned as
+it is. Gradients do not flow through these functions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,19 +44,20 @@ _TORCH_OPS = {
 
 @torch.no_grad()
 def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
-    """Every rank's tensors, concatenated along their first dimension in rank order.
+    """Gather every rank's tensors, concatenated along their first dimension in rank order.
 
-    Called on all ranks, with the same structure, dtypes and shapes. A tensor of shape (n, ...) comes back as
-    (world_size * n, ...), one of shape () as (world_size,).
+    Must be called on all ranks, with the same structure, dtypes and shapes. A tensor of shape (n, ...) is returned
+    as (world_size * n, ...), one of shape () as (world_size,).
 
     Args:
-        context: This process among the others.
+        context: The context of this process.
         data: Tensors in any nesting of dicts, lists, tuples and dataclasses.
-        uneven: Whether the first sizes may differ between ranks; costs one more exchange.
+        uneven: Whether the first sizes may differ between ranks; costs one more collective.
 
     Raises:
-        LeafError: If `data` holds something that is no tensor.
-        CollectiveMismatchError: In debug mode if ranks differ; with `uneven` if sizes beyond the first do.
+        LeafError: If `data` holds a leaf that is not a dense tensor.
+        CollectiveMismatchError: In debug mode, if the ranks' calls differ; with `uneven`, if a size other than the
+            first differs.
     """
     if uneven:
         return gather_rows(context, data)[0]
@@ -72,16 +73,17 @@ def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
 
 @torch.no_grad()
 def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
-    """Every rank's tensors as `gather` gives them, whatever their first sizes, and how many rows each rank gave.
+    """Gather every rank's tensors, whose first sizes may differ, and count the rows of each rank.
 
-    Called on all ranks, with the same structure and dtypes. The first sizes are exchanged before.
+    Must be called on all ranks, with the same structure and dtypes. A first collective exchanges the shapes.
 
     Returns:
-        The gathered tensors; and the same structure with a tensor of shape (world_size,) on the CPU for each of them.
+        The gathered tensors as from `gather`, and the same structure with the rows per rank of each tensor: CPU
+        tensors of shape (world_size,).
 
     Raises:
-        LeafError: If `data` holds something that is no tensor.
-        CollectiveMismatchError: If sizes beyond the first differ between ranks.
+        LeafError: If `data` holds a leaf that is not a dense tensor.
+        CollectiveMismatchError: If sizes other than the first differ between ranks.
     """
     check_agreement(context, "gather(uneven=True)", data, free_dim=0)
     tensors = tensors_in(data)
@@ -110,9 +112,8 @@ def _gather_uneven(
     context: Context, tensors: Sequence[Tensor], bucket: Bucket, shapes: list[list[list[int]]]
 ) -> list[Tensor]:
     asked = list(chain.from_iterable(bucket))
-    positions = sorted(
-        asked
-    )  # runs of one shape here are others elsewhere: this order is the same on all ranks
+    # Shapes, and so the runs of a bucket, differ between ranks: sorted positions do not.
+    positions = sorted(asked)
     by_rank = [[of_rank[position] for position in positions] for of_rank in shapes]
     longest = max(sum(prod(shape) for shape in of_rank) for of_rank in by_rank)
     mine = flat([tensors[position] for position in positions])
@@ -123,14 +124,14 @@ def _gather_uneven(
 
 
 def _all_gather_rows(context: Context, mine: Tensor) -> Tensor:
-    """Every rank's flat buffer as a row: (total,) to (world_size, total)."""
+    """Gather every rank's flat buffer as one row: (total,) to (world_size, total)."""
     rows = mine.new_empty(context.topology.world_size, mine.numel())
     dist.all_gather_into_tensor(as_bytes(rows), as_bytes(mine), group=context.group)
     return rows
 
 
 def _shapes_by_rank(context: Context, tensors: Sequence[Tensor]) -> list[list[list[int]]]:
-    """The shape of each tensor on each rank, indexed [rank][tensor]; zero-dim ones count as (1,). One exchange."""
+    """Return each tensor's shape on each rank, indexed [rank][tensor], by one collective; () counts as (1,)."""
     mine = [list(tensor.shape) or [1] for tensor in tensors]
     sizes = torch.tensor([size for shape in mine for size in shape], dtype=torch.int64)
     rows = _all_gather_rows(context, sizes.to(_metadata_device(context))).tolist()
@@ -142,7 +143,7 @@ def _shapes_by_rank(context: Context, tensors: Sequence[Tensor]) -> list[list[li
 
 
 def _metadata_device(context: Context) -> torch.device:
-    """Where a few integers travel best: on the CPU where the group reaches it, without waiting for the device."""
+    """Return the device to exchange shapes on: the CPU if the group serves it, to avoid waiting for the device."""
     backends = dist.get_backend_config(context.group)
     return torch.device("cpu") if "cpu:" in backends or backends == "gloo" else context.device
 
@@ -160,16 +161,16 @@ def _check_trailing_sizes(data: Nested, shapes: list[list[list[int]]]) -> None:
 
 @torch.no_grad()
 def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
-    """The sum, mean, maximum or minimum over the ranks, elementwise; every rank gets it.
+    """Reduce tensors elementwise over all ranks to their sum, mean, maximum or minimum, as an all-reduce.
 
-    Called on all ranks, with the same structure, dtypes and shapes. The dtypes stay. `"mean"` of float16 and
-    bfloat16 is computed in float32. Results of one dtype share one buffer.
+    Must be called on all ranks, with the same structure, dtypes and shapes. Results keep their dtypes; `"mean"` of
+    float16 and bfloat16 is computed in float32. Results of one dtype share one buffer.
 
     Raises:
-        ValueError: For an unknown `op`, `"mean"` of integers, `"sum"` or `"mean"` of booleans, `"max"` or `"min"`
-            of complex numbers: none has an answer in its own dtype.
-        LeafError: If `data` holds something that is no tensor.
-        CollectiveMismatchError: In debug mode if ranks differ.
+        ValueError: For an unknown `op`, and where the result has no representation in the tensor's dtype: `"mean"`
+            of integers, `"sum"` or `"mean"` of booleans, `"max"` or `"min"` of complex numbers.
+        LeafError: If `data` holds a leaf that is not a dense tensor.
+        CollectiveMismatchError: In debug mode, if the ranks' calls differ.
     """
     if op not in get_args(ReduceOp):
         raise ValueError(f"op={op!r}: say one of {', '.join(get_args(ReduceOp))}")
@@ -212,7 +213,7 @@ def _reduce_bucket(
 
 
 def _staging_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """The dtype to reduce in: its own wherever gloo and NCCL both have it and the answer fits."""
+    """Return the dtype to reduce in: `dtype` itself if gloo and NCCL both support it and the result fits."""
     if dtype == torch.bool:
         return torch.uint8
     if dtype in (torch.int16, torch.uint16):
@@ -226,11 +227,14 @@ def _staging_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
 
 @torch.no_grad()
 def broadcast(context: Context, data: Data, src: int = 0) -> Data:
-    """What rank `src` holds, on every rank. Called on all ranks, with the same structure, dtypes and shapes.
+    """Return the tensors of rank `src` on every rank.
+
+    Must be called on all ranks, with the same structure, dtypes and shapes.
 
     Raises:
-        LeafError: If `data` holds something that is no tensor.
-        CollectiveMismatchError: In debug mode if ranks differ.
+        ValueError: If there is no rank `src`.
+        LeafError: If `data` holds a leaf that is not a dense tensor.
+        CollectiveMismatchError: In debug mode, if the ranks' calls differ.
     """
     check_rank(context, src)
     check_agreement(context, f"broadcast(src={src})", data)
@@ -256,14 +260,14 @@ def _broadcast_bucket(
 def pad_across_processes(
     context: Context, data: Data, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Data:
-    """Tensors padded along `dim` to the longest of any rank. Called on all ranks, with the same structure.
+    """Pad tensors along `dim` to the largest size on any rank. Must be called on all ranks, with the same structure.
 
     Args:
-        context: This process among the others.
-        data: Tensors in any nesting; those without a dimension `dim` come back as they are.
-        dim: The dimension whose size differs; negative counts from the last.
-        pad_index: The value to fill with.
-        pad_first: Whether the filling goes before the data instead of after it.
+        context: The context of this process.
+        data: Tensors in any nesting; those without a dimension `dim` are returned as they are.
+        dim: The dimension whose size differs; a negative one counts from the last.
+        pad_index: The value to pad with.
+        pad_first: Whether to pad before the data instead of after it.
     """
     check_agreement(context, f"pad_across_processes(dim={dim})", data, free_dim=dim)
     tensors = tensors_in(data)
@@ -295,7 +299,7 @@ def _padded(tensor: Tensor, size: int, dim: int, pad_index: float, pad_first: bo
 
 
 def gather_object(context: Context, value: Value) -> list[Value]:
-    """Every rank's `value`, in rank order; it is pickled. Called on all ranks."""
+    """Gather `value` from all ranks into a list, in rank order, by pickling. Must be called on all ranks."""
     if context.topology.world_size == 1:
         return [value]
     context.watch.mark("gather_object")
@@ -307,7 +311,7 @@ def gather_object(context: Context, value: Value) -> list[Value]:
 
 
 def broadcast_object(context: Context, value: Value, src: int = 0) -> Value:
-    """What rank `src` holds, on every rank; it is pickled. Called on all ranks."""
+    """Return the `value` of rank `src` on every rank, by pickling. Must be called on all ranks."""
     check_rank(context, src)
     if context.topology.world_size == 1:
         return value
@@ -320,7 +324,7 @@ def broadcast_object(context: Context, value: Value, src: int = 0) -> Value:
 
 
 def barrier(context: Context) -> None:
-    """Wait until every rank is here. Called on all ranks."""
+    """Block until all ranks reach this call. Must be called on all ranks."""
     if context.topology.world_size == 1:
         return
     context.watch.mark("barrier")
@@ -331,6 +335,6 @@ def barrier(context: Context) -> None:
 
 
 def check_rank(context: Context, src: int) -> None:
-    """Refuse a rank that does not exist."""
+    """Raise ValueError if there is no rank `src`."""
     if not 0 <= src < context.topology.world_size:
         raise ValueError(f"src={src} with world_size={context.topology.world_size}: name a rank that exists")

@@ -1,4 +1,4 @@
-"""Divide what one rank holds among all of them; structure and shapes travel along."""
+"""Split the tensors of one rank among all ranks; structure and shapes are sent along."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -16,14 +16,14 @@ from drivetrain_state.context import Context
 
 @torch.no_grad()
 def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
-    """Each rank's part of what rank `src` holds: the inverse of `gather`. Called on all ranks.
+    """Split the tensors of rank `src` among all ranks: the inverse of `gather`. Must be called on all ranks.
 
-    A tensor of shape (world_size * n, ...) gives each rank its (n, ...), in rank order. The structure and the
-    shapes travel first, so the other ranks pass None. The parts arrive on each rank's `context.device`.
+    Each rank gets (n, ...) of a tensor of shape (world_size * n, ...), in rank order, on its `context.device`.
+    Structure and shapes are broadcast first, so the other ranks pass None.
 
     Raises:
-        ValueError: On all ranks, if a first size is not divisible by the world size, or `src` holds no data.
-        LeafError: On all ranks, if `data` holds something that is no tensor.
+        ValueError: On all ranks, if a first size is not divisible by the world size, or `src` passes None.
+        LeafError: On all ranks, if `data` holds a leaf that is not a dense tensor.
     """
     check_rank(context, src)
     if context.topology.world_size == 1:
@@ -44,7 +44,7 @@ def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
 
 
 def _scatter_plan(data: Nested, world_size: int) -> Nested | Exception:
-    """The structure of `data` with meta tensors in the shape of one rank's part, or what is wrong with it."""
+    """Return `data` with meta tensors in the shape of one rank's part, or the error to raise on all ranks."""
     try:
         tensors = tensors_in(data)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Random numbers over ranks, devices and restarts: seeding, states as plain values, deterministic kernels."""
+"""Random numbers across ranks, devices and restarts: seeding, generator states, deterministic kernels."""
 
 import random
 import sys
@@ -23,10 +23,10 @@ logger = getLogger(__name__)
 
 
 def derive_seed(seed: int, *, rank: int, step: int = 0) -> int:
-    """A 63-bit seed that depends on nothing but `seed`, `rank` and `step`: the BLAKE2b hash of the three.
+    """Return the BLAKE2b hash of `seed`, `rank` and `step` as a 63-bit seed.
 
-    Streams of different ranks, steps and seeds do not overlap as those of seed + rank would: there, rank 1 of
-    seed 1 is rank 0 of seed 2.
+    Streams of different ranks, steps and seeds differ, unlike with seed + rank, where rank 1 of seed 1 equals rank 0
+    of seed 2.
     """
     digest = blake2b(f"{seed},{rank},{step}".encode(), digest_size=8, person=b"drivetrain").digest()
     return int.from_bytes(digest, "big") >> 1
@@ -36,17 +36,17 @@ def set_seed(seed: int, *, rank_offset: int = 0, deterministic: bool = False) ->
     """Seed Python, NumPy (if it is imported), torch and its accelerators.
 
     Args:
-        seed: 0 to 2**63 - 1.
-        rank_offset: 0 seeds with `seed` itself: the same on every rank. Another number, such as the rank, seeds
-            with `derive_seed(seed, rank=rank_offset)`: different on each, as augmentation wants it.
-        deterministic: Whether torch may use deterministic kernels only, from now on.
+        seed: The seed, from 0 to 2**63 - 1.
+        rank_offset: 0 uses `seed` itself, the same on every rank. Another number, such as the rank, uses
+            `derive_seed(seed, rank=rank_offset)`, which differs between ranks, as for data augmentation.
+        deterministic: Whether torch may use only deterministic kernels from now on.
 
     Returns:
-        The number that the generators were seeded with.
+        The seed that the generators received.
 
     Raises:
         ValueError: If `seed` is out of range.
-        RuntimeError: If `deterministic` and cuBLAS is not set up for it.
+        RuntimeError: If `deterministic` is set and cuBLAS is not configured for it.
     """
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r}: an integer from 0 to 2**63 - 1 is allowed")
@@ -59,13 +59,13 @@ def set_seed(seed: int, *, rank_offset: int = 0, deterministic: bool = False) ->
 
 
 def reseed(seed: int, *, rank: int, step: int) -> int:
-    """Seed every generator for going on at `step` on `rank`; what a resume with another world size does.
+    """Seed every generator of `rank` for a resume at `step` with another world size.
 
-    The saved states belong to the ranks of the earlier run and fit no other number of them. The new streams are
-    a function of `seed`, `rank` and `step` alone, so that the same resume gives the same numbers again.
+    Saved states belong to the ranks of the earlier run and fit no other world size. The new streams depend only on
+    `seed`, `rank` and `step`, so that repeating the resume repeats the numbers.
 
     Returns:
-        The number that the generators were seeded with: `derive_seed(seed, rank=rank, step=step)`.
+        The seed that the generators received: `derive_seed(seed, rank=rank, step=step)`.
     """
     used = derive_seed(seed, rank=rank, step=step)
     _seed_all(used)
@@ -76,15 +76,15 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
     if (numpy := _numpy()) is not None:
         numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32] if seed >> 32 else seed)
-    torch.manual_seed(seed)  # seeds the accelerators too, when they start
+    torch.manual_seed(seed)  # seeds the accelerators too, once they are initialised
     if (xla := sys.modules.get("torch_xla")) is not None:
         cast("Any", xla).manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator of this process, as plain values and tensors: nothing to pickle.
+    """Return the state of every generator of this process as plain values and tensors, without pickling.
 
-    Keys are python, torch, numpy if it is imported, and accelerator (its `kind`, and one state for the current
+    The keys are python, torch, numpy if it is imported, and accelerator (its `kind` and the `state` of the current
     device) if there is one.
     """
     version, words, gauss = random.getstate()
@@ -108,9 +108,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def load_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the generators into a state that `rng_state` gave.
+    """Restore the generators to a state from `rng_state`.
 
-    What this process has no generator for (NumPy is not imported, another accelerator) is left as it is, with a
+    States for which this process has no generator (NumPy is not imported, another accelerator) are skipped with a
     warning in the log.
     """
     if "python" in state:
@@ -151,7 +151,9 @@ def _load_accelerator_state(saved: Mapping[str, Any]) -> None:
 def synchronize_rng_states(
     context: Context, kinds: Collection[RngKind] = ("python", "numpy", "torch", "accelerator")
 ) -> None:
-    """Give every rank the generator states of rank 0, for the `kinds` that it has. Called on all ranks.
+    """Copy the generator states of rank 0 to every rank, for those of `kinds` that it has.
+
+    Must be called on all ranks.
 
     Raises:
         ValueError: For an unknown kind.
@@ -165,9 +167,10 @@ def synchronize_rng_states(
 
 @contextmanager
 def deterministic_algorithms() -> Generator[None]:
-    """Deterministic kernels only while inside, and cuBLAS set up for it; an operation that has none raises.
+    """Run the block with deterministic kernels only; operations that have none raise an error.
 
-    Enter it before the first matrix product on a CUDA device: cuBLAS reads its setting once.
+    Enter it before the first matrix product on a CUDA device: it sets cuBLAS's environment variable, which cuBLAS
+    reads once.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -193,5 +196,5 @@ def _require_cublas_workspace() -> None:
 
 
 def _numpy() -> Any:
-    """NumPy if the program imported it: else there is no generator of it to care for."""
+    """Return NumPy if the program has imported it, else None, as its generator is then unused."""
     return sys.modules.get("numpy")

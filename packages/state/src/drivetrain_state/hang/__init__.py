@@ -1,1 +1,1 @@
-"""Notice a hang, ask every rank where it is, and name the culprit."""
+"""Detect a hang, ask every rank for its position, and report the likely culprit."""

@@ -1,4 +1,4 @@
-"""Keeping one process's time: since when nothing moves here, and the end of a process that is stuck for too long."""
+"""Track how long one process has made no progress, and end the process if it is stuck for too long."""
 
 import atexit
 import multiprocessing
@@ -17,11 +17,11 @@ from drivetrain_state.settings import StateSettings
 from drivetrain_state.store_probe import store_address
 from drivetrain_state.topology import Topology
 
-HANG_EXIT_CODE = 124  # what `timeout` of the GNU tools ends with
+HANG_EXIT_CODE = 124  # the exit code of GNU `timeout`
 
 
 class Pulse:
-    """Since when none of this process's watches has made progress, as seen by looking now and then."""
+    """A poller of this process's watches that measures the time since any of them made progress."""
 
     def __init__(self, watch: Watch, *, longest_gap_seconds: float) -> None:
         self.watches: tuple[Watch, ...] = (watch,)
@@ -33,14 +33,14 @@ class Pulse:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds since the last progress that was seen."""
+        """The seconds since progress was last observed."""
         return monotonic() - self._progressed_at
 
     def look(self) -> float:
-        """See whether a watch was marked since the last look.
+        """Check whether a watch was marked since the last check.
 
         Returns:
-            Seconds for which this process itself was stopped, or its host asleep: 0 as a rule. No rank is idle then.
+            The seconds for which this process was stopped or its host asleep, usually 0; they do not count as idle.
         """
         now = monotonic()
         gap, self._looked_at = now - self._looked_at, now
@@ -57,21 +57,21 @@ class Pulse:
 
 
 class Guard(threading.Thread):
-    """Keeps this process's time, and ends the process when it is stuck beyond the group's timeout."""
+    """A thread that measures idle time, and ends the process if it is stuck beyond the group's timeout."""
 
     def __init__(self, *, topology: Topology, settings: StateSettings, watch: Watch, store: Store) -> None:
         super().__init__(name="drivetrain-guard", daemon=True)
         self.topology = topology
         self.settings = settings
         hang = settings.hang_timeout_seconds
-        # Thousands of ranks poll one store: it answers about ten thousand questions a second.
+        # Thousands of ranks may poll one store, which answers about ten thousand requests a second.
         self.poll_seconds = max(min(hang / 20, 1.0), topology.world_size / 2000)
         self.answer_seconds = min(max(hang / 2, 3.0), 15.0)
         self.pulse = Pulse(watch, longest_gap_seconds=max(5.0, 10 * self.poll_seconds))
         self.stopping = threading.Event()
         self.ending = "finished"
         self._verdict: Verdict | None = None
-        self.heard_at = monotonic()  # when the store last answered the talker
+        self.heard_at = monotonic()  # when the store last answered the talker's requests
         self._store: Store | None = store
         self._store_address = store_address(store)
         self._threads: list[threading.Thread] = [self]
@@ -80,31 +80,31 @@ class Guard(threading.Thread):
         self._told_at_beat = -1
 
     def begin(self, talker: threading.Thread) -> None:
-        """Start this thread and the one that talks to the store."""
+        """Start this thread and the talker, the thread that uses the store."""
         self._threads.append(talker)
         atexit.register(self._end_with_process)
         for thread in self._threads:
             thread.start()
 
     def adopt(self, watch: Watch, store: Store) -> bool:
-        """Watch another watch too, if it goes with the same store and this thread has not ended."""
+        """Poll another watch too; return False if it belongs to another store or this thread is stopping."""
         if store is not self._store or self.stopping.is_set():
             return False
         self.pulse.watches = (*self.pulse.watches, watch)
         return True
 
     def release(self, watch: Watch) -> None:
-        """Watch one less; the last one ends both threads."""
+        """Stop polling a watch; releasing the last one ends both threads."""
         self.pulse.watches = tuple(other for other in self.pulse.watches if other is not watch)
         if not self.pulse.watches and not self.stopping.is_set():
             self.stopping.set()
             atexit.unregister(self._end_with_process)
             for thread in self._threads:
-                thread.join(timeout=2)  # the store may be gone, and the talker in it
-            self._threads, self._store = [], None  # what is held no longer can be freed: the store's port
+                thread.join(timeout=2)  # the talker may be blocked in a store that is gone
+            self._threads, self._store = [], None  # drop the references, which frees the store's port
 
     def run(self) -> None:
-        """Look every now and then until the last watch is released."""
+        """Poll the watches until the last one is released."""
         while not self.stopping.wait(self.poll_seconds):
             self.heard_at += self.pulse.look()
             idle = self.pulse.idle_seconds
@@ -118,22 +118,22 @@ class Guard(threading.Thread):
                 self._tell_if_alone(idle)
 
     def learn(self, verdict: Verdict | None) -> None:
-        """Take in what the ranks found together; None once the run went on.
+        """Store the ranks' verdict, or clear it with None once the run resumes.
 
-        That somebody is stuck stays true until then: those who waited may have failed since.
+        A verdict that is not blocked does not replace an earlier one: ranks that waited then may have failed since.
         """
         if verdict is None or verdict.blocked or self._verdict is None:
             self._verdict = verdict
 
     @property
     def is_condemned(self) -> bool:
-        """Whether the process will end at the group's timeout, unless it makes progress."""
+        """True if this process will end at the group's timeout unless it makes progress."""
         return self._verdict is not None and self._verdict.blocked
 
     def stuck(self, place: Place) -> bool:
-        """Whether this rank waits for another and has not moved for a third of its idle time.
+        """Return whether this rank waits for another, with an unchanged stack for a third of its idle time.
 
-        A loop that marks no progress, and happens to be in a collective when looked at, is not stuck.
+        A loop that marks no progress, and is in a collective at the time of the check, is not stuck.
         """
         return (
             place.waits_for == "ranks"
@@ -161,7 +161,7 @@ class Guard(threading.Thread):
         )
 
     def _tell_if_alone(self, idle: float) -> None:
-        """Say once for each hang where this rank is, if the store that would carry it does not answer."""
+        """Write this rank's position to stderr, once per hang, if the store does not answer."""
         if self._told_at_beat == self.pulse.beats or monotonic() - self.heard_at < self.answer_seconds:
             return
         place = find_place(self._stack)
@@ -184,18 +184,18 @@ class Guard(threading.Thread):
 
 
 def say(text: str) -> None:
-    """Write to stderr at once, so that the ranks' lines do not mix."""
+    """Write to stderr in one call and flush, so that lines of different ranks do not mix."""
     sys.stderr.write(text)
     sys.stderr.flush()
 
 
 def _end_process(text: str) -> None:
-    """Say why, and end the process even if its main thread never returns to Python."""
+    """Write the reason to stderr, and end the process even if its main thread never returns to Python."""
 
     def last_words() -> None:
         say(text)
         for child in multiprocessing.active_children():
-            child.kill()  # a loader's worker would live on, and hold this process's output open
+            child.kill()  # a loader worker would survive, and keep this process's output open
         sys.stdout.flush()
 
     _within_seconds(last_words, 2)
@@ -203,7 +203,7 @@ def _end_process(text: str) -> None:
 
 
 def _within_seconds(action: Callable[[], None], seconds: float) -> None:
-    """Do something that a stuck main thread may block, such as flushing a file that it writes to."""
+    """Run an action with a time limit, since a stuck main thread may block it, such as by a lock on stdout."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

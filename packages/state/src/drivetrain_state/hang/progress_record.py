@@ -1,16 +1,16 @@
-"""The progress mark of the hot path: what a rank did last, cheap enough for every batch, collective and step."""
+"""The progress mark of a rank, cheap enough to set at every batch, collective and step."""
 
 from threading import get_ident
 
 
 class Watch:
-    """What this process did last; the watchdog reads it from another thread, nothing here waits or allocates.
+    """The last progress of this process. The watchdog reads it from another thread; marking never waits or allocates.
 
     Attributes:
-        count: How many marks were made. The watchdog notes the time at which it sees the count change, so that
-            a mark reads no clock.
-        label: What was done last, such as `"optimizer step"`.
-        thread_id: The thread that made the last mark (or made the watch): the one whose stack tells a hang.
+        count: The number of marks. The watchdog records when it sees the count change, so that a mark reads no
+            clock.
+        label: The last progress, such as `"optimizer step"`.
+        thread_id: The thread that made the last mark (or created the watch), whose stack is shown for a hang.
 
     Example:
         >>> watch = Watch()
@@ -27,7 +27,7 @@ class Watch:
         self.thread_id: int = get_ident()
 
     def mark(self, label: str) -> None:
-        """Say that progress was made: `label` is what is now done or begun, in a word or two."""
+        """Record progress; `label` names the operation that just finished or began, in a word or two."""
         self.label = label
         self.thread_id = get_ident()
         self.count += 1

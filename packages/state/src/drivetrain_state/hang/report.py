@@ -1,4 +1,4 @@
-"""What a hang looks like from all ranks at once: who holds the others up, why, and the table that says so. Pure."""
+"""The diagnosis of a hang from the answers of all ranks: the suspects, the reasons, and a table. Pure functions."""
 
 import json
 from collections import Counter
@@ -13,18 +13,18 @@ _TIE = "the ranks wait in different places: one of them took another path throug
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one rank says when it is asked where it is.
+    """The reply of one rank when the watchdog asks for its position.
 
     Attributes:
-        rank: Who answers.
+        rank: The rank that answers.
         host: The name of its host.
-        pid: Its process on that host.
+        pid: The rank's process id on that host.
         idle_seconds: Seconds since its last progress, by its own monotonic clock.
-        label: What that progress was.
-        where: The user's innermost code, as `file:line function`.
-        call: What that code is in.
-        waits: Whether `call` only ends when another rank or the device does its part.
-        stuck: Whether it waits for another rank, and has stood in the very same place for long.
+        label: The label of that progress.
+        where: The user's innermost frame, as `file:line function`.
+        call: The call that this frame executes.
+        waits: Whether `call` waits for another rank or for the device.
+        stuck: Whether the rank waits for another rank with a stack that has long been unchanged.
         stack: The whole Python stack of the thread that makes progress.
     """
 
@@ -40,18 +40,18 @@ class Answer:
     stack: str
 
     def to_json(self) -> str:
-        """The text that travels through the store."""
+        """Return the JSON text to send through the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Answer":
-        """The answer that `to_json` wrote."""
+        """Parse the text written by `to_json`."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """Ranks that probably hold the others up, and why."""
+    """The ranks that probably block the others, and the reason."""
 
     ranks: tuple[int, ...]
     reason: str
@@ -62,12 +62,12 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the answers of all ranks say together.
+    """The conclusion from the answers of all ranks.
 
     Attributes:
-        suspects: The likeliest culprits first; empty where nothing sets one rank apart.
-        blocked: Whether some rank is stuck waiting for another. Where none is, the run may only be slow, and is
-            never ended for it.
+        suspects: The suspected ranks, the likeliest first; empty if nothing distinguishes one rank.
+        blocked: Whether some rank is stuck waiting for another. If none is, the run may just be slow, and is never
+            ended.
     """
 
     suspects: tuple[Suspect, ...]
@@ -75,7 +75,7 @@ class Diagnosis:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Every suspected rank."""
+        """The set of all suspected ranks."""
         return frozenset(rank for suspect in self.suspects for rank in suspect.ranks)
 
     def __str__(self) -> str:
@@ -90,12 +90,12 @@ class Diagnosis:
 
 
 def diagnose(world_size: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> Diagnosis:
-    """Name the ranks that probably hold the others up.
+    """Find the ranks that probably block the others.
 
     Args:
-        world_size: Number of ranks.
-        answers: What the ranks said that answered.
-        departures: How the ranks ended that said goodbye, such as `"finished"`.
+        world_size: The number of ranks.
+        answers: The answers received, by rank.
+        departures: The endings that departed ranks announced, by rank, such as `"finished"`.
     """
     present = {rank: answer for rank, answer in answers.items() if rank not in departures}
     waiting = sorted(rank for rank, answer in present.items() if answer.waits)
@@ -114,7 +114,7 @@ def diagnose(world_size: int, answers: Mapping[int, Answer], departures: Mapping
 def hang_table(
     world_size: int, answers: Mapping[int, Answer], departures: Mapping[int, str], ranks: Iterable[int]
 ) -> str:
-    """One row for each group of ranks that stand in the same place, the suspected `ranks` first and marked `>`."""
+    """Return a table with one row per group of ranks at the same position; suspects come first, marked `>`."""
     marked = frozenset(ranks)
     groups: dict[tuple[bool, tuple[str, str, str]], list[int]] = {}
     for rank in range(world_size):
@@ -132,7 +132,7 @@ def hang_table(
 
 
 def stacks_text(world_size: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> str:
-    """Every rank's whole stack, for a file."""
+    """Return the full stacks of all ranks as the text of a file."""
     parts: list[str] = []
     for rank in range(world_size):
         if rank in answers:
@@ -145,12 +145,12 @@ def stacks_text(world_size: int, answers: Mapping[int, Answer], departures: Mapp
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """`rank 3` or `ranks 0, 2-5`."""
+    """Format ranks as `rank 3` or `ranks 0, 2-5`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {compact_ranks(ranks)}"
 
 
 def compact_ranks(ranks: Sequence[int]) -> str:
-    """Sorted ranks with runs of three and more drawn together: `0, 2-5`."""
+    """Format sorted ranks with runs of three or more as ranges: `0, 2-5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -161,7 +161,7 @@ def compact_ranks(ranks: Sequence[int]) -> str:
 
 
 def _departed(departures: Mapping[int, str]) -> list[Suspect]:
-    """One suspect for each way in which ranks have ended, those that failed first."""
+    """Return one suspect per way in which ranks ended, failures first."""
     by_ending: dict[str, list[int]] = {}
     for rank in sorted(departures):
         by_ending.setdefault(departures[rank], []).append(rank)
@@ -176,7 +176,7 @@ def _departed(departures: Mapping[int, str]) -> list[Suspect]:
 
 
 def _apart(waiting: Sequence[Answer]) -> list[Suspect]:
-    """The ranks that wait elsewhere than most; all of them where there is no such thing as most."""
+    """Return the ranks that wait elsewhere than most do, or all ranks if no position has the most."""
     places = Counter((answer.where, answer.call) for answer in waiting)
     (most, count), *others = places.most_common()
     if not others:
@@ -197,7 +197,7 @@ def _row(rank: int, answers: Mapping[int, Answer], departures: Mapping[int, str]
 
 
 def _span(seconds: Sequence[float]) -> str:
-    """`61 s`, or `61-63 s` where the ranks of a row differ."""
+    """Format idle times as `61 s`, or as `61-63 s` if the ranks of a row differ."""
     if not seconds:
         return ""
     low, high = round(min(seconds)), round(max(seconds))

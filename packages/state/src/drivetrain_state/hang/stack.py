@@ -1,4 +1,4 @@
-"""Where a thread stands: its Python stack as plain values, and what of it tells a person why nothing moves."""
+"""The Python stack of a thread as plain values, and its summary: the user's line and the call that it waits in."""
 
 import linecache
 import re
@@ -14,11 +14,11 @@ from typing import Literal
 Owner = Literal["user", "installed", "torch", "drivetrain", "stdlib"]
 WaitsFor = Literal["nothing", "device", "ranks"]
 
-# Calls into native code that return once the device has done its part: perhaps a collective that another rank
-# never entered, perhaps just much work.
+# Calls into native code that wait for the device: perhaps for a collective that another rank never entered, perhaps
+# just for much work.
 _DEVICE_CALLS = frozenset({"item", "tolist", "cpu", "numpy", "float", "synchronize"})
 _RANK_CALLS = frozenset({"wait", "wait_tensor", "barrier"})
-# Modules of torch through which a call passes on its way to the native code: they say nothing themselves.
+# Modules of torch between a call and its native code; their frames carry no information.
 _PASSED_THROUGH = (
     "torch._ops",
     "torch._tensor",
@@ -31,14 +31,14 @@ _LONGEST_CALL = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One call of a stack.
+    """A frame of a call stack.
 
     Attributes:
-        module: The `__name__` of the module that the code stands in.
-        file: The path of its source.
-        line: The line that is being run, from 1.
+        module: The `__name__` of the module that contains the code.
+        file: The path of the source file.
+        line: The current line, from 1.
         function: The qualified name of the function.
-        expression: The source of the call that is being made; empty where the source is not at hand.
+        expression: The source of the current call; empty if the source is not available.
     """
 
     module: str
@@ -50,12 +50,12 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank stands, for one row of a table.
+    """The position of a rank, for one row of a table.
 
     Attributes:
-        where: The user's innermost code, as `file:line function`.
-        call: What that code is in: a collective, `backward`, a function's name, or the source of the call.
-        waits_for: Whose part that call needs to end.
+        where: The user's innermost frame, as `file:line function`.
+        call: The call that this frame executes: a collective, `backward`, a function's name, or the call's source.
+        waits_for: The party that the call waits for.
     """
 
     where: str
@@ -64,9 +64,9 @@ class Place:
 
 
 def thread_frames(thread_id: int) -> tuple[Frame, ...]:
-    """The stack of a running thread, the outermost call first; empty where the thread has ended."""
+    """Return the stack of a running thread, outermost call first; empty if the thread has ended."""
     frames: list[Frame] = []
-    frame: FrameType | None = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage] # Python has no other door
+    frame: FrameType | None = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage] # Python has no public equivalent
     while frame is not None:
         code = frame.f_code
         frames.append(
@@ -83,9 +83,9 @@ def thread_frames(thread_id: int) -> tuple[Frame, ...]:
 
 
 def find_place(frames: Sequence[Frame]) -> Place:
-    """The user's innermost line and what it is in, from a stack with the outermost call first.
+    """Return the user's innermost line and the call that it executes, from a stack with the outermost call first.
 
-    Code of the user's own comes before code of an installed package, wherever both are on the stack.
+    The user's own code takes precedence over that of installed packages, wherever they are on the stack.
     """
     if not frames:
         return Place(where="(its thread has ended)", call="", waits_for="nothing")
@@ -98,7 +98,7 @@ def find_place(frames: Sequence[Frame]) -> Place:
 
 
 def frame_owner(frame: Frame) -> Owner:
-    """Whose code a frame runs."""
+    """Return the owner of the code that a frame executes."""
     top = frame.module.partition(".")[0]
     if top == "torch":
         return "torch"
@@ -112,7 +112,7 @@ def frame_owner(frame: Frame) -> Owner:
 
 
 def stack_text(frames: Sequence[Frame]) -> str:
-    """The whole stack as Python's tracebacks show one, the innermost call last."""
+    """Format the whole stack like a Python traceback, innermost call last."""
     lines: list[str] = []
     for frame in frames:
         lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
@@ -122,13 +122,13 @@ def stack_text(frames: Sequence[Frame]) -> str:
 
 
 def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
-    """What the user's line is in, and whose part that needs; `inside` are the frames below the user's."""
+    """Return the call that the user's line executes and what it waits for; `inside` are the frames that it called."""
     told = [frame for frame in inside if not frame.module.startswith(_PASSED_THROUGH)]
     innermost = told[-1] if told else user
     if innermost.function == "_engine_run_backward":
         return "backward", "ranks"
     if _is_communication(innermost):
-        # The outermost has the name that people know, such as all_gather_object; the logger only decorates it.
+        # The outermost frame has the public name, such as all_gather_object; c10d_logger is only its decorator.
         named = [frame for frame in told if _is_communication(frame) and "c10d_logger" not in frame.module]
         return (named or [innermost])[0].function, "ranks"
     if frame_owner(innermost) != "stdlib" and (waits_for := _native_wait(innermost)) != "nothing":
@@ -140,7 +140,7 @@ def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
 
 
 def _native_wait(frame: Frame) -> WaitsFor:
-    """Whose part the native code needs that a frame calls."""
+    """Return what the native code called by a frame waits for."""
     names = {_called_name(frame.expression)}
     if frame_owner(frame) == "torch":
         names.add(frame.function)  # torch.cuda.synchronize calls a native function of another name
@@ -150,18 +150,18 @@ def _native_wait(frame: Frame) -> WaitsFor:
 
 
 def _is_communication(frame: Frame) -> bool:
-    # Checkpoints stand in torch.distributed too, but what they do for long is write files.
+    # Checkpoint code is in torch.distributed too, but mostly writes files.
     return frame.module.startswith(("torch.distributed.", "torch.nn.parallel.distributed")) and not (
         frame.module.startswith("torch.distributed.checkpoint")
     )
 
 
 def _called_name(expression: str) -> str:
-    """The name of the function that the source of a call calls: `item` for `loss.mean().item()`."""
+    """Return the name of the function in the source of a call: `item` for `loss.mean().item()`."""
     depth = 0
     for index in range(len(expression) - 1, -1, -1):
         depth += {")": 1, "(": -1}.get(expression[index], 0)
-        if depth == 0:  # the parenthesis that opens the arguments, or no call at all
+        if depth == 0:  # the parenthesis that opens the arguments, or not a call
             match = re.search(r"\w+$", expression[:index].rstrip())
             return match.group() if match and expression[index] == "(" else ""
     return ""
@@ -173,7 +173,7 @@ def _shortened(expression: str) -> str:
 
 
 def _expression(frame: FrameType) -> str:
-    """The source of what a frame is executing, from the column numbers that Python keeps beside its bytecode."""
+    """Return the source of the expression that a frame executes, from the column numbers in its bytecode."""
     positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     if positions is None:
         return ""
@@ -181,6 +181,6 @@ def _expression(frame: FrameType) -> str:
     if first is None or last is None or start is None or end is None:
         return ""
     lines = [linecache.getline(frame.f_code.co_filename, line).encode() for line in range(first, last + 1)]
-    lines[-1] = lines[-1][:end]  # columns count bytes
+    lines[-1] = lines[-1][:end]  # columns are byte offsets
     lines[0] = lines[0][start:]
     return b"".join(lines).decode(errors="replace")

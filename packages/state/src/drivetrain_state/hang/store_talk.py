@@ -1,4 +1,4 @@
-"""Asking, answering and reporting: what each rank does in a hang, through the store that all ranks share."""
+"""The questions, answers and reports that ranks exchange about a hang through the shared store."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from drivetrain_state.hang.stack import find_place, stack_text, thread_frames
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    """What one rank knows of the question that was asked last."""
+    """The state of the newest round, as one rank knows it."""
 
     number: int
     seen_at: float = field(default_factory=monotonic)
@@ -31,7 +31,7 @@ class _Round:
 
 
 class Talker(threading.Thread):
-    """Asks, answers, reports: everything that goes through the store."""
+    """A thread that asks, answers and reports about hangs; all use of the store goes through it."""
 
     def __init__(self, guard: Guard, rounds: HangRounds, *, directory: Path) -> None:
         super().__init__(name="drivetrain-talker", daemon=True)
@@ -40,23 +40,23 @@ class Talker(threading.Thread):
         self._directory = directory
         self._round = _Round(number=rounds.newest(), over=True)
         self._false_alarms = 0
-        self._fruitless = 0  # rounds since this rank's last progress
+        self._fruitless = 0  # number of rounds since this rank's last progress
         self._beats = 0
         self._quiet_until = 0.0
 
     def run(self) -> None:
-        """Take a turn every now and then until the guard stops or the store is gone."""
+        """Poll the store until the guard stops or the store is gone."""
         try:
             while not self._guard.stopping.wait(self._guard.poll_seconds):
                 self._turn()
                 self._guard.heard_at = monotonic()
+            # In a last turn, this rank still answers and reports its latest progress before it departs.
             self._guard.pulse.look()
             self._turn()
             self._rounds.depart(self._guard.ending)
         except (DistError, OSError):
-            self._guard.heard_at = float(
-                "-inf"
-            )  # the store's host is gone: often just finished; the guard judges
+            # The store's host is gone, often because it has just finished: the guard decides.
+            self._guard.heard_at = float("-inf")
         self._rounds.close()
 
     def _turn(self) -> None:
@@ -69,15 +69,16 @@ class Talker(threading.Thread):
             self._follow(self._round)
 
     def _may_ask(self) -> bool:
-        """Whether this rank has stood still for so long, and nobody asked lately, that it is time to ask."""
+        """Return whether this rank has been idle long enough, and the last question is long enough ago, to ask."""
         pulse, settings = self._guard.pulse, self._guard.settings
         if pulse.beats != self._beats:
             self._beats, self._fruitless, self._quiet_until = pulse.beats, 0, 0.0
         hang = settings.hang_timeout_seconds
-        # Who was alarmed for nothing waits longer, but never so long that the end comes unannounced.
+        # Wait longer after each false alarm, but never so long that the process ends without a report.
         patience = min(hang * (1 + self._false_alarms), max(hang, settings.timeout_seconds / 2))
         if self._guard.is_condemned and pulse.idle_seconds > 0.9 * settings.timeout_seconds:
-            return False  # others fail of the same hang just now: asking again would accuse them
+            # Other ranks are ending because of the same hang, and a new report would accuse them.
+            return False
         return pulse.idle_seconds > patience and monotonic() >= self._quiet_until
 
     def _answer(self, number: int) -> None:
@@ -102,7 +103,7 @@ class Talker(threading.Thread):
         self._quiet_until = monotonic() + self._guard.settings.hang_timeout_seconds * 2**self._fruitless
 
     def _follow(self, current: _Round) -> None:
-        """Report if that is this rank's part, learn the verdict, and notice when the run goes on."""
+        """Report if this rank is the reporter, read the verdict, and detect that the run resumes."""
         if current.verdict is None:
             if self._is_reporter(current):
                 self._collect(current)
@@ -122,7 +123,7 @@ class Talker(threading.Thread):
                 say(f"drivetrain: progress again, {waited:.0f} s after the ranks were asked: {text}\n")
 
     def _is_reporter(self, current: _Round) -> bool:
-        """Whether every lower rank is gone, or still silent when it had half as long again as the others."""
+        """Return whether every lower rank has departed, or is silent after 1.5 times the answer time."""
         late = monotonic() - current.seen_at > 1.5 * self._guard.answer_seconds
         for lower in range(self._guard.topology.rank):
             if self._rounds.has_answered(current.number, lower):
@@ -132,7 +133,7 @@ class Talker(threading.Thread):
         return True
 
     def _collect(self, current: _Round) -> None:
-        """Take in the answers; report once all are here or the others had their time."""
+        """Read the answers; report once all have arrived or the answer time is over."""
         ranks = range(self._guard.topology.world_size)
         current.answers |= self._rounds.answers(
             current.number, [r for r in ranks if r not in current.answers]
@@ -163,7 +164,7 @@ class Talker(threading.Thread):
         )
 
     def _write(self, text: str) -> tuple[str, str]:
-        """Write the stacks to a file of their own: its path and the sentence that says so."""
+        """Write the stacks to a new file; return its path and a sentence that gives it."""
         path = self._directory / f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The watchdog: two daemon threads of each rank that notice a hang, ask every rank where it is, and say who it is.
+"""The watchdog: two daemon threads per rank that detect a hang, ask every rank for its position, and report it.
 
-The guard looks at this process alone, so that it keeps time whatever the network does; the talker goes through the
-rendezvous store. Both look a few times in each hang timeout, once a second at most.
+The guard checks this process only, so that the network cannot delay it; the talker uses the rendezvous store. Both
+poll several times per hang timeout: at least once a second for up to 2000 ranks, less often for more.
 """
 
 import threading
@@ -19,16 +19,16 @@ from drivetrain_state.topology import Topology
 
 
 class Watchdog:
-    """A watched `Watch`; `stop` ends it. Made by `start_watchdog`."""
+    """A handle on the watchdog of one `Watch`, as returned by `start_watchdog`."""
 
     def __init__(self, guard: Guard, watch: Watch) -> None:
         self._guard = guard
         self._watch = watch
 
     def stop(self) -> None:
-        """Say goodbye in the store and end the threads; stopping twice is fine.
+        """Release the watch; with the last one, announce the departure in the store and end the threads.
 
-        Called before the process group is destroyed, since the group's store may be hosted here.
+        Call it before destroying the process group, whose store this process may host. A second call does nothing.
         """
         self._guard.release(self._watch)
 
@@ -41,17 +41,17 @@ def start_watchdog(
     store: Store | None = None,
     report_directory: Path | None = None,
 ) -> Watchdog:
-    """Watch for hangs. Called on all ranks, once the process group exists; waits for none of them.
+    """Start to watch for hangs, without waiting for other ranks.
 
-    A second call in one process, for the same store, adds its watch to the threads that run already: progress on
-    either is progress, and the first call's settings hold.
+    Must be called on all ranks, once the process group exists. A second call in one process, for the same store,
+    adds its watch to the running threads: progress on either watch counts, and the first call's settings apply.
 
     Args:
-        topology: Which rank this is, of how many.
-        settings: `hang_timeout_seconds` and `timeout_seconds`, the same on all ranks.
-        watch: What the training loop marks.
-        store: The store that all ranks share; the default process group's if not said.
-        report_directory: Where the full stacks are written; the working directory if not said.
+        topology: The rank of this process and the world size.
+        settings: The settings, with the same `hang_timeout_seconds` and `timeout_seconds` on all ranks.
+        watch: The progress mark that the training loop sets.
+        store: The store that all ranks share; by default that of the default process group.
+        report_directory: The folder for the full stacks; by default the working directory.
     """
     shared = _get_default_store() if store is None else store
     for thread in threading.enumerate():

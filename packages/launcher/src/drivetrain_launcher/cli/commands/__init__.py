@@ -1,1 +1,1 @@
-"""The launcher's own subcommands, one a module; the module's first line is its line in `drivetrain --help`."""
+"""The launcher's own subcommands, one per module, whose first docstring line appears in `drivetrain --help`."""

@@ -12,7 +12,7 @@ from drivetrain_config import Command, Layers, Source, resolve, sections
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvArguments:
-    """What `drivetrain env` is told."""
+    """The arguments of `drivetrain env`."""
 
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs and bug reports."})
     layers: Layers = field(default_factory=lambda: Layers({}))
@@ -20,11 +20,11 @@ class EnvArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting as it is in force.
+    """A setting with its current value.
 
     Attributes:
-        value: Its value, as JSON has it; a secret is hidden.
-        source: Where the value came from.
+        value: The value as plain JSON data; a secret is hidden.
+        source: The source of the value.
     """
 
     value: Any
@@ -32,7 +32,7 @@ class Setting:
 
 
 def run(arguments: EnvArguments) -> int:
-    """Collect what there is, and print it."""
+    """Print versions, devices and settings, as text or JSON."""
     settings = read_settings(arguments.layers)
     versions, devices = read_versions(), read_devices()
     if arguments.json:
@@ -58,7 +58,7 @@ def run(arguments: EnvArguments) -> int:
 
 
 def read_versions() -> dict[str, str]:
-    """The versions of Python, torch and every installed package of drivetrain's."""
+    """Return the versions of Python, torch and every installed drivetrain package, and the platform."""
     from importlib.metadata import distributions
 
     ours = {
@@ -74,17 +74,17 @@ def read_versions() -> dict[str, str]:
 
 
 def read_devices() -> list[str]:
-    """The devices of this machine, a line each."""
+    """Return one line per kind of device on this machine."""
     from drivetrain_state import describe
 
     return describe().splitlines()
 
 
 def read_settings(layers: Layers) -> dict[str, dict[str, Setting]]:
-    """Every field of every installed section, with its source; a secret's value is hidden.
+    """Return every field of every installed section, with its source; the values of secrets are hidden.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: If a value is invalid.
     """
     found: dict[str, dict[str, Setting]] = {}
     for section, kind in sections().items():
@@ -102,7 +102,7 @@ def read_settings(layers: Layers) -> dict[str, dict[str, Setting]]:
 
 
 def _plain(value: object) -> object:
-    """A value as JSON has it."""
+    """Convert a value to plain JSON data."""
     match value:
         case None | bool() | int() | float() | str():
             return value

@@ -17,9 +17,9 @@ from drivetrain_launcher.plan.plan import Target
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 
-# Where packages announce their backends.
+# The entry point group in which packages register backends.
 _BACKENDS = "drivetrain.backends"
-# Beside the launcher's own: to look up every installed package's would cost a start of each.
+# In addition to the launcher's own flags: looking up those of every installed package would import each.
 _OFTEN_MISPLACED = frozenset(
     {"--config", "--dry-run", "--backend", "--cpu", "--mixed-precision", "--gradient-accumulation-steps"}
 )
@@ -27,7 +27,7 @@ _OFTEN_MISPLACED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchArguments:
-    """What `drivetrain launch` is told."""
+    """The arguments of `drivetrain launch`."""
 
     script: str = field(
         metadata={
@@ -46,7 +46,7 @@ class LaunchArguments:
 
 
 def run(arguments: LaunchArguments) -> int:
-    """Plan the launch and carry it out."""
+    """Plan the launch and run the plan, or print it for `--dry-run`."""
     settings = resolve_said(arguments.layers)
     launch: LaunchSettings = settings["launch"]
     target = _target(arguments, launch)
@@ -61,7 +61,7 @@ def run(arguments: LaunchArguments) -> int:
 
 
 def resolve_said(layers: Layers) -> dict[str, Any]:
-    """The sections that anything was said about, and `launch`: a wrong value is told here, once, not by each rank."""
+    """Resolve `launch`, `state` and every section that is set, so that errors appear once here, not on each rank."""
     said = {section for section, _ in layers.entries} | {"launch", "state"}
     return {
         name: resolve(section, section=name, layers=layers).value
@@ -70,7 +70,7 @@ def resolve_said(layers: Layers) -> dict[str, Any]:
 
 
 def _check(layers: Layers, settings: dict[str, Any], target: Target) -> None:
-    """Refuse what every worker would, and tell flags that the script gets in place of the launcher."""
+    """Reject an unknown backend before any worker does, and report launcher flags that follow the script."""
     asked = layers.of_section("run").get("backend", ())
     if not asked and not any(argument.startswith("--") for argument in target.arguments):
         return
@@ -85,12 +85,12 @@ def _check(layers: Layers, settings: dict[str, Any], target: Target) -> None:
         stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")
         say(
             f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
-            f"not; what the launcher is to read stands before the script: drivetrain launch [flags] {target.name}"
+            f"not; put the launcher's flags before the script: drivetrain launch [flags] {target.name}"
         )
 
 
 def _device(settings: dict[str, Any]) -> str:
-    """The kind of device that the run asks for; `run.cpu` is the umbrella's, and may not be installed."""
+    """Return the requested kind of device; `run.cpu` exists only if the umbrella package is installed."""
     wants_cpu = "run" in settings and settings["run"].cpu
     return "cpu" if wants_cpu else settings["state"].device
 
