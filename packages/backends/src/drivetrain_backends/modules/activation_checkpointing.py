@@ -19,22 +19,24 @@ from torch.utils.checkpoint import (
 
 Checkpointing = Literal["none", "full", "selective"]
 _ATEN = torch.ops.aten
-_SAVED = frozenset(  # saved by selective checkpointing: matrix products and attention, the most expensive to recompute
-    operation.default
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "linear",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_mm",
+_SAVED = (
+    frozenset(  # saved by selective checkpointing: matrix products and attention, the costliest to recompute
+        operation.default
+        for name in (
+            "mm",
+            "addmm",
+            "bmm",
+            "baddbmm",
+            "linear",
+            "convolution",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_mm",
+        )
+        if (operation := getattr(_ATEN, name, None)) is not None
     )
-    if (operation := getattr(_ATEN, name, None)) is not None
 )
 
 

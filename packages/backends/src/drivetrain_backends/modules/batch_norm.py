@@ -58,7 +58,7 @@ def synchronise_batch_norms(
 
 
 def restore_batch_norms(kinds: dict[nn.Module, type[nn.Module]]) -> None:
-    """Undo `synchronise_batch_norms`."""
+    """Undo `synchronise_batch_norms`, given its result."""
     for module, kind in kinds.items():
         module.__class__ = kind
         del module.process_group
