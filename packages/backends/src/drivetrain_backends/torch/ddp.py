@@ -145,7 +145,7 @@ class DDPBackend(TorchBackend):
         return ReplicatedPrepared(model, context=self.context, ledger=self._ledger, check_drift_every=every)
 
     def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """Also forget the replicas; see `TorchBackend.take_back`."""
+        """Forget the replicas too; see `TorchBackend.take_back`."""
         super().take_back(placed, error)
         for model in [prepared.unwrap() for prepared in placed]:
             self._gradients.replicas.pop(model, None)
