@@ -39,7 +39,7 @@ class EngineRun:
     Attributes:
         world_size: The number of ranks of the engine.
         gradient_accumulation_steps: The number of micro-batches in a window.
-        micro_batch_size: The samples of a micro-batch on one rank; None if no loader is prepared.
+        micro_batch_size: The samples of a micro-batch on one rank; None if no loader sets it.
         mode: The precision: "no", "fp16" or "bf16".
         scaling: The settings of the loss scale, for fp16.
         num_elements: The number of trainable parameter elements of the model; None before there is a model.
@@ -308,7 +308,7 @@ def _equal(name: str, one: Any, other: Any) -> bool:
 
 
 def _batch_sizes(given: Mapping[str, Any], merged: Mapping[str, Any], run: EngineRun) -> dict[str, int]:
-    """Return the batch size that follows from the other one, if only one is given and no loader is prepared."""
+    """Return the batch size that follows from the other one, if only one is given and no loader sets either."""
     micro, whole = "train_micro_batch_size_per_gpu", "train_batch_size"
     micro_batches = merged["gradient_accumulation_steps"] * run.world_size
     said = [name for name in (micro, whole) if given.get(name, "auto") != "auto"]

@@ -204,7 +204,7 @@ class DeepSpeedPrepared:
         return restore_forward(self._module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and schedulers, with full fp32 tensors; see `Prepared.state_dict`. On all ranks.
+        """Return the state, with full fp32 tensors; see `Prepared.state_dict`. Called on all ranks.
 
         Raises:
             ReplacedParameterError: The model has parameters that were not prepared.

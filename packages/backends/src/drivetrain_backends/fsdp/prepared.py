@@ -138,7 +138,7 @@ class FSDPPrepared(TorchPrepared):
     def gathered(self, *, write: bool = False) -> Generator[None]:
         """Gather full parameters into the modules in the block, in the dtype of the shards; see `Prepared.gathered`.
 
-        They replace the shards, so a forward is refused in the block.
+        They replace the shards, so no forward may run in the block.
         """
         self.sharded.reshard()
         self.sharded.check()

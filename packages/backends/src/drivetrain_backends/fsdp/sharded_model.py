@@ -90,7 +90,7 @@ class ShardedModel:
     def drop_held(self) -> None:
         """Drop the full gradients that unreduced backwards left."""
         for parameter in self.divided():
-            if "unsharded_accumulated_grad" in vars(parameter):  # in torch before 2.15
+            if "unsharded_accumulated_grad" in vars(parameter):  # in older torch, but no longer in 2.15
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None

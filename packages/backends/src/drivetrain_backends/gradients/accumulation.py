@@ -28,7 +28,7 @@ class AccumulationWindow:
     Attributes:
         num_micro_batches: The nominal number of micro-batches in a window.
         next_num_micro_batches: The nominal number for the next window; set by `resize`.
-        fixed_because: The reason why a backend cannot change the number; None if it can.
+        fixed_because: The reason why the number is fixed, set by a backend that depends on it; None if it is not.
         nonfinite_gradients: The treatment of steps whose gradients hold an infinity or NaN: "ignore" does not check,
             "skip" skips the step, "raise" is an error.
         length: The number of micro-batches in the current window so far, including the current one.

@@ -50,7 +50,7 @@ class ParameterGradients:
         self._scaler = scaler
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
-        """Return, once for each move, whether gradients of models moved to other tensors with the same values."""
+        """Return whether gradients moved to other tensors since the last call, with the same values."""
         del models
         return False
 

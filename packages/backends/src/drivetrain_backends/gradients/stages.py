@@ -136,7 +136,7 @@ class GradientGroup:
         carrier = self._ledger.in_grad
         if carrier is not None and (carrier.averages or (self.stage == "open" and self._is_corrected)):
             self._marks.keep()
-            carrier.have_moved(self.models)  # reset by this call, because these marks include the move
+            carrier.have_moved(self.models)  # resets it: these marks include the move
 
     @property
     def keeps_gathered(self) -> bool:
@@ -208,7 +208,7 @@ class GradientGroup:
             self._cleared.add(id(optimizer))
             if len(self._cleared) >= len(self.optimizers):
                 if self.stage != "used" and self._is_averaged:
-                    self._marks.keep()  # so that no rank averages if other ranks go on to step
+                    self._marks.keep()  # other ranks that step have nothing left to average: nor may this one
                 else:
                     self._marks.forget()
                 self.stage = "empty"

@@ -34,6 +34,6 @@ def set_visible_rates(groups: Iterable[dict[str, Any]]) -> None:
 def run_eagerly() -> AbstractContextManager[object]:
     """Run a compiled step in eager mode in the block, because compiling it for each shape takes minutes.
 
-    Skipped if the compiler is not imported, which takes seconds; a compiled optimizer has already imported it.
+    Does nothing unless the compiler is imported: importing it takes seconds, and a compiled optimizer has done so.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

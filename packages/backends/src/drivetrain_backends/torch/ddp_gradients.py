@@ -64,7 +64,7 @@ class ReplicatedGradients(ParameterGradients):
         return super().settle(models, factor)
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
-        """Return, once for each rebuild, whether DDP has rebuilt its buckets, which moves the gradients."""
+        """Return whether DDP has rebuilt its buckets since the last call, which moves the gradients."""
         rebuilt = {
             replica
             for model in models

@@ -150,7 +150,7 @@ class TorchPrepared:
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
-        """Yield at once, because parameters are always full here; see `Prepared.gathered`."""
+        """Run the block directly, because parameters are always full; see `Prepared.gathered`."""
         yield
         if write and self._context.group is not None:
             for parameter in self.unwrap().parameters():
