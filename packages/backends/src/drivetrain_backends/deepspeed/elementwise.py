@@ -24,12 +24,7 @@ _NUM_STEPS = 6  # a Lookahead, for one, acts on every fifth step
 # Above 4096 elements, where 8-bit states begin, and 128 rows, where some statistics are factored; below the size at
 # which torch uses several threads.
 _LONGEST = {1: (4608,), 2: (128, 136), 3: (20, 16, 16), 4: (20, 16, 4, 4)}
-_SCALES = (
-    1.0,
-    30.0,
-    0.01,
-    1e3,
-)  # of gradients, so that the influence of one parameter's gradient on another shows
+_SCALES = (1.0, 30.0, 0.01, 1e3)  # of gradients, so that one's influence on another parameter shows
 _SUB_GROUP_ELEMENTS = 10**9  # DeepSpeed's own default
 _DTYPES = {  # the allowed difference from rounding, relative to the largest update and to the largest value
     torch.float64: (1e-5, 1e-13),  # with a state in fp32

@@ -29,9 +29,7 @@ class EngineCarrier:
         self._ready: set[nn.Module] = set()  # the models whose gradients the last backward made ready
         self._running: nn.Module | None = None
         self._parameters: dict[nn.Module, list[Tensor]] = {}
-        self._left: dict[
-            nn.Module, list[tuple[int, int]]
-        ] = {}  # the state of `.grad` after the last backward
+        self._left: dict[nn.Module, list[tuple[int, int]]] = {}  # `.grad` after the last backward
         self._stand_ins: dict[
             nn.Module, tuple[Tensor, Tensor]
         ] = {}  # a parameter and the zeros in its `.grad`

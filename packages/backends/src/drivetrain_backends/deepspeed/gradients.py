@@ -230,9 +230,7 @@ class PartitionedGradients:
         """Drop the gradients; see `ReducedGradients.discard`."""
         for parameter in self._engine.module.parameters():
             if parameter.grad is not None and parameter.grad.device.type == "cpu":
-                parameter.grad = (
-                    None  # stage 3's zero_grad would use a stream that the CPU does not have (0.19)
-                )
+                parameter.grad = None  # stage 3's zero_grad needs a stream, which the CPU lacks (0.19)
         self._optimizer.zero_grad()
         for bucket in self._optimizer.ipg_buckets.values():  # left by a backward that failed midway
             getattr(bucket, "clear_params", bucket.clear)()  # stage 3 keeps its buffers

@@ -103,9 +103,7 @@ class FSDPBackend(TorchBackend):
         self._buffers = SharedBuffers(context, enabled=own.broadcast_buffers)
         self._plans: dict[nn.Module, BlockPlan] = {}
         self._guard = AssignmentGuard()
-        self._successors = (
-            WeakIdKeyDictionary()
-        )  # parameters of optimizers built before prepare(), with their shards
+        self._successors = WeakIdKeyDictionary()  # unsharded parameters, with their shards
 
     def carrier(self) -> GradientCarrier:
         """Return the carrier of sharded gradients."""

@@ -19,9 +19,7 @@ from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_group
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context
 
-_MOST_REMEMBERED = (
-    65536  # collectives kept since the last step, for the error that names the first difference
-)
+_MOST_REMEMBERED = 65536  # collectives since the last step, for the error that names the first difference
 _PASSES = 4  # forward, backward, reduction, and one spare: the first use of every block is compared at once
 _MASK = (1 << 61) - 1
 

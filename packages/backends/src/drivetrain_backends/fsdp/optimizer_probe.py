@@ -49,10 +49,7 @@ _LIMITS = {
     torch.float16: (2e-2, 2e-3, 4),
     torch.bfloat16: (2e-2, 1.6e-2, 4),
 }
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-)  # users' hooks, not part of the arithmetic
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # users' hooks, not arithmetic
 
 
 class _Tiny:
@@ -127,10 +124,7 @@ def _stand_ins(optimizer: Optimizer, num_shards: int) -> list[list[_Tiny]]:
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad]
         kinds = dict.fromkeys(_kind(p, num_shards) for p in trained)
-        large = (
-            -(-_LARGE // num_shards) * num_shards,
-            _LARGE,
-        )  # divisible, so that every rank has as many rows
+        large = (-(-_LARGE // num_shards) * num_shards, _LARGE)  # every rank has as many rows
         kinds |= dict.fromkeys(
             (large, p.dtype) for p in trained if p.numel() >= _LARGE**2 and not is_plain(p)
         )

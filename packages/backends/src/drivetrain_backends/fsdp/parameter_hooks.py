@@ -69,7 +69,7 @@ class ParameterHooks:
             return
         carried = self._carried.setdefault(shard, _Carried(self._carriers[shard]))
         if of_gradient:
-            # A dict whose hooks were removed becomes empty: a loop may register and remove one at each step.
+            # Drop a dict whose hooks were all removed: a loop may register and remove one at each step.
             carried.of_gradient[:] = [*filter(None, carried.of_gradient), of_gradient]
             source._backward_hooks = None
         if of_parameter:  # torch would run a shard's hooks after the reduction, on part of the gradient

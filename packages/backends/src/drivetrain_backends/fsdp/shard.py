@@ -180,9 +180,8 @@ def _bring_values(
     }
     made = {module: attributes for module, attributes in made.items() if attributes}
     around = [module for module in model.modules() if callable(getattr(module, "_init_weights", None))]
-    initialise(
-        made, dict(names), around[:1], sources.seed
-    )  # the outermost `_init_weights` covers the modules inside
+    # The outermost `_init_weights` covers the modules inside.
+    initialise(made, dict(names), around[:1], sources.seed)
     filled = {
         tensors_of(module)[attribute] for module, attributes in made.items() for attribute in attributes
     }

@@ -41,9 +41,7 @@ class StandIn(nn.Module):
                 "the model before prepare(), or free_memory() and prepare() again; values alone go in with "
                 "parameter.copy_(...) under torch.no_grad()"
             )
-        elif name.startswith("_") and not hasattr(
-            self.module, name
-        ):  # torch's private attributes of the wrapper
+        elif name.startswith("_") and not hasattr(self.module, name):  # torch's own, about the wrapper
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)

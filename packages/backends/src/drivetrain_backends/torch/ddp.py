@@ -97,9 +97,7 @@ class DDPBackend(TorchBackend):
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
         super().__init__(context, policy, window=window, settings=settings)
-        self._batch_norms: dict[
-            nn.Module, type[nn.Module]
-        ] = {}  # the synchronised layers with their former classes
+        self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # former classes of synchronised layers
 
     def carrier(self) -> GradientCarrier:
         """Return the carrier that tracks which gradients are not averaged over ranks."""
