@@ -1,8 +1,8 @@
 """Training backends behind one protocol, and the contract test that each of them passes.
 
-A `Backend` prepares models together with their optimizers and schedulers; what comes back is stepped through
-`Prepared`. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every rank, `FSDPBackend`
-shards it. A third party's backend is found by the entry point group `drivetrain.backends`.
+A `Backend` prepares models together with their optimizers and schedulers, and returns a `Prepared` for each model,
+through which the model is trained. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every
+rank, `FSDPBackend` shards it. Third-party backends are found through the entry point group `drivetrain.backends`.
 """
 
 from typing import TYPE_CHECKING

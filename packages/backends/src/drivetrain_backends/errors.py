@@ -1,24 +1,24 @@
-"""What can go wrong between a model, its optimizer and the backend that trains them."""
+"""The errors of pairing a model with its optimizer and of training it through a backend."""
 
 
 class PairingError(ValueError):
-    """Of a model, its optimizer, scheduler and loss, one was prepared without the other that it needs."""
+    """A model, optimizer, scheduler or loss was prepared without another of them that it needs."""
 
 
 class UnknownBackendError(ValueError):
-    """No backend of that name is installed or given."""
+    """No installed or registered backend has this name."""
 
 
 class AccumulationError(RuntimeError):
-    """Two ways to normalise the loss, or steps in an order that would give wrong gradients."""
+    """The loss is normalised in two ways, or steps come in an order that gives wrong gradients."""
 
 
 class UnreducedGradientError(RuntimeError):
-    """A gradient would be stepped on that ranks have not averaged, so that their weights would drift apart."""
+    """A gradient to step on is not averaged over ranks, so that their weights would drift apart."""
 
 
 class UnshardedParameterError(RuntimeError):
-    """A parameter was created or re-assigned after its model was sharded, so that nothing trains or saves it."""
+    """A parameter was created or reassigned after its model was sharded, so that it is neither trained nor saved."""
 
 
 class OptimizerStateError(ValueError):
@@ -26,7 +26,7 @@ class OptimizerStateError(ValueError):
 
 
 class SchedulerError(RuntimeError):
-    """A scheduler counts something else than the steps of its optimizer."""
+    """A scheduler counts something other than the steps of its optimizer."""
 
 
 class BatchMismatchError(TypeError):
@@ -34,24 +34,24 @@ class BatchMismatchError(TypeError):
 
 
 class EngineConfigError(ValueError):
-    """A configuration of DeepSpeed that has unknown keys, or contradicts the run."""
+    """A DeepSpeed configuration has unknown keys or contradicts the run."""
 
 
 class BackendNotInstalledError(ImportError):
-    """The library behind a backend is not installed, or cannot serve this device."""
+    """The library behind a backend is not installed, or does not support this device."""
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A gradient holds an infinity or NaN, and the run is to end there."""
+    """A gradient holds an infinity or NaN, and the run is configured to end there."""
 
 
 class DriftedReplicasError(RuntimeError):
-    """The weights of a model that is replicated are not the same on all ranks."""
+    """The weights of a replicated model differ between ranks."""
 
 
 class ReplacedParameterError(RuntimeError):
-    """A model's parameters are not those that were prepared: what is new would be trained by nothing."""
+    """A model's parameters are no longer the prepared ones, and the new ones would not be trained."""
 
 
 class SecondDerivativeError(RuntimeError):
-    """A backward with `create_graph=True` under a backend that lets go of parameters in backward."""
+    """A backward with `create_graph=True` ran under a backend that releases parameters during backward."""

@@ -1,12 +1,12 @@
-"""The two protocols of a training backend.
+"""The protocols of a training backend and of the models it prepares.
 
 Call order, on all ranks unless said otherwise:
 
 1. `Backend(context, policy, window=..., settings=...)`, once for an Accelerator.
 2. `Backend.building()` around the construction of models, where a user asks for it.
 3. `Backend.prepare(models, optimizers, schedulers)`, any number of times.
-4. For each micro-batch: `window.begin(...)`, then inside `Prepared.no_sync()` of the models, unless the window
-   closes: forward, `Prepared.backward` (or `Backend.backward`, where a loss flows through several models).
+4. For each micro-batch: `window.begin(...)`, forward, then `Prepared.backward` (or `Backend.backward` for a loss of
+   several models), inside `Prepared.no_sync()` of the models unless the micro-batch closes the window.
 5. When the window closes: `Prepared.clip` (optional), `Prepared.step`, `Prepared.zero_grad`.
 6. `Prepared.state_dict` / `load_state_dict` between windows.
 7. `Backend.close()`.
@@ -26,16 +26,16 @@ from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
 from drivetrain_precision import Policy
 from drivetrain_state import Context
 
-State = dict[str, Any]  # nested plain values and tensors, as checkpoints take them
+State = dict[str, Any]  # nested plain values and tensors, as stored in checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """An applied value that was left to the backend, for the effective plan.
+    """An applied value that the settings left to the backend, for the effective plan.
 
     Attributes:
-        value: What is applied.
-        reason: Why, in a few words.
+        value: The value that is applied.
+        reason: The reason for it, in a few words.
     """
 
     value: object
@@ -44,7 +44,7 @@ class Chosen:
 
 @runtime_checkable
 class Prepared(Protocol):
-    """One model with its optimizers and schedulers, as a backend trains them."""
+    """A model with its optimizers and schedulers, as a backend trains them."""
 
     model: nn.Module
     optimizers: list[PreparedOptimizer]
@@ -53,25 +53,25 @@ class Prepared(Protocol):
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape ().
 
-        Without `count` the loss is a mean, and the window's gradient is the mean of its means. With `count` the
-        loss is a sum over `count` items (tokens, say) of this rank, and the window's gradient is that of the mean
-        over all items of all ranks and micro-batches.
+        Without `count` the loss is a mean, and the gradient of the window is the mean of the micro-batch gradients.
+        With `count` the loss is a sum over `count` items (such as tokens) of this rank, and the gradient of the
+        window is that of the mean over all items of all ranks and micro-batches.
 
         Raises:
-            PairingError: The loss trains what was not prepared, or has no prepared optimizer, as far as that is seen.
+            PairingError: The loss trains an unprepared model or one without a prepared optimizer, where detectable.
         """
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients stay on their rank; entered for every micro-batch that does not close the window."""
+        """Keep gradients local in the block; entered for every micro-batch that does not close the window."""
         ...
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step one of the model's optimizers; nothing happens while the window is open."""
+        """Step one of the model's optimizers; do nothing while the window is open."""
         ...
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Clear the gradients of one optimizer; those of an open window stay."""
+        """Clear the gradients of one optimizer; keep those of an open window."""
         ...
 
     def clip(
@@ -82,43 +82,44 @@ class Prepared(Protocol):
         norm_type: float = 2.0,
         value: float | None = None,
     ) -> Tensor | None:
-        """Clip by the global norm (and return it, of shape ()) or by value; None while the window is open."""
+        """Clip by the global norm, of shape (), and return it, or clip by value; return None in an open window."""
         ...
 
     def unwrap(self) -> nn.Module:
-        """The module as the user built it, with the trained parameters."""
+        """Return the module as the user built it, with the trained parameters."""
         ...
 
     def gathered(self, *, write: bool = False) -> AbstractContextManager[None]:
-        """Inside, the parameters of `unwrap()` are whole on every rank. Called on all ranks.
+        """Gather the full parameters of `unwrap()` on every rank in the block. Called on all ranks.
 
         Args:
-            write: Whether what rank 0 writes into them is kept, on all ranks; else changes are undefined.
+            write: Whether all ranks keep what rank 0 writes into the parameters; otherwise the effect of a write is
+                undefined.
         """
         ...
 
     def state_dict(self) -> State:
-        """Model, optimizers and schedulers under canonical names, the same on every rank. Called on all ranks.
+        """Return model, optimizers and schedulers by canonical name, the same on every rank. Called on all ranks.
 
-        A tensor of which each rank holds a part is a value with `full_tensor()`, as torch's DTensor is: called on all
-        ranks, in the same order, it gives the whole.
+        A sharded tensor is a value with a `full_tensor()` method, like torch's DTensor, which returns the full tensor
+        when called on all ranks in the same order.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, its tensors whole or not, at any number of ranks. Called on all ranks."""
+        """Load a result of `state_dict`, its tensors full or sharded, at any number of ranks. Called on all ranks."""
         ...
 
 
 @runtime_checkable
 class ReplicatesWeights(Protocol):
-    """A backend that holds whole weights on every rank, of which a checkpoint takes one rank's."""
+    """A backend that holds full weights on every rank, so that a checkpoint saves those of one rank."""
 
     def check_replicas(self) -> None:
-        """Refuse to go on where ranks hold other weights. Called on all ranks, before a save.
+        """Refuse to continue if the weights differ between ranks. Called on all ranks, before a save.
 
         Raises:
-            DriftedReplicasError: Ranks hold other weights.
+            DriftedReplicasError: The weights differ between ranks.
         """
         ...
 
@@ -128,9 +129,9 @@ class Backend(Protocol):
     """A way to train: on one device, replicated, sharded, or through an engine.
 
     Attributes:
-        settings_section: The name of the configuration section of this backend, None if it has no settings.
-        settings_type: The frozen dataclass of that section.
-        needs_group: Whether it needs a process group in one process too.
+        settings_section: The name of this backend's configuration section; None if it has no settings.
+        settings_type: The frozen dataclass of that section; None if there is none.
+        needs_group: Whether the backend needs a process group even in a single process.
     """
 
     settings_section: ClassVar[str | None]
@@ -143,63 +144,63 @@ class Backend(Protocol):
     ) -> None: ...
 
     def building(self) -> AbstractContextManager[None]:
-        """Inside, a model is constructed as the backend wants it (on its device, on meta, sharded)."""
+        """Construct models in the block as the backend needs them (on its device, on meta, sharded)."""
         ...
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
     ) -> tuple[Prepared, ...]:
-        """Prepare models with what trains them; an optimizer may come in a later call than its model.
+        """Prepare models with their optimizers and schedulers; an optimizer may come in a later call than its model.
 
         Returns:
             Every `Prepared` that is new or has gained an optimizer or scheduler.
 
         Raises:
-            PairingError: An optimizer or scheduler belongs to no model prepared now or before.
+            PairingError: An optimizer or scheduler belongs to no model prepared in this call or before.
         """
         ...
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
-        """Add the gradients of a loss of which the caller has not said whose it is.
+        """Add the gradients of a loss without being told which model it trains.
 
-        With one trained model that is `Prepared.backward`. With several, a backend that owns backward, or a loss
-        with a count, cannot know which it belongs to.
+        With one trained model, this is `Prepared.backward`. With several, the model is unknown if the backend owns
+        backward or the loss has a count.
 
         Raises:
-            AccumulationError: It cannot be known; the message asks for the model. Or none is prepared.
+            AccumulationError: The model is unknown, and the message asks for it; or no model is prepared.
         """
         ...
 
     def backward_of(
         self, models: Sequence[Prepared], loss: Tensor, *, count: Tensor | float | None = None
     ) -> None:
-        """Add the gradients of a loss that trains several models, each with an optimizer of its own.
+        """Add the gradients of a loss that trains several models, each with its own optimizer.
 
         Raises:
-            AccumulationError: The backend cannot; the message says what to do instead.
+            AccumulationError: The backend does not support this; the message says what to do instead.
         """
         ...
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """Let ranks run out of batches at different steps inside.
+        """Let ranks run out of batches at different steps in the block.
 
         Raises:
-            RuntimeError: The backend cannot; the message says what to do instead.
+            RuntimeError: The backend does not support this; the message says what to do instead.
         """
         ...
 
     def applied(self) -> Mapping[str, object]:
-        """What is in force, read back from live objects for the effective plan; `Chosen` where it was left open."""
+        """Return the values in force, read back from live objects, for the effective plan; `Chosen` for defaults."""
         ...
 
     def state_dict(self) -> State:
-        """What belongs to the run, not to a model: the loss scale, the window's reference count."""
+        """Return the state of the run rather than of a model: the loss scale, the window's reference count."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Load a result of `state_dict`."""
         ...
 
     def close(self) -> None:
-        """Let go of what the backend holds. Called on all ranks, once; further calls do nothing."""
+        """Release everything the backend holds. Called on all ranks, once; further calls do nothing."""
         ...

@@ -1,4 +1,4 @@
-"""Which backends there are: those that installed packages announce, and those a program adds."""
+"""The registry of backends: those announced by installed packages and those added by a program."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,23 +12,23 @@ _GROUP = "drivetrain.backends"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendRegistry:
-    """Backends by name. A value: adding one gives a new registry and changes nothing elsewhere.
+    """The backends by name. An immutable value: adding a backend returns a new registry.
 
     Attributes:
-        added: Backend classes by name, beside the installed ones and before them.
+        added: The added backend classes by name; they take precedence over installed ones.
     """
 
     added: Mapping[str, type[Any]] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """Every name that `get` knows, sorted."""
+        """Return every name that `get` knows, sorted."""
         return sorted({*self.added, *(point.name for point in entry_points(group=_GROUP))})
 
     def get(self, name: str) -> type[Any]:
-        """Find a backend class; its module is imported only now.
+        """Return a backend class, importing its module only now.
 
         Raises:
-            UnknownBackendError: No such backend; the message lists those there are.
+            UnknownBackendError: No such backend; the message lists the known ones.
         """
         if name in self.added:
             return self.added[name]
@@ -46,11 +46,11 @@ def register_backend(
     """Add a backend for one program or notebook, without packaging it.
 
     Args:
-        name: What `backend=` is to call it.
-        backend: A class of the shape of `drivetrain_backends.Backend`.
-        registry: What to add to; the installed backends by default.
+        name: The value of `backend=` that selects it.
+        backend: A class that implements `drivetrain_backends.Backend`.
+        registry: The registry to extend; the installed backends by default.
 
     Returns:
-        A registry that knows it. Nothing is changed in place.
+        A new registry with the backend added.
     """
     return BackendRegistry(added={**(registry or BackendRegistry()).added, name: backend})

@@ -1,4 +1,4 @@
-"""The sections of the backends: `ddp`, `fsdp` and `deepspeed`."""
+"""The configuration sections of the backends: `ddp`, `fsdp` and `deepspeed`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDPSettings:
-    """How gradients are bucketed, compressed and reduced by DistributedDataParallel."""
+    """The settings by which DistributedDataParallel buckets, compresses and reduces gradients."""
 
     reduce: Literal["overlap", "at_close"] | None = field(
         default=None,
@@ -88,7 +88,7 @@ class DDPSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDPSettings:
-    """How FSDP2 (`fully_shard`) divides a model over ranks; what is not said is chosen for it."""
+    """The settings by which FSDP2 (`fully_shard`) shards a model over ranks; the backend chooses those left out."""
 
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = field(
         default=None,
@@ -189,7 +189,7 @@ class FSDPSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedSettings:
-    """What DeepSpeed partitions and offloads; what is not said stands in `config`, or is chosen for the run."""
+    """The settings by which DeepSpeed partitions and offloads; those left out come from `config` or from the run."""
 
     config: dict[str, Any] | Path | None = field(
         default=None,

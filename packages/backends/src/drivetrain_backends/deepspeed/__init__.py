@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO as a backend: its configuration made from the run, its engine behind the protocol.
+"""DeepSpeed's ZeRO as a backend: its configuration is derived from the run, its engine implements the protocol.
 
-Read in this order: `library` imports it, `config` and `keys` say what an engine is started with, `backend` starts one
-for each model, `model` is what the user calls, `gradients` how a backward is corrected and clipped, `prepared` steps,
-`state` gathers what a checkpoint holds, `applied` reads back what is in force. `checks` and `elementwise` refuse what
-ZeRO would train wrongly, `reached` gradients that it would mix, and `written` brings values written in place to the
-fp32 masters.
+Read in this order: `library` imports DeepSpeed; `config`, `keys` and `possible` make and check an engine's
+configuration; `backend` starts an engine for each model; the user calls `model`; `engine_backward` runs backwards and
+`gradients` corrects and clips gradients; `prepared` steps; `optimizer` wraps the user's optimizer; `state` and
+`partitions` gather a checkpoint; `applied` reads back the values in force. `checks` and `elementwise` refuse what
+ZeRO would train wrongly, `reached` refuses gradients that ZeRO would mix, and `written` copies values written in
+place to the fp32 masters.
 """

@@ -1,4 +1,4 @@
-"""What an engine applies, read back from it."""
+"""The values that an engine applies, read back from it."""
 
 from types import MappingProxyType
 from typing import Any
@@ -12,11 +12,11 @@ _DTYPES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch
 
 
 def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
-    """The section's fields as the engine has them, for the effective plan.
+    """Return the fields of the section as the engine has them, for the effective plan.
 
     Args:
         engine: The DeepSpeed engine.
-        settings: The `deepspeed` section: a field that it leaves open is a `Chosen`.
+        settings: The `deepspeed` section; a field that it leaves open becomes a `Chosen`.
     """
     zero = engine._config.zero_config
     found: dict[str, object] = {

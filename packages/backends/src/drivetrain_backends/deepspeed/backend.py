@@ -1,4 +1,4 @@
-"""Training by DeepSpeed's engines, one for each model with its optimizer."""
+"""The DeepSpeed backend: one engine for each model with its optimizer."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,17 +47,17 @@ _ENGINE_IS_MADE_FOR_IT = (
 
 
 class DeepSpeedBackend:
-    """Each model is trained by a DeepSpeed engine, together with its one optimizer.
+    """A backend that trains each model with its one optimizer by a DeepSpeed engine.
 
     Args:
-        context: Ranks and device; it has a process group.
+        context: The ranks and the device; it has a process group.
         policy: The precision that models compute in.
         window: The accumulation window; the caller begins its micro-batches.
         settings: The `deepspeed` section.
 
     Raises:
         BackendNotInstalledError: DeepSpeed is not installed.
-        EngineConfigError: A given configuration has unknown keys, or contradicts the run.
+        EngineConfigError: The given configuration has unknown keys, or contradicts the run.
         RuntimeError: The context has no process group.
     """
 
@@ -80,13 +80,13 @@ class DeepSpeedBackend:
             pass
         self._carrier = EngineCarrier(window, self.scaler)
         self._ledger = GradientLedger(context, window, self.scaler, self._carrier)
-        self._lifetime = ExitStack()  # of the engines
+        self._lifetime = ExitStack()  # the lifetime of the engines
         self._prepared: list[DeepSpeedPrepared] = []
         self._untrained: list[TorchPrepared | DeepSpeedPrepared] = []  # models without an optimizer
 
     @contextmanager
     def building(self) -> Generator[None]:
-        """Inside, parameters are partitioned as they are made (stage 3), or made on the device."""
+        """Partition parameters as they are created in the block (stage 3), or create them on the device."""
         if self.config["zero_optimization"]["stage"] < 3:
             with self.context.device:
                 yield
@@ -100,9 +100,9 @@ class DeepSpeedBackend:
         """Start an engine for each model that comes with an optimizer; see `Backend.prepare`. Called on all ranks.
 
         Raises:
-            ValueError: A model is prepared already, wrapped by torch.compile in stage 3, or on meta below it; or an
-                engine cannot train a parameter of it. Nothing was changed.
-            PairingError: See `Backend.prepare`; or two models have one optimizer, or one has two.
+            ValueError: A model is already prepared, is wrapped by torch.compile in stage 3, is on meta below stage 3,
+                or has a parameter that an engine cannot train. Nothing was changed.
+            PairingError: See `Backend.prepare`; or two models share one optimizer, or one model has two.
         """
         known = [
             *optimizers,
@@ -131,11 +131,11 @@ class DeepSpeedBackend:
         return tuple(dict.fromkeys(new))
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
-        """Add the gradients of a loss of the one trained model; see `Backend.backward`.
+        """Add the gradients of a loss of the only trained model; see `Backend.backward`.
 
         Raises:
-            AccumulationError: There are several.
-            PairingError: There is none.
+            AccumulationError: There are several trained models.
+            PairingError: There is no trained model.
         """
         if not self._prepared:
             raise PairingError(
@@ -155,16 +155,16 @@ class DeepSpeedBackend:
         """Add the gradients of a loss of one model; see `Backend.backward_of`.
 
         Raises:
-            AccumulationError: There are several: an engine trains one.
+            AccumulationError: There are several models; an engine trains one.
         """
         chosen = [one.group for one in self._prepared if any(one is prepared for prepared in models)]
         self._ledger.backward(loss, count, chosen)
 
     def join(self, models: Sequence[nn.Module]) -> NoReturn:
-        """Refused; see `Backend.join`.
+        """Refuse to join; see `Backend.join`.
 
         Raises:
-            RuntimeError: Always: every rank must step equally often.
+            RuntimeError: Raised by every call: all ranks must step equally often.
         """
         del models
         raise RuntimeError(
@@ -173,7 +173,7 @@ class DeepSpeedBackend:
         )
 
     def applied(self) -> Mapping[str, object]:
-        """What is in force, read back from the first engine."""
+        """Return the values in force, read back from the first engine."""
         found: dict[str, object] = {
             "device": str(self.context.device),
             "gradient_accumulation_steps": self.window.next_num_micro_batches,
@@ -186,19 +186,19 @@ class DeepSpeedBackend:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, where there is one, and the reference of counted losses."""
+        """Return the loss scale, if there is one, and the reference count of counted losses."""
         return self._ledger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the loss scale of a saved run.
+        """Load the loss scale of a saved run.
 
         Raises:
-            ValueError: The saved run scaled its loss and this one does not, or the reverse.
+            ValueError: Only one of the saved run and this one scales its loss.
         """
         self._ledger.load_state_dict(state)
 
     def close(self) -> None:
-        """End the engines."""
+        """End the engines and forget all models."""
         for prepared in [*self._prepared, *self._untrained]:
             prepared.release()
             for optimizer in prepared.optimizers:
@@ -209,7 +209,7 @@ class DeepSpeedBackend:
         self._lifetime.close()
 
     def _check(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
-        """Refuse what an engine cannot train."""
+        """Refuse models and optimizers that an engine cannot train."""
         stage = self.config["zero_optimization"]["stage"]
         for model in models:
             optimizer = trained_by.get(model)
@@ -225,7 +225,7 @@ class DeepSpeedBackend:
                 check_elementwise(optimizer, stage, **parts_of(self.config, optimizer, self.context))
 
     def _take_back(self, prepared: TorchPrepared | DeepSpeedPrepared) -> None:
-        """Undo a start, where a later one of the same call fails."""
+        """Undo the start of an engine after a later one in the same call has failed."""
         prepared.release()
         self._prepared = [one for one in self._prepared if one is not prepared]
         if not self._prepared:
@@ -234,7 +234,7 @@ class DeepSpeedBackend:
         self._ledger.groups = [group for group in self._ledger.groups if group is not prepared.group]
 
     def _guard(self) -> object:
-        """What becomes of gradients that are not finite."""
+        """Return how non-finite gradients are treated."""
         asked = self.window.nonfinite_gradients
         if asked == "ignore" and self.config["zero_optimization"]["stage"] and self.policy.mode != "bf16":
             return Chosen(value="skip", reason="ZeRO leaves such steps out by itself")
@@ -255,7 +255,7 @@ class DeepSpeedBackend:
     def _pair(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> dict[nn.Module, Optimizer]:
-        """Which optimizer trains which model; refused before anything is changed where an engine cannot."""
+        """Return the optimizer of each model, or refuse, before any change, pairs that an engine cannot train."""
         earlier = [p.unwrap() for p in [*self._prepared, *self._untrained]]
         found: dict[nn.Module, Optimizer] = {}
         for optimizer in optimizers:
@@ -279,11 +279,11 @@ class DeepSpeedBackend:
         return found
 
     def _start(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared | DeepSpeedPrepared:
-        """Prepare one model."""
+        """Prepare one model, with an engine if it has an optimizer."""
         return self._place(model) if optimizer is None else self._train(model, optimizer)
 
     def _train(self, model: nn.Module, optimizer: Optimizer) -> DeepSpeedPrepared:
-        """Start the engine of a model that is trained."""
+        """Start the engine of a trained model."""
         config = engine_config(self.settings, self._run(model, optimizer))
         names = parameter_names({"": model})
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups if group["params"]]
@@ -299,7 +299,7 @@ class DeepSpeedBackend:
                 config=config,
             )
             undo.pop_all()
-        if by_engine:  # the user's object goes on to be what schedulers and the loop hold
+        if by_engine:  # schedulers and the loop continue to hold the user's object
             share_groups(engine.basic_optimizer, optimizer)
         prepared = DeepSpeedPrepared(
             EngineModel(engine, self._carrier.notice),
@@ -321,7 +321,7 @@ class DeepSpeedBackend:
         return prepared
 
     def _checkpoint(self, model: nn.Module) -> list[nn.Module]:
-        """Have a model's blocks compute their activations again; which they are."""
+        """Make a model's blocks recompute their activations; return the blocks."""
         kind = self.settings.activation_checkpointing
         if kind == "none":
             return []
@@ -331,7 +331,7 @@ class DeepSpeedBackend:
         return blocks
 
     def _place(self, model: nn.Module) -> TorchPrepared | DeepSpeedPrepared:
-        """Prepare a model that is not trained: partitioned in stage 3, a whole copy on every rank else."""
+        """Prepare an untrained model: partitioned in stage 3, otherwise in full on every rank."""
         prepare_forward(model, self.policy, self.context.device)
         if self.config["zero_optimization"]["stage"] < 3:
             model.to(self.context.device)
@@ -366,14 +366,14 @@ class DeepSpeedBackend:
 
 
 def _restore(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Give a model and its blocks their own classes back."""
+    """Restore a model and its blocks to their own classes."""
     restore_forward(model)
     for block in blocks:
         restore_activations(block)
 
 
 def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
-    """The options that all parameter groups have in common."""
+    """Return the options that all parameter groups share."""
     first, *others = optimizer.param_groups
     return {
         name: value

@@ -1,4 +1,4 @@
-"""What DeepSpeed would do wrong, or fail at without a word of use: refused before anything is changed."""
+"""Checks that refuse, before any change, what DeepSpeed would train wrongly or fail on with a cryptic error."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +16,10 @@ from drivetrain_precision import Policy, PrecisionError
 
 
 def check_device(policy: Policy) -> None:
-    """Refuse a precision that DeepSpeed does not compute in on this device, though torch does.
+    """Refuse a precision that DeepSpeed does not support on this device, although torch does.
 
     Raises:
-        PrecisionError: It does not.
+        PrecisionError: DeepSpeed does not support the precision.
     """
     device = accelerator()
     able = {"fp16": device.is_fp16_supported(), "bf16": device.is_bf16_supported()}
@@ -32,10 +32,10 @@ def check_device(policy: Policy) -> None:
 
 
 def check_wrapper(model: nn.Module, stage: int) -> None:
-    """Refuse a wrapper of torch.compile in stage 3, which looks into the module that it is given (0.19).
+    """Refuse a torch.compile wrapper in stage 3, which reads the attributes of the given module (0.19).
 
     Raises:
-        ValueError: The model is one.
+        ValueError: The model is a torch.compile wrapper.
     """
     if stage == 3 and (inner := uncompiled(model)) is not model:
         raise ValueError(
@@ -45,10 +45,10 @@ def check_wrapper(model: nn.Module, stage: int) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, stage: int) -> None:
-    """Refuse optimizers that partitioning would silently take something from.
+    """Refuse optimizers that would silently lose state or groups by partitioning.
 
     Raises:
-        EngineConfigError: This is one.
+        EngineConfigError: The optimizer is one of them.
     """
     name = type(optimizer).__name__
     if stage and isinstance(optimizer, torch.optim.Adagrad):
@@ -64,11 +64,11 @@ def check_optimizer(optimizer: Optimizer, stage: int) -> None:
 
 
 def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) -> None:
-    """Refuse parameters that an engine of DeepSpeed (0.19) cannot train, or cannot hold.
+    """Refuse parameters that a DeepSpeed engine (0.19) cannot train or hold.
 
     Args:
-        model: A model that an engine is to be started for.
-        optimizer: What trains it, if anything.
+        model: A model for which an engine is to be started.
+        optimizer: The optimizer that trains the model; None for an untrained model.
         stage: The stage of ZeRO.
 
     Raises:
@@ -80,7 +80,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
     for parameter, name in names.items():
         shape = tuple(
             getattr(parameter, "ds_shape", parameter.shape)
-        )  # its own, where it is partitioned already
+        )  # the full shape, if it is already partitioned
         if not shape:
             raise ValueError(
                 f"{name} is a parameter of shape (), which DeepSpeed cannot send to other ranks; make it one of (1,)"
@@ -102,7 +102,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
 
 
 def _check_layout(model: nn.Module, names: Mapping[Tensor, str], stage: int) -> None:
-    """What DeepSpeed cannot send to other ranks, lay out flat or reduce."""
+    """Refuse parameters that DeepSpeed cannot broadcast, flatten or reduce."""
     if apart := [name for p, name in names.items() if not p.is_contiguous()]:
         raise ValueError(
             f"{_some(apart)}: not contiguous in memory (transposed, or channels_last), which DeepSpeed cannot send "
@@ -133,7 +133,7 @@ def _check_held(trained: dict[Tensor, str], optimizer: Optimizer, stage: int) ->
 
 
 def _check_groups(optimizer: Optimizer, stage: int) -> None:
-    """Stages 1 and 2 lay each group's trained parameters out flat, and fail where there are none."""
+    """Refuse a group without trained parameters: stages 1 and 2 flatten each group, and fail on an empty one."""
     for index, group in enumerate(optimizer.param_groups):
         if stage < 3 and not any(p.requires_grad for p in group["params"]):
             raise ValueError(
@@ -147,9 +147,9 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, device: torch.device) -> None:
-    """Refuse to keep fp32 weights on an NVMe drive where the engine would round them to bf16.
+    """Refuse to keep fp32 weights on an NVMe drive if the engine would round them to bf16.
 
-    It does on a device without fp16, such as the CPU, when it partitions a whole model.
+    It does so on a device without fp16, such as the CPU, when it partitions a full model.
 
     Raises:
         ValueError: The rounding would change the result.

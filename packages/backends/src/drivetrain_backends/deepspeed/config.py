@@ -1,7 +1,7 @@
-"""The configuration a DeepSpeed engine is started with: made whole from the run, and held against the one given.
+"""The configuration of a DeepSpeed engine: derived from the run, and compared with the one given.
 
-Every key whose default changes the mathematics is written, whatever DeepSpeed's default is: 0.19 clips gradients to
-a norm of 1 where `gradient_clipping` is left out.
+Every key whose default changes the mathematics is set explicitly: 0.19 clips gradients to a norm of 1 if
+`gradient_clipping` is left out.
 """
 
 import json
@@ -18,10 +18,10 @@ from drivetrain_backends.settings import DeepSpeedSettings
 from drivetrain_precision.settings import PrecisionSettings
 
 _DEFAULT_STAGE = 2
-_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own; a model of fewer needs no larger buffer
+_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own default; a smaller model needs no larger buffer
 _PREFETCH_ELEMENTS = 50_000_000
 _PERSISTENT_ELEMENTS = 100_000
-_OF_SOME_STAGES = frozenset(  # "auto" may stand for them at every stage, as in a file that serves several
+_OF_SOME_STAGES = frozenset(  # "auto" is allowed for these at every stage, as in a file for several stages
     f"zero_optimization.{name}"
     for name in (
         "reduce_bucket_size",
@@ -34,17 +34,17 @@ _OF_SOME_STAGES = frozenset(  # "auto" may stand for them at every stage, as in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What the run says of an engine.
+    """The properties of the run that determine an engine's configuration.
 
     Attributes:
-        world_size: Ranks the engine spans.
-        gradient_accumulation_steps: Micro-batches in a window.
-        micro_batch_size: Samples of a micro-batch on one rank; None where no loader tells.
-        mode: "no", "fp16" or "bf16".
-        scaling: How the loss scale moves, for fp16.
-        num_elements: Trainable parameter elements of the model; None before there is one.
-        optimizer: Class name of the prepared optimizer; None without one.
-        optimizer_options: The options of its parameter groups that all groups share.
+        world_size: The number of ranks of the engine.
+        gradient_accumulation_steps: The number of micro-batches in a window.
+        micro_batch_size: The samples of a micro-batch on one rank; None if no loader sets it.
+        mode: The precision: "no", "fp16" or "bf16".
+        scaling: The settings of the loss scale, for fp16.
+        num_elements: The number of trainable parameter elements of the model; None before there is a model.
+        optimizer: The class name of the prepared optimizer; None without one.
+        optimizer_options: The options that all of its parameter groups share.
     """
 
     world_size: int
@@ -59,12 +59,12 @@ class EngineRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One value of the configuration.
+    """A value of the configuration.
 
     Attributes:
-        value: What is written.
-        said: What in the run asks for exactly this, such as "mixed_precision='bf16'"; None for a default, which a
-            given configuration may replace.
+        value: The value that is set.
+        said: The setting of the run that requires exactly this value, such as "mixed_precision='bf16'"; None for a
+            default, which a given configuration may replace.
     """
 
     value: Any
@@ -72,19 +72,19 @@ class Key:
 
 
 def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]:
-    """The whole configuration of an engine, nested as DeepSpeed reads it.
+    """Return the full configuration of an engine, nested as DeepSpeed reads it.
 
     Args:
         settings: The `deepspeed` section.
-        run: What the run says.
+        run: The properties of the run.
 
     Raises:
         EngineConfigError: The given configuration has a key that DeepSpeed does not know, contradicts the run, or
-            asks for what the engine cannot do right; the message names both values.
+            asks for something the engine cannot do correctly; the message names both values.
     """
     given, where = read_given(settings.config)
     check_keys(given, where)
-    if run.optimizer is None:  # nothing is trained, or not yet
+    if run.optimizer is None:  # nothing is trained, at least not yet
         given.pop("optimizer", None)
     flat = flatten(given)
     keys = _keys(settings, run, _stage(settings, flat.get("zero_optimization.stage", "auto")))
@@ -95,14 +95,14 @@ def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]
         merged |= _batch_sizes(flat, merged, run)
     check_possible(merged, run.mode, run.world_size)
     if run.scaling is not None:
-        # Compared above; the engine is handed the scale of each step, and must not move one of its own.
+        # Compared above; the engine gets the scale of each step from outside, and must not adjust its own.
         merged = {name: value for name, value in merged.items() if name not in _scaling_keys(run.scaling)}
         merged["fp16.loss_scale"] = 1.0
     return nest(merged)
 
 
 def read_given(config: Mapping[str, Any] | Path | None) -> tuple[dict[str, Any], str]:
-    """A given configuration, and what messages call it.
+    """Return a given configuration, and its name for messages.
 
     Raises:
         EngineConfigError: The file is missing, or holds no JSON object.
@@ -127,7 +127,7 @@ def read_given(config: Mapping[str, Any] | Path | None) -> tuple[dict[str, Any],
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted name: `{"bf16": {"enabled": True}}` is `{"bf16.enabled": True}`."""
+    """Return values by dotted name: `{"bf16": {"enabled": True}}` becomes `{"bf16.enabled": True}`."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -138,7 +138,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `flatten`."""
+    """Return nested mappings from dotted names; the reverse of `flatten`."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         *path, last = name.split(".")
@@ -163,7 +163,7 @@ def _stage(settings: DeepSpeedSettings, given: object) -> Key:
 
 
 def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, Key]:
-    """What the run and its settings make of the configuration, by dotted name."""
+    """Return the keys that follow from the run and its settings, by dotted name."""
     accumulation = run.gradient_accumulation_steps
     micro_batch = run.micro_batch_size
     said_accumulation = f"gradient_accumulation_steps={accumulation}"
@@ -190,7 +190,7 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
         "bf16.enabled": Key(value=run.mode == "bf16", said=half),
         "fp16.enabled": Key(value=run.mode == "fp16", said=half),
         "torch_autocast.enabled": Key(value=False, said=f"{half}, which says what models compute in"),
-        "zero_allow_untested_optimizer": Key(value=True),  # prepare() has tried it: `elementwise`
+        "zero_allow_untested_optimizer": Key(value=True),  # prepare() has tested it, see `elementwise`
         "zero_force_ds_cpu_optimizer": Key(value=False),
         "zero_optimization.stage": stage,
     }
@@ -209,7 +209,7 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
 
 
 def _scaling_keys(scaling: PrecisionSettings) -> dict[str, Key]:
-    """What a given `fp16` section must agree with: the run's own loss scale, which is moved outside the engine."""
+    """Return the keys that a given `fp16` section must match: the run's loss scale, kept outside the engine."""
     own = {
         "loss_scale": (0, "a loss scale that moves"),
         "initial_scale_power": (
@@ -271,7 +271,7 @@ def _asked(settings: DeepSpeedSettings, name: str, default: object) -> Key:
 
 
 def _optimizer_keys(run: EngineRun) -> dict[str, Key]:
-    """What a given `optimizer` section must agree with: the optimizer that was prepared."""
+    """Return the keys that a given `optimizer` section must match: those of the prepared optimizer."""
     keys = {"optimizer.type": Key(value=run.optimizer, said=f"the prepared optimizer, {run.optimizer}")}
     for name, value in run.optimizer_options.items():
         plain = list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
@@ -308,7 +308,7 @@ def _equal(name: str, one: Any, other: Any) -> bool:
 
 
 def _batch_sizes(given: Mapping[str, Any], merged: Mapping[str, Any], run: EngineRun) -> dict[str, int]:
-    """The one of two batch sizes that follows from the other, where no loader tells either."""
+    """Return the batch size that follows from the other one, if only one is given and no loader sets either."""
     micro, whole = "train_micro_batch_size_per_gpu", "train_batch_size"
     micro_batches = merged["gradient_accumulation_steps"] * run.world_size
     said = [name for name in (micro, whole) if given.get(name, "auto") != "auto"]

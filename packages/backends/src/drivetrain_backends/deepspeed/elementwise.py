@@ -1,9 +1,8 @@
-"""Tries whether an optimizer may step on ZeRO's flat parts: whether its step treats each element by itself.
+"""A trial of whether an optimizer may step on ZeRO's flat parts, which requires an elementwise step.
 
-ZeRO lays the parameters of a group end to end, cuts the row where a rank's part ends, and steps each part as one
-vector. A norm over a parameter, a statistic over its rows, a block of quantised values or a matrix inverse then
-belongs to other elements than in a plain loop. Nothing in an optimizer's interface tells, so that it is tried on
-small tensors.
+ZeRO concatenates the parameters of a group, splits the result among the ranks, and steps each part as one vector. A
+norm over a parameter, a statistic over its rows, a block of quantised values or a matrix inverse then covers other
+elements than in a plain loop. An optimizer's interface does not tell, so the optimizer is tried on small tensors.
 """
 
 import copy
@@ -21,25 +20,25 @@ from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
 from drivetrain_state import Context
 
-_NUM_STEPS = 6  # a Lookahead, for one, acts on each fifth
-# Above the 4096 elements where 8-bit states begin and the 128 rows where some statistics are factored; below what
-# torch divides over threads.
+_NUM_STEPS = 6  # a Lookahead, for one, acts on every fifth step
+# Above 4096 elements, where 8-bit states begin, and 128 rows, where some statistics are factored; below the size at
+# which torch uses several threads.
 _LONGEST = {1: (4608,), 2: (128, 136), 3: (20, 16, 16), 4: (20, 16, 4, 4)}
-_SCALES = (1.0, 30.0, 0.01, 1e3)  # of gradients: what one parameter's would do to another's is seen
-_SUB_GROUP_ELEMENTS = 10**9  # DeepSpeed's own
-_DTYPES = {  # how far two ways to round may be apart: as a part of the largest update, and of the largest value
+_SCALES = (1.0, 30.0, 0.01, 1e3)  # of gradients, so that one's influence on another parameter shows
+_SUB_GROUP_ELEMENTS = 10**9  # DeepSpeed's own default
+_DTYPES = {  # the allowed difference from rounding, relative to the largest update and to the largest value
     torch.float64: (1e-5, 1e-13),  # with a state in fp32
     torch.float32: (1e-3, 1e-6),
 }
-_VISIBLE = 30  # how often what rounding may do to a value goes into a movement that tells something
+_VISIBLE = 30  # the least movement that counts as visible, as a multiple of the rounding of the largest value
 
 
 class _UnlikeError(Exception):
-    """The two layouts gave different values."""
+    """The error for layouts that give different values."""
 
 
 class _UnmovedError(Exception):
-    """Neither layout moved something."""
+    """The error for a tensor that moves in neither layout."""
 
 
 def check_elementwise(
@@ -50,21 +49,21 @@ def check_elementwise(
     num_parts: int = 1,
     context: Context | None = None,
 ) -> None:
-    """Refuse an optimizer that would take another step on ZeRO's flat parts than on whole parameters.
+    """Refuse an optimizer whose step on ZeRO's flat parts differs from its step on full parameters.
 
-    A copy of it, with its options and a learning rate that moves visibly, takes a few steps on small tensors in
-    either layout: milliseconds. Neither the optimizer nor a random generator is changed. Called on all ranks.
+    A copy with the same options, at a learning rate that moves visibly, takes a few steps on small tensors in both
+    layouts, within milliseconds. Neither the optimizer nor a random generator is changed. Called on all ranks.
 
     Args:
-        optimizer: The user's, without state.
+        optimizer: The user's optimizer, without state.
         stage: The stage of ZeRO, 1 to 3.
-        device: Where the engine keeps its parts.
-        num_parts: Into how many parts stage 3 cuts what a rank holds of a group.
-        context: This rank among the others, who are refused together; None asks nobody.
+        device: The device of the engine's flat parts.
+        num_parts: The number of parts into which stage 3 splits a rank's share of a group.
+        context: The ranks, which refuse together; None checks this rank alone.
 
     Raises:
-        EngineConfigError: It would, or it could not be tried, on this rank or another; the message says what can be
-            chosen instead.
+        EngineConfigError: The steps differ, or the trial failed, on this rank or another; the message names
+            alternatives.
     """
     error: EngineConfigError | None = None
     try:
@@ -78,7 +77,7 @@ def check_elementwise(
 
 
 def _raise_of_others(error: EngineConfigError | None, context: Context) -> None:
-    """Raise another rank's refusal where this one has none. Called on all ranks."""
+    """Raise another rank's refusal if this rank has none. Called on all ranks."""
     said: list[str | None] = [None] * context.topology.world_size
     dist.all_gather_object(said, None if error is None else str(error))
     told = [f"rank {rank}: {one}" for rank, one in enumerate(said) if one is not None]
@@ -87,7 +86,7 @@ def _raise_of_others(error: EngineConfigError | None, context: Context) -> None:
 
 
 def _check(optimizer: Optimizer, stage: int, device: torch.device, num_parts: int) -> None:
-    """Refuse an optimizer on this rank."""
+    """Refuse an optimizer on this rank, whatever the others find."""
     name = type(optimizer).__name__
     instead = (
         "Choose deepspeed.stage=0 or backend='ddp', which keep parameters whole, or an optimizer that treats each "
@@ -120,12 +119,12 @@ def _check(optimizer: Optimizer, stage: int, device: torch.device, num_parts: in
 
 
 def parts_of(config: Mapping[str, Any], optimizer: Optimizer, context: Context) -> dict[str, Any]:
-    """Where an engine keeps its parts, and how many a rank has of a group, as `check_elementwise` takes them.
+    """Return the device and number of an engine's flat parts per rank, as arguments of `check_elementwise`.
 
     Args:
-        config: The engine's configuration.
-        optimizer: The user's.
-        context: Ranks and device.
+        config: The configuration of the engine.
+        optimizer: The user's optimizer.
+        context: The ranks and the device.
     """
     zero = config["zero_optimization"]
     on_cpu = zero.get("offload_optimizer", {}).get("device", "none") != "none"
@@ -143,7 +142,7 @@ def _num_elements(parameter: Any) -> int:
 
 
 def _check_own(optimizer: Optimizer, message: str) -> None:
-    """Hold one of DeepSpeed's own against its list; a copy of one would end the original as it goes."""
+    """Check one of DeepSpeed's optimizers by DeepSpeed's list, because deleting a copy would end the original."""
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     if not is_zero_supported_optimizer(optimizer) or "muon" in type(optimizer).__name__.lower():
@@ -151,11 +150,11 @@ def _check_own(optimizer: Optimizer, message: str) -> None:
 
 
 def _try(optimizer: Optimizer, stage: int, device: torch.device, num_parts: int) -> None:
-    """Step copies of an optimizer in both layouts, in the widest dtype that it steps in.
+    """Step copies of an optimizer in both layouts, in the widest dtype that it supports.
 
     Raises:
         _UnlikeError: The two layouts gave different values.
-        _UnmovedError: They are alike, for something did not move.
+        _UnmovedError: The layouts agree, but a tensor did not move.
     """
     shapes = [_shapes_of(group["params"]) for group in optimizer.param_groups]
     dtypes = iter(_DTYPES)
@@ -176,12 +175,12 @@ def _try(optimizer: Optimizer, stage: int, device: torch.device, num_parts: int)
 
 
 def _shapes_of(parameters: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Small shapes with as many dimensions as a group's parameters have, two of each kind."""
+    """Return small shapes with the numbers of dimensions of a group's parameters, two for each number."""
     largest: dict[int, tuple[int, ...]] = {}
     for parameter in parameters:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         bounds = _LONGEST.get(len(shape), (3,) * len(shape))
-        # In whole blocks: only tensors that blocks of 256 elements divide have 8-bit states.
+        # In whole blocks: only tensors whose size is a multiple of 256 elements have 8-bit states.
         small = tuple(_whole_blocks(min(size, bound)) for size, bound in zip(shape, bounds, strict=True))
         kept = largest.get(len(shape), ())
         largest[len(shape)] = max(kept, small, key=lambda one: torch.Size(one).numel() if one else 0)
@@ -210,7 +209,7 @@ def _compare(
     whole = [[nn.Parameter(value.clone().to(device)) for value in group] for group in start]
     plain = _copied(optimizer, whole)
     num_ranks = 2
-    # The parts of each rank: by group, one or (stage 3) several.
+    # The parts of each rank, by group: one part, or several in stage 3.
     flat = [torch.cat([value.flatten() for value in group]) for group in start]
     cuts = [_cut(value, num_ranks * num_parts) for value in flat]
     parts = [
@@ -243,9 +242,9 @@ def _compare(
 
 
 def _copied(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Any:
-    """A copy of an optimizer, with all that it holds, over other parameters; without its hooks."""
+    """Return a copy of an optimizer with all of its attributes, over other parameters and without hooks."""
     copied: Any = object.__new__(type(optimizer))
-    # A deep copy that meets a parameter of a group takes the new one at its place instead.
+    # The deep copy replaces each parameter of a group by the new one at its position.
     memo: dict[int, Any] = {id(optimizer): copied}
     for group, own in zip(optimizer.param_groups, parameters, strict=True):
         listed = group["params"]
@@ -254,7 +253,7 @@ def _copied(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) 
         if "param_names" in group:
             memo[id(group["param_names"])] = [str(index) for index in range(len(own))]
     held = dict(vars(optimizer))
-    held.pop("step", None)  # a scheduler wraps it, and the wrapper steps the original
+    held.pop("step", None)  # a scheduler's wrapper would step the original
     hooks = [name for name in held if name.startswith("_optimizer_") and isinstance(held[name], OrderedDict)]
     for name in hooks:
         memo[id(held[name])] = OrderedDict()
@@ -266,7 +265,7 @@ def _copied(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) 
 
 
 def _gradient(value: Tensor, scale: float, step: int, made: torch.Generator) -> Tensor:
-    """A gradient of some scale; in the third step large, in the fourth half of it zeros."""
+    """Return a random gradient of the given scale; large in the third step, half zeros in the fourth."""
     gradient = torch.randn(value.shape, generator=made, dtype=value.dtype) * scale
     if step == 2:
         gradient *= 100
@@ -276,7 +275,7 @@ def _gradient(value: Tensor, scale: float, step: int, made: torch.Generator) -> 
 
 
 def _cut(row: Tensor, num_parts: int) -> list[Tensor]:
-    """Cut a row at odd places into parts; the last is shorter."""
+    """Split a flat tensor into parts of odd size; the last is shorter."""
     size = -(-row.numel() // num_parts) | 1
     parts = list(row.split(size)) if row.numel() else []
     return parts + [row[:0]] * (num_parts - len(parts))
@@ -289,7 +288,7 @@ def _give(parameters: Sequence[Sequence[nn.Parameter]], gradients: Sequence[Sequ
 
 
 def _step_parts(optimizer: Any, parts: Sequence[Sequence[nn.Parameter]], stage: int) -> None:
-    """Step as DeepSpeed's stages do: one part at a time, with its group alone, or with the others empty."""
+    """Step like DeepSpeed's stages: one part at a time, its group alone or with the other groups empty."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     for group, own in zip(groups, parts, strict=True):
         group["params"] = list(own) if stage < 3 else []
@@ -311,10 +310,10 @@ def _hold_against(
     parts: Sequence[Sequence[Sequence[Tensor]]],
     dtype: torch.dtype,
 ) -> None:
-    """Compare the two layouts.
+    """Compare the results of the two layouts.
 
     Raises:
-        _UnlikeError: They differ by more than rounding.
+        _UnlikeError: The results differ by more than rounding.
     """
     of_update, of_value = _DTYPES[dtype]
     for index, group in enumerate(whole):
@@ -330,7 +329,7 @@ def _hold_against(
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Return how far the element that moved most did; one that is not finite counts as unmoved."""
+    """Return the largest movement of an element; a non-finite one counts as unmoved."""
     return float((one.detach() - other).abs().nan_to_num(posinf=0.0).max())
 
 
@@ -340,7 +339,7 @@ def _check_moved(
     """Refuse a trial whose movements are within rounding.
 
     Raises:
-        _UnmovedError: One of a tensor is, in all steps.
+        _UnmovedError: The movements of a tensor are within rounding in all steps.
     """
     _, of_value = _DTYPES[dtype]
     for group, distances in zip(whole, moved, strict=True):

@@ -1,4 +1,4 @@
-"""Runs backwards through engines, and keeps each from gradients that are not its own."""
+"""Run backwards through engines, and protect each engine from gradients of other losses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from drivetrain_precision import LossScaler
 
 
 class EngineCarrier:
-    """Runs backwards through the engines of the models, one at a time; see `GradientCarrier`.
+    """A carrier that runs backwards through the models' engines, one at a time; see `GradientCarrier`.
 
     Args:
         window: The accumulation window.
@@ -26,22 +26,22 @@ class EngineCarrier:
         self._window = window
         self._scaler = scaler
         self._engines: dict[nn.Module, tuple[Any, ReducedGradients]] = {}
-        self._ready: set[nn.Module] = set()  # whose gradients the last backward made ready for the step
+        self._ready: set[nn.Module] = set()  # the models whose gradients the last backward made ready
         self._running: nn.Module | None = None
         self._parameters: dict[nn.Module, list[Tensor]] = {}
-        self._left: dict[nn.Module, list[tuple[int, int]]] = {}  # what the last backward left in `.grad`
+        self._left: dict[nn.Module, list[tuple[int, int]]] = {}  # `.grad` after the last backward
         self._stand_ins: dict[
             nn.Module, tuple[Tensor, Tensor]
-        ] = {}  # a parameter, and what lies in its `.grad`
+        ] = {}  # a parameter and the zeros in its `.grad`
         self._watched: dict[nn.Module, list[RemovableHandle]] = {}  # hooks on the trained parameters
         self._frozen: dict[nn.Module, list[RemovableHandle]] = {}
 
     def add(self, engine: Any, names: Mapping[Tensor, str]) -> ReducedGradients:
-        """Take in an engine, by the model it trains.
+        """Register an engine under the model it trains.
 
         Args:
             engine: The DeepSpeed engine.
-            names: The name of each of its model's parameters.
+            names: The name of each parameter of the model.
         """
         model: nn.Module = engine.module
         self._engines[model] = engine, (gradients := gradients_of(engine))
@@ -51,7 +51,7 @@ class EngineCarrier:
             for parameter, name in names.items()
             if not parameter.requires_grad and parameter.is_floating_point() and not parameter.is_inference()
         ]
-        # A hook takes 1 us of each backward; one model alone needs none, for no other's loss reaches it.
+        # A hook costs 1 us per backward; a single model needs none, because no other model's loss reaches it.
         for one in self._engines if len(self._engines) > 1 else ():
             if one not in self._watched:
                 trained = (p for p in one.parameters() if p.requires_grad)
@@ -59,7 +59,7 @@ class EngineCarrier:
         return gradients
 
     def remove(self, model: nn.Module) -> None:
-        """Let go of a model's engine."""
+        """Remove a model's engine and its hooks."""
         for handle in self._frozen.pop(model, []) + self._watched.pop(model, []):
             handle.remove()
         self._engines.pop(model, None)
@@ -70,7 +70,7 @@ class EngineCarrier:
         """Run the engine's backward; see `GradientCarrier.run`.
 
         Raises:
-            AccumulationError: The loss is said to train several models, or none that has an engine.
+            AccumulationError: The loss trains several models, or one without an engine.
         """
         if len(models) != 1 or models[0] not in self._engines:
             raise AccumulationError(
@@ -101,11 +101,11 @@ class EngineCarrier:
         self._left[models[0]] = _fingerprint(self._parameters[models[0]])
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """The parameters; see `GradientCarrier.leaves`."""
+        """Return the parameters; see `GradientCarrier.leaves`."""
         return [parameter for model in models for parameter in model.parameters()]
 
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Reduce and correct the gradients; overflows are looked for at the step; see `GradientCarrier.settle`."""
+        """Reduce and correct the gradients; the step checks for overflows; see `GradientCarrier.settle`."""
         engine, gradients = self._engines[models[0]]
         self._check_unedited(models[0])
         self._left.pop(models[0], None)
@@ -119,13 +119,13 @@ class EngineCarrier:
         return False
 
     def forget(self, model: nn.Module) -> None:
-        """Note that the gradients of a model were dropped."""
+        """Record that the gradients of a model were dropped."""
         self._ready.discard(model)
         self._left.pop(model, None)
         self._take_stand_in(model)
 
     def _put_stand_in(self, model: nn.Module) -> None:
-        """Lay zeros where stages 2 and 3 leave no gradient: what clips or drops `.grad` shows on them."""
+        """Put zeros where stages 2 and 3 leave no gradient, to detect code that clips or drops `.grad`."""
         trained = [parameter for parameter in self._parameters[model] if parameter.requires_grad]
         if trained and all(parameter.grad is None for parameter in trained):
             smallest = min(trained, key=Tensor.numel)
@@ -138,10 +138,10 @@ class EngineCarrier:
             parameter.grad = None
 
     def _check_unedited(self, model: nn.Module) -> None:
-        """Refuse gradients that are not those of the last backward: they are reduced later, or were already.
+        """Refuse gradients that changed since the last backward: the engine has reduced them or will do so.
 
         Raises:
-            AccumulationError: They are not.
+            AccumulationError: The gradients have changed.
         """
         if (left := self._left.get(model)) is not None and left != _fingerprint(self._parameters[model]):
             raise AccumulationError(
@@ -152,7 +152,7 @@ class EngineCarrier:
             )
 
     def notice(self, model: nn.Module) -> None:
-        """Refuse a backward that reaches an engine which is not the one that runs.
+        """Refuse a backward that reaches an engine other than the running one.
 
         Raises:
             AccumulationError: The backward reaches such an engine.
@@ -178,19 +178,19 @@ class EngineCarrier:
         )
 
     def _told(self, model: nn.Module) -> str:
-        """A model's class, and which of several of that class it is."""
+        """Return a model's class name, with its number if several models have that class."""
         name = type(model).__name__
         same = [one for one in self._engines if type(one).__name__ == name]
         return name if len(same) == 1 else f"{name} (number {same.index(model) + 1} of {len(same)} prepared)"
 
 
 def _fingerprint(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Changes whenever a gradient does that lies in `.grad`."""
+    """Return values that change whenever a gradient in `.grad` changes."""
     return [(id(gradient), gradient._version) for p in parameters if (gradient := p.grad) is not None]
 
 
 def _reduce(engine: Any) -> None:
-    """Make an engine's gradients ready for its step, as a backward does that is told it closes a window."""
+    """Make an engine's gradients ready for its step, as at the end of a backward that closes a window."""
     engine.set_gradient_accumulation_boundary(True)
     if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them in backward
         engine.optimizer.finalize_gradient_accumulation_boundary()
@@ -202,7 +202,7 @@ def _refuse_unfrozen(name: str) -> None:
     """Refuse a gradient of a parameter that was frozen when its engine was built.
 
     Raises:
-        UnreducedGradientError: Raised by every call, which names the parameter.
+        UnreducedGradientError: Raised by every call; the message names the parameter.
     """
     raise UnreducedGradientError(
         f"{name} was frozen when prepare() built its DeepSpeed engine, which neither averages nor steps it. Set "
@@ -211,7 +211,7 @@ def _refuse_unfrozen(name: str) -> None:
 
 
 def _hook(parameter: Tensor, call: Callable[[], None]) -> RemovableHandle:
-    """Have `call` called when a gradient reaches a parameter, before it is added; it may be frozen still."""
+    """Call `call` whenever a gradient reaches a parameter, before it is added; the parameter may be frozen."""
 
     @unserializable_hook
     def reached(_: Tensor) -> None:
@@ -220,7 +220,7 @@ def _hook(parameter: Tensor, call: Callable[[], None]) -> RemovableHandle:
     is_trained = parameter.requires_grad
     parameter.requires_grad_(
         True
-    )  # as registering wants it; the hook costs nothing while the parameter is frozen
+    )  # required by register_hook; the hook costs nothing while the parameter is frozen
     handle = parameter.register_hook(reached)
     parameter.requires_grad_(is_trained)
     return handle

@@ -1,4 +1,4 @@
-"""The names that a DeepSpeed configuration may hold, as of 0.19: others are slips, which DeepSpeed drops."""
+"""The keys of a DeepSpeed configuration, as of 0.19; DeepSpeed silently drops others, such as misspelt ones."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -6,7 +6,7 @@ from typing import Any
 
 from drivetrain_backends.errors import EngineConfigError
 
-# Sections whose keys DeepSpeed itself checks, or that are free, are None.
+# None for single values, and for sections that are free or that DeepSpeed checks itself.
 _ENGINE: dict[str, frozenset[str] | None] = {
     "train_batch_size": None,
     "train_micro_batch_size_per_gpu": None,
@@ -67,7 +67,7 @@ _ENGINE: dict[str, frozenset[str] | None] = {
         }
     ),
 }
-# Observation, and features whose sections DeepSpeed reads by itself.
+# Monitoring, and features whose sections DeepSpeed reads separately.
 _ASIDE = frozenset(
     {
         "steps_per_print",
@@ -162,19 +162,19 @@ _ZERO = frozenset(
 
 
 def known_keys(section: str) -> frozenset[str]:
-    """The names that a section may hold: "zero_optimization", "fp16" or any other whose names are checked."""
+    """Return the keys of a section: "zero_optimization", "fp16" or another whose keys are checked."""
     return _ZERO if section == "zero_optimization" else _ENGINE[section] or frozenset()
 
 
 def check_keys(given: Mapping[str, Any], where: str) -> None:
-    """Refuse names that DeepSpeed does not read.
+    """Refuse keys that DeepSpeed does not read.
 
     Args:
-        given: A nested configuration.
-        where: What messages call it.
+        given: The nested configuration.
+        where: The name of the configuration in messages.
 
     Raises:
-        EngineConfigError: A name is unknown; the message says which is near.
+        EngineConfigError: A key is unknown; the message suggests a similar one.
     """
     _check(given, {*_ENGINE, *_ASIDE, "zero_optimization"}, where, "")
     for name, allowed in _ENGINE.items():

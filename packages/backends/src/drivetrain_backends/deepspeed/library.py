@@ -1,4 +1,4 @@
-"""DeepSpeed itself: imported when it is needed, for the device of the run, with the variables it wants."""
+"""The DeepSpeed library: imported on demand, for the device of the run, with the environment variables it reads."""
 
 import logging
 from collections.abc import Generator, Iterable
@@ -21,10 +21,10 @@ _LONGEST_COMPILATION = 600
 
 
 def load_deepspeed(context: Context) -> ModuleType:
-    """Import DeepSpeed, for the kind of device the context computes on.
+    """Import DeepSpeed for the device type of the context.
 
     Raises:
-        BackendNotInstalledError: It is not installed, or was imported before for another kind of device.
+        BackendNotInstalledError: DeepSpeed is not installed, or was imported earlier for another device type.
     """
     if find_spec("deepspeed") is None:
         raise BackendNotInstalledError(
@@ -44,7 +44,7 @@ def load_deepspeed(context: Context) -> ModuleType:
 
 
 def accelerator() -> Any:
-    """What DeepSpeed knows of the device."""
+    """Return DeepSpeed's interface to the device."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
@@ -52,7 +52,7 @@ def accelerator() -> Any:
 
 @contextmanager
 def entering(context: Context) -> Generator[None]:
-    """Inside, DeepSpeed finds the process group and the variables it reads. Called on all ranks.
+    """Run the block with the process group and environment variables that DeepSpeed needs. Called on all ranks.
 
     Raises:
         RuntimeError: The context has no process group.
@@ -73,9 +73,9 @@ def entering(context: Context) -> Generator[None]:
 
 @contextmanager
 def _progress(context: Context) -> Generator[None]:
-    """Inside, say what takes so long: on the CPU, DeepSpeed compiles an operator when it is first used.
+    """Report progress during the block: on the CPU, DeepSpeed compiles an operator when it is first used.
 
-    A hang is still one after `_LONGEST_COMPILATION` seconds.
+    After `_LONGEST_COMPILATION` seconds it stops, so that a hang is still detected.
     """
     done = Event()
 
@@ -100,26 +100,26 @@ def _progress(context: Context) -> Generator[None]:
 
 
 def accumulates(parameters: Iterable[Tensor]) -> bool:
-    """Whether the backward that runs adds to a gradient of some parameters; `torch.autograd.grad` does not."""
+    """Return whether the running backward adds to a gradient of the parameters; `torch.autograd.grad` does not."""
     from deepspeed.runtime.utils import count_used_parameters_in_backward
 
     trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         return bool(count_used_parameters_in_backward(trained))
-    except RuntimeError:  # one of them is what `torch.autograd.grad` was asked for
+    except RuntimeError:  # a parameter is an input of `torch.autograd.grad`
         return False
 
 
 def local_rank_known(context: Context) -> AbstractContextManager[None]:
-    """Inside, LOCAL_RANK is set, which stage 3 reads in every backward, and which one process alone does not have."""
+    """Set LOCAL_RANK in the block: stage 3 reads it in every backward, and a single process lacks it."""
     return environ.exported(LOCAL_RANK=str(context.topology.local_rank))
 
 
 def _forget_ended_groups() -> None:
-    """Have DeepSpeed make its groups again: it keeps those of a process group that has ended since (0.19)."""
+    """Make DeepSpeed recreate its process groups, because it keeps those of a destroyed process group (0.19)."""
     from deepspeed.utils import groups
 
-    module: Any = groups  # it has no public way to do this
+    module: Any = groups  # no public API for this
     if module._WORLD_GROUP is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""What the user calls in place of a model that a DeepSpeed engine trains."""
+"""The module that a user calls in place of a model that a DeepSpeed engine trains."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -10,37 +10,37 @@ from drivetrain_backends.modules.outputs import tensors_in
 
 
 class EngineModel(StandIn):
-    """Runs the forward through the engine while the model is trained, and past it while all of it is frozen.
+    """A wrapper whose forward runs through the engine while the model is trained, and around it while it is frozen.
 
-    A frozen model that a loss merely passes through, as a discriminator is in the generator's step, must stay out of
-    its engine: the engine would take the passing gradients for its own.
+    A frozen model that a loss merely passes through, such as a discriminator in the generator's step, must bypass its
+    engine, which would take the passing gradients for its own.
 
     Args:
         engine: The DeepSpeed engine.
-        on_gradient: Called with the user's module when a backward reaches an output of the engine.
+        on_gradient: A callback that gets the user's module when a backward reaches an output of the engine.
 
     Attributes:
         module: The user's module.
-        engine: The DeepSpeed engine, for what has no counterpart here, such as `save_checkpoint`.
+        engine: The DeepSpeed engine, for methods without a counterpart here, such as `save_checkpoint`.
     """
 
     def __init__(self, engine: Any, on_gradient: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self.module: nn.Module = engine.module
-        self.__dict__["engine"] = engine  # no child module: its parameters are the module's
+        self.__dict__["engine"] = engine  # not registered as a child: its parameters are the module's
         self.engine: Any
         self._on_gradient = on_gradient
         prologue = engine._backward_prologue
 
         def noticed() -> None:
-            on_gradient(engine.module)  # before the engine's own words, which name another cause
+            on_gradient(engine.module)  # before the engine's own error, which names another cause
             prologue()
 
         engine._backward_prologue = noticed
         self.hand_on()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
+        """Run the model's forward, through the engine unless all parameters are frozen."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
         output = self.engine(*inputs, **kwargs)

@@ -1,4 +1,4 @@
-"""What the training loop holds in the place of an engine's optimizer."""
+"""The optimizer that the training loop holds in place of an engine's optimizer."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -9,10 +9,10 @@ from drivetrain_backends.optim.optimizer import PreparedOptimizer, uncopyable
 
 
 class PartitionedOptimizer(PreparedOptimizer):
-    """An optimizer whose parameters DeepSpeed has cut into parts: it takes no further group, and is not copied."""
+    """An optimizer whose parameters DeepSpeed has partitioned: it accepts no more groups, and cannot be copied."""
 
     def check_copyable(self) -> NoReturn:
-        """Refused: its parameters are parts of an engine's; see `PreparedOptimizer.check_copyable`.
+        """Refuse to copy, because an engine has partitioned the parameters; see `PreparedOptimizer.check_copyable`.
 
         Raises:
             TypeError: Raised by every call.
@@ -20,10 +20,10 @@ class PartitionedOptimizer(PreparedOptimizer):
         raise TypeError(uncopyable(self.optimizer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused: DeepSpeed (0.19) keeps its own lists of groups, made when the engine starts.
+        """Refuse a new group, because DeepSpeed (0.19) builds its lists of groups when the engine starts.
 
         Raises:
-            RuntimeError: Always; nothing was changed.
+            RuntimeError: Raised by every call; nothing was changed.
         """
         raise RuntimeError(
             f"add_param_group() with {len(param_group.get('params', ()))} parameters after prepare(): ZeRO stages 1 "
@@ -33,24 +33,24 @@ class PartitionedOptimizer(PreparedOptimizer):
 
 
 def share_groups(source: Optimizer, other: Optimizer) -> None:
-    """Have two optimizers hold the same groups and state from now on, those of `source`, also once one loads a state.
+    """Make two optimizers share the groups and state of `source` from now on, also after one loads a state.
 
     Args:
-        source: The one that DeepSpeed built.
-        other: The user's, which schedulers and the loop hold.
+        source: The optimizer that DeepSpeed built.
+        other: The user's optimizer, which schedulers and the loop hold.
     """
 
     def follow(one: Optimizer, loaded: Optimizer) -> None:
         one.param_groups, one.state = loaded.param_groups, loaded.state
 
     follow(other, source)
-    # torch makes new groups when it loads a state.
+    # torch creates new groups when it loads a state.
     source.register_load_state_dict_post_hook(lambda loaded: follow(other, loaded))
     other.register_load_state_dict_post_hook(lambda loaded: follow(source, loaded))
 
 
 def remember_groups(optimizer: Optimizer) -> Callable[[], None]:
-    """Remember what an optimizer holds; what is returned gives it back, where an engine was started in vain."""
+    """Return a function that restores an optimizer's groups and state, in case an engine fails to start."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [list(group["params"]) for group in groups]
     kept = dict(state)

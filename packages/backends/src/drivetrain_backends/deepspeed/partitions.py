@@ -1,4 +1,4 @@
-"""The part that a rank holds of a parameter under ZeRO: which run of its elements, of master or optimizer state."""
+"""A rank's partition of a parameter under ZeRO: a range of elements of its master or optimizer state."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 
 class PartitionedTensor:
-    """A tensor of which each rank holds a run of elements, gathered when it is asked for.
+    """A tensor of which each rank holds a range of elements, gathered on demand.
 
     Args:
-        shape: That of the whole.
-        dtype: That of the whole.
-        gather: Gives the whole. Called on all ranks.
-        own: Gives the index of this rank's first element, and its elements.
+        shape: The shape of the full tensor.
+        dtype: The dtype of the full tensor.
+        gather: A function that returns the full tensor. Called on all ranks.
+        own: A function that returns the index of this rank's first element, and its elements.
 
     Attributes:
-        shape: That of the whole.
-        dtype: That of the whole.
+        shape: The shape of the full tensor.
+        dtype: The dtype of the full tensor.
     """
 
     def __init__(
@@ -36,26 +36,26 @@ class PartitionedTensor:
         self._own = own
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor. Called on all ranks, in the same order."""
+        """Return the full tensor. Called on all ranks, in the same order."""
         return self._gather()
 
     def flat_range(self) -> tuple[int, Tensor]:
-        """The index of this rank's first element in row-major order, and its elements, of shape (n,)."""
+        """Return the row-major index of this rank's first element, and its elements, of shape (n,)."""
         return self._own()
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """The shape of a whole parameter."""
+    """Return the shape of the full parameter."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ranks hold parts of it, or of its master."""
+    """Return whether ranks hold partitions of a parameter or of its master."""
     return hasattr(parameter, "ds_id") or has_master(parameter)
 
 
 def has_master(parameter: nn.Parameter) -> bool:
-    """Whether an optimizer of ZeRO keeps an fp32 copy of it in parts: it was trained when the engine was made."""
+    """Return whether ZeRO keeps a partitioned fp32 master: the parameter was trained when the engine was made."""
     if (optimizer := getattr(parameter, "_z3_optimizer", None)) is not None:  # frozen ones have it too
         return optimizer.get_param_id(parameter) in optimizer.grad_position
     return hasattr(parameter, "_hp_mapping")
@@ -63,7 +63,7 @@ def has_master(parameter: nn.Parameter) -> bool:
 
 @contextmanager
 def as_trained(parameter: Any) -> Generator[None]:
-    """Reach the master of a parameter also while it is frozen, when stage 3 (0.19) says that it has none."""
+    """Make a frozen parameter's master accessible in the block, where stage 3 (0.19) reports that it has none."""
     before = parameter.requires_grad
     parameter.requires_grad_(before or has_master(parameter))
     try:
@@ -73,16 +73,16 @@ def as_trained(parameter: Any) -> Generator[None]:
 
 
 def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
-    """Where this rank's elements of a parameter begin, and they themselves, of shape (n,).
+    """Return the index of this rank's first element of a parameter, and its elements, of shape (n,).
 
     Args:
-        parameter: Of a partitioned engine.
-        key: Of the optimizer's state; None: of its master, or in stage 3 of the parameter where it has none.
+        parameter: A parameter of a partitioned engine.
+        key: The key of an optimizer state; None for the master, or in stage 3 for a parameter without one.
     """
     if hasattr(parameter, "ds_id"):
         return _own_part_of_stage_3(parameter, key)
     mapping = parameter._hp_mapping
-    if mapping is None:  # none of it lies in this rank's partition
+    if mapping is None:  # this rank's partition holds none of it
         return 0, torch.empty(0)
     return mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).detach()
 
@@ -104,10 +104,10 @@ def _own_part_of_stage_3(parameter: Any, key: str | None) -> tuple[int, Tensor]:
 
 
 def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None = None) -> None:
-    """Put this rank's elements into its master, or into the optimizer's state of a parameter.
+    """Copy this rank's elements into its partition of a parameter's master or optimizer state.
 
     Raises:
-        ValueError: They are not the elements that this rank holds now.
+        ValueError: The elements are not those that this rank holds now.
     """
     own_start, own = own_part(parameter, key)
     if (start, elements.numel()) != (own_start, own.numel()) and elements.numel() + own.numel():
@@ -131,16 +131,16 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
 
 
 def whole_of_parts(value: Any, parameter: Any) -> Tensor:
-    """The whole tensor in fp32 out of each rank's run of elements of it. Called on all ranks.
+    """Return the full fp32 tensor from each rank's range of elements. Called on all ranks.
 
     Args:
-        value: With `shape` and `flat_range()`; divided as the parameter is.
-        parameter: Of a partitioned engine.
+        value: A value with `shape` and `flat_range()`, partitioned like the parameter.
+        parameter: A parameter of a partitioned engine.
     """
     start, elements = value.flat_range()
     own = torch.zeros(value.shape, device=parameter.device).flatten()
     own[start : start + elements.numel()] = elements
     group = parameter.ds_process_group if hasattr(parameter, "ds_id") else parameter._dp_group
-    # As bits, of which each is one rank's: a sum of floats would lose the sign of a zero.
+    # As bits, each of which comes from one rank: a sum of floats would lose the sign of a zero.
     dist.all_reduce(own.view(torch.int32), group=group)
     return own.view(value.shape)

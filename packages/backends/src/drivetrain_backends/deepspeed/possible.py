@@ -1,4 +1,4 @@
-"""What a whole configuration cannot ask for: what DeepSpeed drops, does wrong, or fails on without a reason."""
+"""Checks of a full configuration for what DeepSpeed drops, does wrong, or fails on with a cryptic error."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +14,15 @@ _ELSEWHERE = {
 
 
 def check_possible(flat: Mapping[str, Any], mode: str, world_size: int) -> None:
-    """Refuse what DeepSpeed would not do, or not right.
+    """Refuse a configuration that DeepSpeed would not apply, or not correctly.
 
     Args:
-        flat: The configuration by dotted names, with what the run says in it.
-        mode: "no", "fp16" or "bf16".
-        world_size: Ranks the engine spans.
+        flat: The configuration by dotted names, including the keys of the run.
+        mode: The precision: "no", "fp16" or "bf16".
+        world_size: The number of ranks of the engine.
 
     Raises:
-        EngineConfigError: There is something of the kind; the message says what was given and what is allowed.
+        EngineConfigError: A value is not allowed; the message gives it and the allowed values.
     """
     stage = flat["zero_optimization.stage"]
     if stage not in _STAGES:

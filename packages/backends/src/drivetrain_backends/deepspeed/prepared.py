@@ -1,4 +1,4 @@
-"""A model whose backward, clipping and step are a DeepSpeed engine's."""
+"""A model whose backward, clipping and step run in a DeepSpeed engine."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,24 +30,24 @@ _STEPPED = StepResult(stepped=True, skipped=False)
 
 
 class DeepSpeedPrepared:
-    """One model with its optimizer, trained by an engine.
+    """A model with its optimizer, trained by an engine.
 
     Args:
-        model: What the user calls.
-        context: Ranks and device.
-        ledger: What the backend's models know together of their gradients.
-        gradients: Where the engine keeps them; None for a model that is not trained.
-        carrier: Runs the engines' backwards.
-        names: Each parameter's name.
-        groups: The names of the parameters of each of the optimizer's groups.
+        model: The module that the user calls.
+        context: The ranks and the device.
+        ledger: The gradient state that the backend's models share.
+        gradients: The engine's reduced gradients; None for an untrained model.
+        carrier: The carrier that runs the engines' backwards.
+        names: The name of each parameter.
+        groups: The parameter names of each of the optimizer's groups.
         scaler: The loss scale, for fp16.
-        checkpointed: The modules that compute their activations again.
+        checkpointed: The modules that recompute their activations.
 
     Attributes:
-        model: What the user calls.
-        optimizers: The prepared optimizer.
+        model: The module that the user calls.
+        optimizers: The prepared optimizer; empty for an untrained model.
         schedulers: The prepared schedulers of that optimizer.
-        group: How far the model's gradients are.
+        group: The gradients of the model, with their stage.
         engine: The DeepSpeed engine.
     """
 
@@ -84,7 +84,7 @@ class DeepSpeedPrepared:
         trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
         self._trained = frozenset(trained)
         self._written: WrittenValues = NoMasters()
-        self._reached: ReachedParameters | None = None  # of a model that is trained
+        self._reached: ReachedParameters | None = None  # None for an untrained model
         if gradients is not None:
             self._written = written_values(self.engine, trained, context)
             self._reached = ReachedParameters(self.engine, trained)
@@ -94,7 +94,7 @@ class DeepSpeedPrepared:
         self._ledger.backward(loss, count, (self.group,))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing to do: the engine is told at each backward whether it closes its window; see `Prepared.no_sync`."""
+        """Do nothing, because each backward tells the engine if it closes the window; see `Prepared.no_sync`."""
         return nullcontext()
 
     def step(self, optimizer: Optimizer) -> StepResult:
@@ -132,7 +132,7 @@ class DeepSpeedPrepared:
         return StepResult(stepped=stepped, skipped=not stepped, grad_norm=group.grad_norm)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Drop gradients that no step used; those of an open window stay. The engine clears the others itself."""
+        """Drop unused gradients, except those of an open window. The engine clears used ones itself."""
         del set_to_none
         group = self.group
         if group.keeps_gathered:
@@ -155,8 +155,8 @@ class DeepSpeedPrepared:
         """Have the engine clip by the global norm at its next step; see `Prepared.clip`. Called on all ranks.
 
         Raises:
-            ValueError: Something else than the 2-norm of all of the model's parameters is asked for, or a norm of 0,
-                or the engine was configured to clip at another norm.
+            ValueError: The clip is not by the 2-norm of all of the model's parameters, is to a norm of 0, or
+                contradicts the engine's configured norm.
         """
         check_clip(norm, norm_type, value)
         if norm is None or norm_type != 2.0:
@@ -172,12 +172,12 @@ class DeepSpeedPrepared:
         return total
 
     def unwrap(self) -> nn.Module:
-        """The user's module, computing in the run's precision; its parameters are partitioned in stage 3."""
+        """Return the user's module, computing in the run's precision; stage 3 partitions its parameters."""
         return self._module
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
-        """Inside, the parameters are whole; see `Prepared.gathered`. Called on all ranks."""
+        """Gather the full parameters in the block; see `Prepared.gathered`. Called on all ranks."""
         from deepspeed import zero
 
         parameters = list(self._module.parameters())
@@ -190,12 +190,12 @@ class DeepSpeedPrepared:
             self._written.note()
 
     def applied(self) -> dict[str, object]:
-        """What was done to the model, read back from it."""
+        """Return the activation checkpointing of the model, read back from its modules."""
         kinds = {checkpointing_of(module) for module in self._checkpointed}
         return {"activation_checkpointing": kinds.pop() if kinds else "none"}
 
     def release(self) -> nn.Module:
-        """End the engine; the user's module with its own class."""
+        """End the engine and return the user's module with its own class."""
         self._carrier.remove(self._module)
         forget_keyed_state(self.engine)
         self.engine.destroy()
@@ -204,7 +204,7 @@ class DeepSpeedPrepared:
         return restore_forward(self._module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and schedulers, as whole tensors in fp32; see `Prepared.state_dict`. Called on all ranks.
+        """Return the state, with full fp32 tensors; see `Prepared.state_dict`. Called on all ranks.
 
         Raises:
             ReplacedParameterError: The model has parameters that were not prepared.
@@ -218,10 +218,10 @@ class DeepSpeedPrepared:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state, be it another backend's; see `Prepared.load_state_dict`. Called on all ranks.
+        """Load a saved state of any backend; see `Prepared.load_state_dict`. Called on all ranks.
 
         Raises:
-            ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters.
+            ValueError: The checkpoint holds a different number of optimizers or schedulers, or other parameters.
             ReplacedParameterError: The model has parameters that were not prepared.
         """
         self._known.look()
@@ -235,7 +235,7 @@ class DeepSpeedPrepared:
         """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`.
 
         Raises:
-            AccumulationError: There are such.
+            AccumulationError: There are such gradients.
         """
         if any(parameter.grad is not None for parameter in self._trained):
             name = type(self._module).__name__
@@ -245,10 +245,11 @@ class DeepSpeedPrepared:
             )
 
     def _are_finite(self, gradients: ReducedGradients) -> bool:
-        """Whether all gradients are, as far as their norm tells. Called on all ranks.
+        """Return whether all gradients are finite, judged by their norm. Called on all ranks.
 
         Raises:
-            NonFiniteGradientError: One is not, the run ends then, and no smaller loss scale is left to try.
+            NonFiniteGradientError: A gradient is not finite, and the settings end the run with no smaller loss scale
+                left.
         """
         norm = gradients.norm() if self.group.grad_norm is None else self.group.grad_norm
         if norm.isfinite().item():

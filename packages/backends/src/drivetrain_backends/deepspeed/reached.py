@@ -1,8 +1,8 @@
-"""Which parameters a window's backwards reach on each rank: where ranks differ, DeepSpeed would mix their gradients.
+"""Checks of the parameters that a window's backwards reach: if ranks differ, DeepSpeed would mix their gradients.
 
-Stages 2 and 3 reduce gradients while a backward runs, in the order in which it reaches parameters, and into buffers
-that hold the last window's values still; stage 1 reduces what there is when the window closes, in the parameters'
-order.
+Stages 2 and 3 reduce gradients during backward, in the order in which it reaches parameters, into buffers that still
+hold the values of the last window; stage 1 reduces the existing gradients when the window closes, in the order of the
+parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ _STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
 
 class ReachedParameters:
-    """Holds ranks to the same gradients before each reduction, and windows to all parameters before a step.
+    """A check for the same gradients on all ranks before each reduction, and for all parameters before a step.
 
     Args:
         engine: The DeepSpeed engine, whose reductions are watched from now on.
-        names: The name of each trained parameter, in an order that all ranks have.
+        names: The name of each trained parameter, in the same order on all ranks.
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str]) -> None:
@@ -35,8 +35,8 @@ class ReachedParameters:
         self._positions = {id(parameter): index for index, parameter in enumerate(names)}
         self._reached: dict[
             int, set[int]
-        ] = {}  # the positions, by DeepSpeed's number of the backward in its window
-        self._is_last = False  # whether a backward's last reduction runs
+        ] = {}  # the reached positions, by DeepSpeed's index of the backward in its window
+        self._is_last = False  # whether the last reduction of a backward is running
         self._is_watching = False
         self._is_offloaded: bool = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
         if hasattr(self._optimizer, "fp32_groups_has_gradients"):
@@ -47,10 +47,10 @@ class ReachedParameters:
             self._watch()
 
     def check(self) -> None:
-        """Refuse a step of a window that did not reach every parameter, or in which one was frozen.
+        """Refuse a step of a window that did not reach every parameter, or in which a parameter is frozen.
 
         Raises:
-            AccumulationError: It is one; the message names parameters. The same on all ranks.
+            AccumulationError: The window is one of these; the message names parameters, the same on all ranks.
         """
         if not self._stage:
             return
@@ -65,16 +65,16 @@ class ReachedParameters:
             return
         reached = list(self._reached.values())
         by_window = [set[int]().union(*reached)]
-        # What is offloaded is moved by the closing backward alone, and added to what the last window left.
+        # Only the closing backward moves offloaded gradients, and adds them to those of the last window.
         for found in reached if self._is_offloaded else by_window:
             self._refuse_left_out([name for i, name in enumerate(self._names.values()) if i not in found])
 
     def forget(self) -> None:
-        """Begin a window."""
+        """Begin a new window."""
         self._reached.clear()
 
     def _before(self, method: str, check: Callable[[], None]) -> None:
-        """Have `check` run before each call of one of the engine's optimizer's methods."""
+        """Run `check` before each call of a method of the engine's optimizer."""
         original = getattr(self._optimizer, method)
 
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ class ReachedParameters:
         setattr(self._optimizer, method, checked)
 
     def _watch(self) -> None:
-        """Check each reduction while backwards run."""
+        """Check each reduction during backwards."""
         self._is_watching = True
         optimizer = self._optimizer
         self._before(_STAGE_3 if self._stage == 3 else "reduce_ipg_grads", self._hold_against_others)
@@ -102,7 +102,7 @@ class ReachedParameters:
         optimizer.independent_gradient_partition_epilogue = last
 
     def _clear_left_out(self) -> None:
-        """Zero what stage 3 keeps of the last window, where a window's first backward has not written over it."""
+        """Zero what stage 3 keeps of the last window's gradients, unless a window's first backward replaced it."""
         found = self._reached.get(0, set())
         if self._optimizer.micro_step_id or len(found) == len(self._names):
             return
@@ -132,7 +132,7 @@ class ReachedParameters:
         raise AccumulationError(_told_of_branches(gathered, self._stage))
 
     def _fill_in_zeros(self) -> None:
-        """Give parameters zeros that this rank's backwards did not reach, and others' did. Called on all ranks."""
+        """Give zeros to parameters that only other ranks' backwards reached. Called on all ranks."""
         optimizer = self._optimizer
         lacking = [p for p in self._names if optimizer.get_gradient_for_reduction(p) is None]
         self._refuse_left_out(self._left_out([p for p in self._names if p.requires_grad], lacking))
@@ -144,7 +144,7 @@ class ReachedParameters:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _count_zeros_in_bf16(self) -> None:
-        """Have the norm count gradients that other ranks' backwards made. Called on all ranks."""
+        """Make the norm include gradients that only other ranks' backwards made. Called on all ranks."""
         flags: list[list[bool]] = self._optimizer.fp32_groups_has_gradients
         pairs = [
             (parameter, has)
@@ -157,7 +157,7 @@ class ReachedParameters:
             own[:] = [True] * len(own)
 
     def _left_out(self, parameters: list[Tensor], lacking: list[Tensor]) -> list[str]:
-        """The names of the parameters that no rank has a gradient of. Called on all ranks."""
+        """Return the names of the parameters without a gradient on any rank. Called on all ranks."""
         missing = set(map(id, lacking))
         reached = torch.tensor(
             [id(p) not in missing for p in parameters], dtype=torch.uint8, device=self._device
@@ -167,10 +167,10 @@ class ReachedParameters:
         return [self._names[p] for p, has in zip(parameters, reached.tolist(), strict=True) if not has]
 
     def _refuse_left_out(self, names: list[str]) -> None:
-        """Refuse to step what has no gradient.
+        """Refuse to step parameters without a gradient.
 
         Raises:
-            AccumulationError: There is something.
+            AccumulationError: There are such parameters.
         """
         if names:
             raise AccumulationError(
@@ -182,7 +182,7 @@ class ReachedParameters:
 
 
 def _told_of_branches(gathered: list[list[str]], stage: int) -> str:
-    """The message on ranks that would reduce other parameters."""
+    """Return the message for ranks that would reduce different parameters."""
     everywhere = set[str](gathered[0]).intersection(*gathered)
     some = [
         f"rank {rank} has {_some(odd)}"

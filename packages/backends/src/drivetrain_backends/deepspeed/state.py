@@ -1,4 +1,4 @@
-"""An engine's model and optimizer as whole tensors under the parameters' names, at any stage, and back."""
+"""The state of an engine's model and optimizer, as full tensors by parameter name at any stage, and its loading."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -31,15 +31,15 @@ from drivetrain_backends.state_dict.optimizer_state import (
 
 
 def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """An engine's state; nothing is gathered yet. Called on all ranks.
+    """Return an engine's state, without gathering it yet. Called on all ranks.
 
     Args:
         engine: The DeepSpeed engine.
-        names: Each parameter's name.
-        groups: The names of the parameters of each of the optimizer's groups.
+        names: The name of each parameter.
+        groups: The parameter names of each of the optimizer's groups.
 
     Returns:
-        `{"model": {name: tensor}, "optimizers": [named state]}`, the same on every rank. Of a partitioned engine the
+        `{"model": {name: tensor}, "optimizers": [named state]}`, the same on every rank. For a partitioned engine the
         tensors are `PartitionedTensor`s, in fp32 once they are gathered.
     """
     if not groups:  # not trained
@@ -64,8 +64,8 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
 
 
 def forget_keyed_state(engine: Any) -> None:
-    """Drop optimizer state that belongs to no parameter: DeepSpeed (0.19) fails on it when an engine ends."""
-    optimizer = getattr(engine.optimizer, "optimizer", None)  # stage 3 has none where a model is not trained
+    """Drop optimizer state that belongs to no parameter, on which DeepSpeed (0.19) fails when an engine ends."""
+    optimizer = getattr(engine.optimizer, "optimizer", None)  # stage 3 has none for an untrained model
     if optimizer is not None and engine.zero_optimization():
         for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
             del optimizer.state[key]
@@ -74,16 +74,16 @@ def forget_keyed_state(engine: Any) -> None:
 def load_state(
     engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]], state: Mapping[str, Any]
 ) -> None:
-    """Put a state into an engine, each rank keeping its part. Called on all ranks.
+    """Load a state into an engine, each rank keeping its partition. Called on all ranks.
 
     Args:
         engine: The DeepSpeed engine.
-        names: Each parameter's name.
-        groups: The names of the parameters of each of the optimizer's groups.
-        state: What `read_state` gave, or another backend's state of the same model.
+        names: The name of each parameter.
+        groups: The parameter names of each of the optimizer's groups.
+        state: A result of `read_state`, or another backend's state of the same model.
 
     Raises:
-        ValueError: It is of another model or of other parameter groups; nothing was loaded.
+        ValueError: The state is of another model or of other parameter groups; nothing was loaded.
     """
     if not groups:  # not trained
         _load_model(engine, state["model"])
@@ -92,7 +92,7 @@ def load_state(
     if not engine.zero_optimization():
         groups = [
             [names[p] for p in group["params"]] for group in engine.optimizer.param_groups
-        ]  # some were added
+        ]  # groups may have been added
         check_named_state(engine.optimizer, names, saved)
         load_plain_state(engine.module, state["model"])
         load_named_state(engine.optimizer, dict(names), saved)
@@ -113,7 +113,7 @@ def load_state(
 
 
 def _load_kept(engine: Any, index: int, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
-    """Put this rank's part of a parameter's optimizer state in its place, and zeros for what was not saved."""
+    """Load this rank's partition of a parameter's optimizer state, and zeros for keys that were not saved."""
     for key, value in engine.optimizer.optimizer.state.get(_partition(engine, index, parameter), {}).items():
         if not _is_of_elements(key, value):
             continue
@@ -126,7 +126,7 @@ def _load_kept(engine: Any, index: int, parameter: nn.Parameter, saved: Mapping[
 
 
 def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
-    """Put this rank's part of a whole tensor into the master parameter, or into its optimizer state `key`."""
+    """Copy this rank's partition of a full tensor into the master parameter, or its optimizer state `key`."""
     from deepspeed import utils
 
     if not has_master(parameter):
@@ -138,7 +138,7 @@ def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
         else:
             utils.safe_set_full_optimizer_state(parameter, value, key)
         return
-    # Stage 3's own writing of a whole tensor fails where ranks do not divide it evenly (0.19).
+    # Stage 3's own function for full tensors fails if ranks do not divide them evenly (0.19).
     group: Any = parameter.ds_process_group
     with as_trained(parameter):
         part = utils.safe_get_local_fp32_param(parameter)
@@ -154,16 +154,16 @@ def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
 
 
 def spread(parameters: Sequence[nn.Parameter]) -> None:
-    """Bring what rank 0 has in gathered parameters to all ranks, and into their masters. Called on all ranks."""
+    """Broadcast rank 0's values of gathered parameters and copy them to the masters. Called on all ranks."""
     for parameter in parameters:
         dist.broadcast(parameter.detach(), src=0)
         _write_part(parameter, parameter.detach())
 
 
 def _partition(engine: Any, index: int, parameter: Tensor) -> Tensor:
-    """The flat master tensor of this rank that a parameter's part lies in, or would."""
+    """Return this rank's flat master tensor for a parameter's partition, even if it holds none of its elements."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3: a group is cut into several
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3 splits a group into several
         return optimizer.fp32_partitioned_groups_flat[
             optimizer.grad_position[optimizer.get_param_id(parameter)][0]
         ]
@@ -175,7 +175,7 @@ def _partition(engine: Any, index: int, parameter: Tensor) -> Tensor:
 def _make_room(
     engine: Any, groups: Sequence[Sequence[str]], own: Mapping[str, nn.Parameter], saved: Mapping[str, Any]
 ) -> None:
-    """Give each partition the entries that the saved state of its parameters has, and no others."""
+    """Give each partition exactly the entries of its parameters' saved state."""
     state = engine.optimizer.optimizer.state
     earlier = dict(state)
     state.clear()
@@ -193,7 +193,7 @@ def _make_room(
 
 
 def _link_parts(engine: Any) -> None:
-    """Have stages 1 and 2 find each parameter's part of the optimizer's state.
+    """Make stages 1 and 2 find each parameter's part of the optimizer state.
 
     DeepSpeed (0.19) looks for the parts once, after the first group's step, when the other groups have no state yet.
     """
@@ -205,14 +205,14 @@ def _link_parts(engine: Any) -> None:
 
 
 def _is_of_elements(key: str, value: Any) -> bool:
-    """Whether a saved state has a value for each element of its parameter, or one for all, as a count of steps."""
+    """Return whether a saved state has a value per element, rather than one for all, such as a step count."""
     return key != "step" and hasattr(value, "shape")
 
 
 def _read_kept(parameter: nn.Parameter, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if not value.dim():  # a count of steps: one for the partition here, one for each parameter elsewhere
+    if not value.dim():  # a step count: one per partition here, one per parameter elsewhere
         return value.clone()
     return PartitionedTensor(
         shape_of(parameter),
@@ -223,10 +223,10 @@ def _read_kept(parameter: nn.Parameter, key: str, value: Any) -> Any:
 
 
 def _gather_kept(parameter: nn.Parameter, key: str) -> Tensor:
-    """An optimizer's state of a parameter. Called on all ranks.
+    """Return a parameter's full optimizer state. Called on all ranks.
 
     Raises:
-        RuntimeError: The engine was ended since the state was asked for.
+        RuntimeError: The engine ended after `state_dict` was called.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -241,7 +241,7 @@ def _gather_kept(parameter: nn.Parameter, key: str) -> Tensor:
 
 
 def _read_model(engine: Any) -> dict[str, Any]:
-    """The model's own state dict, with masters in the place of partitioned or halved parameters."""
+    """Return the model's own state dict, with masters in place of partitioned or half-precision parameters."""
     parts: dict[Tensor, PartitionedTensor] = {}  # a tied parameter is gathered once, and stays tied
     state: dict[str, Any] = {}
     for name, value in plain_state(engine.module, keep_vars=True).items():
@@ -257,7 +257,7 @@ def _read_model(engine: Any) -> dict[str, Any]:
 
 
 def _gather(parameter: nn.Parameter) -> Tensor:
-    """A parameter as its master has it; one that is not trained as it is."""
+    """Return a full parameter from its master, or as it is if untrained."""
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -271,7 +271,7 @@ def _gather(parameter: nn.Parameter) -> Tensor:
 
 
 def _whole(value: Any, parameter: nn.Parameter) -> Tensor:
-    """A parameter's saved value, gathered where it is in parts. Called on all ranks."""
+    """Return a parameter's saved value, gathered if it is partitioned. Called on all ranks."""
     return whole_of_parts(value, parameter) if hasattr(value, "flat_range") else whole(value)
 
 
@@ -279,7 +279,7 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
     """Load parameters and their masters.
 
     Raises:
-        ValueError: The names or shapes are not the model's.
+        ValueError: Names or shapes differ from the model's.
     """
     from deepspeed import zero
 

@@ -1,4 +1,4 @@
-"""Values that the user writes into parameters between steps, which the masters that an engine steps must have too."""
+"""Values that a user writes into parameters between steps, which must also reach the engine's fp32 masters."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,56 +16,56 @@ _ELEMENTS_AT_ONCE = 2**24
 
 
 class WrittenValues(Protocol):
-    """Knows what was written into the parameters of one engine since its last step."""
+    """A record of the values written into the parameters of one engine since its last step."""
 
     def take_up(self) -> None:
-        """Bring it into the masters, before a step. Called on all ranks.
+        """Copy the written values into the masters, before a step. Called on all ranks.
 
         Raises:
-            AccumulationError: It cannot be.
+            AccumulationError: The values cannot be copied.
         """
         ...
 
     def note(self) -> None:
-        """Note that parameters and masters agree now, after a write of the engine's or the backend's own."""
+        """Record that parameters and masters agree, after a write by the engine or the backend."""
         ...
 
     def compare(self) -> None:
-        """Hold what was written here against the other ranks, before it is saved. Called on all ranks.
+        """Compare this rank's writes with those of the other ranks, before a save. Called on all ranks.
 
         Raises:
-            AccumulationError: Ranks wrote other parameters.
+            AccumulationError: Ranks wrote to different parameters.
         """
         ...
 
     def forget(self) -> None:
-        """Begin anew with `compare`: a saved state was loaded on all ranks."""
+        """Reset the record of `compare`, after a saved state was loaded on all ranks."""
         ...
 
 
 class NoMasters:
-    """Stage 0: the optimizer steps the parameters themselves."""
+    """The record for stage 0, where the optimizer steps the parameters themselves."""
 
     def take_up(self) -> None:
-        """Nothing to do; see `WrittenValues.take_up`."""
+        """Do nothing; see `WrittenValues.take_up`."""
 
     def note(self) -> None:
-        """Nothing to do; see `WrittenValues.note`."""
+        """Do nothing; see `WrittenValues.note`."""
 
     def compare(self) -> None:
-        """Nothing to do; see `WrittenValues.compare`."""
+        """Do nothing; see `WrittenValues.compare`."""
 
     def forget(self) -> None:
-        """Nothing to do; see `WrittenValues.forget`."""
+        """Do nothing; see `WrittenValues.forget`."""
 
 
 class WrittenToFlat:
-    """Stages 1 and 2: parameters are views of a flat tensor, whose own part each rank has a master of.
+    """The record for stages 1 and 2: parameters are views of a flat tensor; each rank has a master of its partition.
 
-    The part is compared with its master, for a write through `.data` leaves no other trace. In half precision an
-    element that was not written keeps what its master has beyond it.
+    The partition is compared with its master, because a write through `.data` leaves no other trace. In half
+    precision, an unwritten element keeps its master's extra precision.
 
-    A rank brings its own part alone, so all ranks must write the same. How often each parameter was written is
+    A rank copies only its own partition, so all ranks must write the same values. The writes to each parameter are
     counted and compared at saves; a write through `.data` is not counted.
 
     Args:
@@ -92,7 +92,7 @@ class WrittenToFlat:
         self.note()
 
     def take_up(self) -> None:
-        """Copy what differs; see `WrittenValues.take_up`."""
+        """Copy changed elements to the masters; see `WrittenValues.take_up`."""
         if self._versions != (versions := _versions(self._names)):
             self._num_writes.update(_changed(self._names, self._versions, versions))
             self._versions = versions
@@ -106,7 +106,7 @@ class WrittenToFlat:
                 _take_up(written, kept)
 
     def note(self) -> None:
-        """Note where the parameters lie; see `WrittenValues.note`."""
+        """Record the addresses of the parameters; see `WrittenValues.note`."""
         places = list(map(Tensor.data_ptr, self._parameters))
         if places != self._places:
             self._places, self._homes = places, [parameter.data for parameter in self._parameters]
@@ -131,11 +131,11 @@ class WrittenToFlat:
         )
 
     def forget(self) -> None:
-        """Count from 0; see `WrittenValues.forget`."""
+        """Reset the counts to 0; see `WrittenValues.forget`."""
         self._num_writes.clear()
 
     def _bring_back(self, places: list[int]) -> None:
-        """Put values that were assigned, `parameter.data = ...`, where the parameter lay."""
+        """Copy values assigned by `parameter.data = ...` back to the parameter's place in the flat tensor."""
         for parameter, home, before, now in zip(
             self._parameters, self._homes, self._places, places, strict=True
         ):
@@ -145,10 +145,10 @@ class WrittenToFlat:
 
 
 class WrittenOutsideGathered:
-    """Stage 3: what is written outside `gathered(write=True)` reaches no master.
+    """The record for stage 3, where writes outside `gathered(write=True)` reach no master.
 
     Args:
-        engine: The DeepSpeed engine; what its own `load_checkpoint` writes reaches both.
+        engine: The DeepSpeed engine; its own `load_checkpoint` writes both parameters and masters.
         names: The name of each trained parameter.
     """
 
@@ -165,10 +165,10 @@ class WrittenOutsideGathered:
         engine.load_checkpoint = load_checkpoint
 
     def take_up(self) -> None:
-        """Refuse a write; see `WrittenValues.take_up`.
+        """Refuse writes to parameters; see `WrittenValues.take_up`.
 
         Raises:
-            AccumulationError: There was one.
+            AccumulationError: A parameter was written.
         """
         if (versions := _versions(self._names)) == self._versions:
             return
@@ -180,18 +180,18 @@ class WrittenOutsideGathered:
         )
 
     def note(self) -> None:
-        """Note the versions; see `WrittenValues.note`."""
+        """Record the versions; see `WrittenValues.note`."""
         self._versions = _versions(self._names)
 
     def compare(self) -> None:
-        """Nothing to do, where writes are refused; see `WrittenValues.compare`."""
+        """Do nothing, because writes are refused; see `WrittenValues.compare`."""
 
     def forget(self) -> None:
-        """Nothing to do; see `WrittenValues.forget`."""
+        """Do nothing; see `WrittenValues.forget`."""
 
 
 def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -> WrittenValues:
-    """What knows of writes into the parameters of an engine, by its stage.
+    """Return the record of writes into an engine's parameters, by the engine's stage.
 
     Args:
         engine: The DeepSpeed engine.
@@ -216,9 +216,9 @@ def _changed(parameters: Mapping[Tensor, str], before: list[int], now: list[int]
 
 
 def _take_up(written: Tensor, kept: Tensor) -> None:
-    """Copy into a master, of shape (n,), what its rounded values do not equal.
+    """Copy into a master, of shape (n,), the elements that differ from its rounded values.
 
-    Where they are equal nothing is written: a save in the background may be copying the master.
+    If none differ, nothing is written, because a background save may be copying the master.
     """
     written = written.to(kept.device)
     rounded = kept.to(written.dtype)

@@ -1,7 +1,8 @@
-"""Training by FSDP2: parameters, gradients and optimizer states divided over ranks with torch's `fully_shard`.
+"""Training by FSDP2: parameters, gradients and optimizer states sharded over ranks with torch's `fully_shard`.
 
-`mesh_plan` and `dtypes` decide without touching anything, as `blocks` does one level up; `materialise` and `placing`
-bring a model into shards; `sharded_model` is what is known of it then; `gradients`, `norms` and `prepared` train it;
-`block_order`, `misuse`, `optimizer_probe` and `refused_parameters` refuse what would be wrong; `parameter_hooks` and
-`buffers` do as DDP does; `state` loads it; `applied` reads back what is in force; `backend` holds them together.
+`mesh_plan` and `dtypes` plan without changing anything, as does `modules.wrap_policy`; `meta_init`, `scratch` and
+`shard` turn a model into shards, which `sharded_model` describes; `gradients`, `norms` and `prepared` train it;
+`block_order`, `guard`, `misuse`, `optimizer_probe` and `refused_parameters` refuse what would give wrong results;
+`parameter_hooks` and `buffers` behave as under DDP; `state` loads checkpoints; `applied` reads back the values in
+force; `backend` connects these modules.
 """

@@ -1,4 +1,4 @@
-"""What is in force, read back from the modules that `fully_shard` made."""
+"""The values in force, read back from the modules that `fully_shard` made."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +15,14 @@ from drivetrain_backends.settings import FSDPSettings
 
 
 def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:
-    """The section's fields as they are in the models; `Chosen` where the section left them open.
+    """Return the fields of the section as they are in the models; `Chosen` where the section left them open.
 
     Args:
         models: The sharded models.
         settings: The `fsdp` section.
-        reason: Why the strategy was chosen, where it was.
+        reason: The reason for the chosen strategy; empty if the section sets it.
     """
-    models = [model for model in models if len(model.plain) < len(model.parameters)]  # that have shards
+    models = [model for model in models if len(model.plain) < len(model.parameters)]  # those with shards
     if not models:
         return {}
     found = {**_of_torch(models[0]), **_of_models(models, settings)}
@@ -35,11 +35,11 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
     }
 
 
-_MAY_FALL_SHORT = ("wrap", "prefetch")  # of what was asked, with a reason
+_MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 
 
 def _of_torch(model: ShardedModel) -> dict[str, object]:
-    """What `fully_shard` was told, which is the same for all models."""
+    """Return the arguments of `fully_shard`, which are the same for all models."""
     group = next(group for block in model.blocks for group in parameter_groups(block))
     dtypes = _state(model.blocks[0])._mp_policy
     offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
@@ -55,7 +55,7 @@ def _of_torch(model: ShardedModel) -> dict[str, object]:
 
 
 def _of_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
-    """What depends on the models' own modules."""
+    """Return the values that depend on the models' own modules."""
     blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
     regions = blocks or [model.module for model in models]
     classes = {class_name(block) for block in blocks}
@@ -102,4 +102,4 @@ def _strategy(group: Any) -> str:
 
 
 def _state(block: FSDPModule) -> Any:
-    return block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage] torch tells it nowhere else
+    return block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage] no public API

@@ -1,4 +1,4 @@
-"""Training by FSDP2: each model's parameters, gradients and optimizer states are divided over the ranks."""
+"""The FSDP2 backend: each model's parameters, gradients and optimizer states are sharded over the ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -54,11 +54,11 @@ _UNCOPYABLE = (
 
 
 class FSDPBackend(TorchBackend):
-    """Each model is sharded over the ranks, block by block, with torch's `fully_shard`.
+    """A backend that shards each model over the ranks, block by block, with torch's `fully_shard`.
 
     Args:
-        context: Ranks and device; it has a process group.
-        policy: The precision that models compute in; FSDP casts parameters, so no autocast runs.
+        context: The ranks and the device; it has a process group.
+        policy: The precision that models compute in; FSDP casts parameters, so there is no autocast.
         window: The accumulation window; the caller begins its micro-batches.
         settings: The `fsdp` section.
 
@@ -103,15 +103,15 @@ class FSDPBackend(TorchBackend):
         self._buffers = SharedBuffers(context, enabled=own.broadcast_buffers)
         self._plans: dict[nn.Module, BlockPlan] = {}
         self._guard = AssignmentGuard()
-        self._successors = WeakIdKeyDictionary()  # the shards of what optimizers made before prepare() hold
+        self._successors = WeakIdKeyDictionary()  # unsharded parameters, with their shards
 
     def carrier(self) -> GradientCarrier:
-        """Gradients are shards."""
+        """Return the carrier of sharded gradients."""
         self._gradients = ShardedGradients(self.scaler, self.context.device, self._sharded, self._frozen)
         return self._gradients
 
     def building(self) -> AbstractContextManager[None]:
-        """Inside, parameters are made without data; `prepare` fills them block by block."""
+        """Create parameters on meta in the block; `prepare` fills them block by block."""
         return parameters_on_meta()
 
     def prepare(
@@ -120,12 +120,12 @@ class FSDPBackend(TorchBackend):
         """Shard models and point their optimizers to the shards; see `Backend.prepare`. Called on all ranks.
 
         Raises:
-            ValueError: A model is sharded already, shares a parameter with another, or has no module of a class that
-                is to be wrapped; or trains what FSDP cannot divide; or an optimizer cannot step shards. Nothing was
+            ValueError: A model is already sharded, shares a parameter with another, has no module of a class to wrap,
+                or has a trainable parameter that FSDP cannot shard; or an optimizer cannot step shards. Nothing was
                 changed.
         """
         for sharded in self._sharded.values():
-            sharded.reshard()  # so that parameters() gives what optimizers hold
+            sharded.reshard()  # so that parameters() returns what optimizers hold
         self._check(models)
         for optimizer in optimizers:
             check_divisible(optimizer, where="FSDP", scalars=True)
@@ -148,11 +148,11 @@ class FSDPBackend(TorchBackend):
         return super().prepare(models, optimizers, schedulers)
 
     def check_placeable(self, model: nn.Module) -> None:
-        """Refuse what ranks do not agree on, or what nothing fills; see `TorchBackend`. Called on all ranks."""
+        """Refuse models that differ between ranks or cannot be filled; see `TorchBackend`. Called on all ranks."""
         check_sources(uncompiled(model))
 
     def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """Forget models, and say that torch cannot put their shards together; see `TorchBackend`."""
+        """Forget models, and add a note that torch cannot unshard them; see `TorchBackend`."""
         names = [class_name(uncompiled(prepared.unwrap())) for prepared in placed]
         super().take_back(placed, error)
         for prepared in placed:
@@ -165,14 +165,14 @@ class FSDPBackend(TorchBackend):
         )
 
     def bring_along(self, optimizer: Optimizer) -> None:
-        """Point an optimizer to the shards of its parameters, with the state it has."""
+        """Point an optimizer and its state to the shards of its parameters."""
         repoint(optimizer, self._successors)
 
     def join(self, models: Sequence[nn.Module]) -> NoReturn:
-        """Refused; see `Backend.join`.
+        """Refuse to join; see `Backend.join`.
 
         Raises:
-            RuntimeError: Always: every rank must gather and reduce equally often.
+            RuntimeError: Raised by every call: all ranks must gather and reduce equally often.
         """
         del models
         raise RuntimeError(
@@ -181,7 +181,7 @@ class FSDPBackend(TorchBackend):
         )
 
     def applied(self) -> Mapping[str, object]:
-        """What is in force, read back from the sharded modules."""
+        """Return the values in force, read back from the sharded modules."""
         read = read_back(list(self._sharded.values()), self._own_settings(), self._shape.reason)
         if read:
             read["broadcast_buffers"] = self._buffers.is_enabled
@@ -189,7 +189,7 @@ class FSDPBackend(TorchBackend):
         return {**super().applied(), **read}
 
     def close(self) -> None:
-        """Give models their own classes back as far as torch can; their parameters stay sharded."""
+        """Restore models to their own classes as far as torch can; their parameters stay sharded."""
         super().close()
         self._guard.close()
         self._plans.clear()
@@ -203,7 +203,7 @@ class FSDPBackend(TorchBackend):
 
     def _place(self, model: nn.Module) -> TorchPrepared:
         settings, plan = self._own_settings(), self._plans.pop(model)
-        inner = uncompiled(model)  # a wrapper of torch.compile traces what is in it when it is called
+        inner = uncompiled(model)  # a torch.compile wrapper traces its module at the call
         blocks = [inner.get_submodule(name) for name in plan.blocks]
         checkpoint_activations(blocks or [inner], settings.activation_checkpointing)
         before = dict(inner.named_parameters())
@@ -266,7 +266,7 @@ class FSDPBackend(TorchBackend):
 
 
 def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
-    """The ranks to shard over: those of the run's own mesh, where it is of that shape. Called on all ranks."""
+    """Return the mesh to shard over: part of the run's own mesh if it has this shape. Called on all ranks."""
     own = context.mesh
     if own is not None and set(shape.names) <= set(own.mesh_dim_names or ()):
         part = own[shape.names]
@@ -278,8 +278,8 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
 def _after_forward_without_gradients(sharded: ShardedModel, order: BlockOrder) -> Callable[..., None]:
     """Return a hook for the end of a forward that no backward follows.
 
-    It compares what the ranks gathered, for no step may come that would. And it lets go of what FSDP would keep for a
-    backward: else requires_grad would be set on parameters that the next gathering replaces.
+    It compares the gathered blocks across ranks, because there may be no later step that would. It also frees what
+    FSDP keeps for a backward; otherwise requires_grad would be set on parameters that the next gather replaces.
     """
 
     def finish(*_: object) -> None:
@@ -291,9 +291,9 @@ def _after_forward_without_gradients(sharded: ShardedModel, order: BlockOrder) -
 
 
 def _make_room_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:
-    """A hook that has FSDP make what it gathers into, once, as tensors that a training step may use too.
+    """Return a hook that makes FSDP allocate its gather buffers once, as tensors that a training step may use.
 
-    It makes that at the first forward; under `inference_mode` no later forward could be trained through.
+    FSDP allocates them at the first forward; under `inference_mode`, no later forward could be trained through.
     """
     is_made = False
 
@@ -312,7 +312,7 @@ def _make_room_outside_inference_mode(sharded: ShardedModel) -> Callable[..., No
 
 
 def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:
-    """Let each block gather the next ones, in forward and backward; torch's own order if nothing is said."""
+    """Let each block prefetch the next ones, in forward and backward; None keeps torch's own order."""
     if depth is None:
         return
     *blocks, root = sharded.blocks
@@ -320,5 +320,5 @@ def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:
     for index, block in enumerate(forward):
         block.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + depth])
     for index, block in enumerate(backward):
-        # No modules at all would mean torch's own order; the block itself is gathered by then.
+        # An empty list would mean torch's own order; the block itself is already gathered by then.
         block.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth] or [block])

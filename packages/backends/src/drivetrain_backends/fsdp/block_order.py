@@ -1,8 +1,8 @@
-"""Whether all ranks gather and reduce the same blocks in the same order.
+"""A check that all ranks gather and reduce the same blocks in the same order.
 
-FSDP's collectives carry no names: they pair up over the ranks by their order. Where one rank gathers another block
-of the same size, both compute with a mixture of weights, and nobody raises. Here each rank keeps a running checksum
-of its collectives, and the ranks compare theirs before an optimizer steps.
+FSDP's collectives carry no names: ranks match them by their order. If a rank gathers another block of the same size,
+both ranks compute with mixed weights, without an error. Each rank therefore keeps a running checksum of its
+collectives, and the ranks compare checksums before an optimizer steps.
 """
 
 from collections import deque
@@ -19,22 +19,20 @@ from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_group
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context
 
-_MOST_REMEMBERED = 65536  # collectives between two steps, for the error that names the first that differs
-_PASSES = (
-    4  # forward, backward, reduction, and one to spare: the first use of every block is compared at once
-)
+_MOST_REMEMBERED = 65536  # collectives since the last step, for the error that names the first difference
+_PASSES = 4  # forward, backward, reduction, and one spare: the first use of every block is compared at once
 _MASK = (1 << 61) - 1
 
 
 class BlockOrder:
-    """The order of this rank's collectives, and its comparison with the other ranks'.
+    """The order of this rank's collectives, and its comparison with that of the other ranks.
 
-    Called on all ranks in the same order. The checksums travel between CPUs, in a group of their own, so that they
-    wait for no device and never pair up with a block.
+    Called on all ranks in the same order. The checksums are exchanged between CPUs in a separate process group, so
+    that they never wait for a device and never match a collective of a block.
 
     Args:
-        context: Ranks; it has a process group.
-        divisions: The ranks that gather together, each rank in one of them.
+        context: The ranks; it has a process group.
+        divisions: The groups of ranks that gather together; each rank is in one of them.
     """
 
     def __init__(self, context: Context, divisions: Sequence[Sequence[int]]) -> None:
@@ -45,18 +43,18 @@ class BlockOrder:
         self._num_past = 0
         self._checksum = self._reductions = 0
         self._num_compared_at_once = 0
-        # torch holds the group until it ends; held here too, its threads would outlive the process group.
+        # A weak reference: torch holds the group until it ends, and its threads would outlive the process group.
         self._group: Callable[[], ProcessGroup | None] = lambda: None
 
     def close(self) -> None:
-        """End the group that checksums travel in, until a model is watched again. Called on all ranks."""
+        """Destroy the checksums' process group, until a model is watched again. Called on all ranks."""
         self._num_compared_at_once = 0
         if (group := self._group()) is not None and dist.is_initialized():
             dist.destroy_process_group(group)
         self._group = lambda: None
 
     def watch(self, model: ShardedModel) -> None:
-        """Keep the order of a model's collectives from now on. Called on all ranks."""
+        """Record the order of a model's collectives from now on. Called on all ranks."""
         if self._context.topology.world_size == 1:
             return
         if self._group() is None:
@@ -72,21 +70,22 @@ class BlockOrder:
                     self._noting("reduce", what),
                     is_divided=len(self._divisions[0]) > 1,
                 )
-                # Ranks that share no copy gather apart from each other, and may differ there.
+                # Ranks of different replicas gather independently, and may differ there.
                 self._num_compared_at_once += _PASSES if len(self._divisions) == 1 else 0
 
     def compare(self, news: int = 0, *, at_step: bool = True) -> list[int]:
-        """Compare with the other ranks, before what was reduced is used. Called on all ranks.
+        """Compare with the other ranks before reduced values are used. Called on all ranks.
 
         Args:
-            news: A number that travels along, of 63 bits.
-            at_step: Whether an optimizer is to step.
+            news: A number of 63 bits to send along.
+            at_step: Whether an optimizer is about to step.
 
         Returns:
-            The numbers of all ranks.
+            The `news` of all ranks.
 
         Raises:
-            CollectiveMismatchError: They ran other blocks, or in another order; the message names the first.
+            CollectiveMismatchError: Ranks ran other blocks, or in another order; the message names the first
+                difference.
         """
         group = self._group()
         if group is None:
@@ -97,7 +96,7 @@ class BlockOrder:
         table = mine.new_empty(self._context.topology.world_size * 4)
         dist.all_gather_into_tensor(table, mine, group=group)
         rows: list[list[int]] = table.view(-1, 4).tolist()
-        reduce_alike = all(row[1] == rows[0][1] for row in rows)  # copies are averaged over all ranks
+        reduce_alike = all(row[1] == rows[0][1] for row in rows)  # gradients are averaged over all replicas
         if not reduce_alike or not all(
             rows[rank][:3] == rows[ranks[0]][:3] for ranks in self._divisions for rank in ranks
         ):
@@ -107,9 +106,9 @@ class BlockOrder:
         return [row[3] for row in rows]
 
     def compare_gathered(self) -> None:
-        """Compare where all ranks gather together, after a forward whose outputs are used without a step.
+        """Compare after a forward whose outputs are used without a step, if all ranks gather together.
 
-        Called on all ranks. Ranks with a copy of their own may run other forwards, and are compared at steps alone.
+        Called on all ranks. Ranks of different replicas may run other forwards, and are only compared at steps.
 
         Raises:
             CollectiveMismatchError: See `compare`.
@@ -137,7 +136,7 @@ class BlockOrder:
         return note
 
     def _mismatch(self, group: ProcessGroup) -> CollectiveMismatchError:
-        """Find the first collective that differs, by the names that all ranks kept. Called on all ranks."""
+        """Find the first collective that differs, by the names that all ranks recorded. Called on all ranks."""
         said: list[Any] = [None] * self._context.topology.world_size
         begins = self._num_past - len(self._past)
         dist.all_gather_object(said, (begins, [self._labels[label] for label in self._past]), group=group)
@@ -161,7 +160,7 @@ class BlockOrder:
 
 
 class _Gathering:
-    """torch's all-gather of a block, noted before it runs."""
+    """The all-gather of a block, recorded before torch runs it."""
 
     def __init__(self, inner: Any, note: Callable[[], None]) -> None:
         self._inner, self._note = inner, note
@@ -175,9 +174,9 @@ class _Gathering:
 
 
 class _Reducing:
-    """torch's reduction of a block's gradients, noted before it runs.
+    """The reduction of a block's gradients, recorded before torch runs it.
 
-    Where no rank holds a part alone, torch calls it for memory only and averages over the copies by itself.
+    With one rank per replica, torch only calls it to allocate, and averages over the replicas by itself.
     """
 
     def __init__(self, inner: Any, note: Callable[[], None], *, is_divided: bool) -> None:

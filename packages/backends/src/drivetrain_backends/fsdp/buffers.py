@@ -1,4 +1,4 @@
-"""Buffers that follow rank 0's, as under DDP: the statistics of batch normalisation differ by rank else."""
+"""Buffers that follow rank 0's, as under DDP: without this, batch normalisation statistics differ by rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from drivetrain_state import Context, broadcast
 
-_MOST_MODELS = 60  # told apart in one integer; those beyond share its last bit
+_MOST_MODELS = 60  # with a bit each in one integer; models beyond share the last bit
 
 
 class SharedBuffers:
-    """The buffers of a backend's models, brought together at a step where one has changed.
+    """The buffers of a backend's models, broadcast at a step at which one has changed.
 
     Args:
         context: The ranks that share the buffers, and their device.
-        enabled: Whether they are to follow rank 0's.
+        enabled: Whether the buffers follow rank 0's.
 
     Attributes:
-        is_enabled: Whether they do.
+        is_enabled: Whether the buffers follow rank 0's.
     """
 
     def __init__(self, context: Context, *, enabled: bool) -> None:
@@ -28,12 +28,12 @@ class SharedBuffers:
         self._models: list[_Buffers] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Keep a model's buffers together from now on; they are the same on all ranks."""
+        """Watch a model's buffers from now on; they must be the same on all ranks."""
         if self.is_enabled and self._context.topology.world_size > 1:
             self._models.append(_Buffers(model))
 
     def news(self) -> int:
-        """Which models' buffers have changed on this rank, as bits."""
+        """Return the models whose buffers have changed on this rank, as bits."""
         bits = 0
         for index, buffers in enumerate(self._models):
             if buffers.have_changed():
@@ -41,10 +41,10 @@ class SharedBuffers:
         return bits
 
     def share(self, news: Sequence[int]) -> None:
-        """Bring rank 0's buffers to all ranks. Called on all ranks.
+        """Broadcast rank 0's buffers of changed models. Called on all ranks.
 
         Args:
-            news: What `news` gave on each rank.
+            news: The results of `news` on each rank.
         """
         for index, buffers in enumerate(self._models):
             bit = 1 << min(index, _MOST_MODELS)
@@ -57,7 +57,7 @@ class SharedBuffers:
 
 
 class _Buffers:
-    """The buffers of a model; a buffer may be written in place or replaced."""
+    """The buffers of a model, which may be written in place or replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: list[tuple[dict[str, Any], str]] = [
@@ -80,7 +80,7 @@ class _Buffers:
         self._take_up()
 
     def _take_up(self) -> None:
-        self._held = self._now()  # so that no new tensor takes the id of one of them
+        self._held = self._now()  # held, so that no new tensor reuses the id of one of them
         self._seen = self._versions()
 
     def _now(self) -> list[Tensor]:
@@ -91,5 +91,5 @@ class _Buffers:
         return list(found)
 
     def _versions(self) -> list[tuple[int, int]]:
-        # A tensor made under inference_mode keeps no version: only its replacement is seen.
+        # A tensor created under inference_mode has no version: only its replacement is detected.
         return [(id(b), 0 if b.is_inference() else b._version) for b in self._now()]

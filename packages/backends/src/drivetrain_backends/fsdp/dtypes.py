@@ -1,4 +1,4 @@
-"""In which dtypes a sharded model is kept, computes, reduces and answers."""
+"""The dtypes of a sharded model's storage, computation, reduction and outputs."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,13 +16,13 @@ NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypePlan:
-    """The dtypes of a run; None leaves the model's own.
+    """The dtypes of a run; None keeps the model's own.
 
     Attributes:
-        param: Of forward and backward.
-        reduce: Of the reduction of gradients.
-        output: Of the model's outputs.
-        upcast: Whether trainable parameters in half precision are brought to fp32 before they are sharded.
+        param: The dtype of forward and backward.
+        reduce: The dtype in which gradients are reduced.
+        output: The dtype of the model's outputs.
+        upcast: Whether trainable half-precision parameters are converted to fp32 before they are sharded.
     """
 
     param: torch.dtype | None
@@ -31,7 +31,7 @@ class DtypePlan:
     upcast: bool
 
     def policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
-        """What `fully_shard` is told; the root alone casts outputs, so that blocks hand on what they computed."""
+        """Return the policy for `fully_shard`; only the root casts outputs, so blocks pass on what they computed."""
         return MixedPrecisionPolicy(
             param_dtype=self.param,
             reduce_dtype=self.reduce,
@@ -40,10 +40,10 @@ class DtypePlan:
 
 
 def plan_dtypes(settings: FSDPSettings, policy: Policy, device: torch.device) -> DtypePlan:
-    """Choose the dtypes from the section and the run's precision.
+    """Return the dtypes for the section and the run's precision.
 
     Raises:
-        PrecisionError: The device does not compute in `param_dtype`, or it contradicts the run's precision.
+        PrecisionError: The device does not support `param_dtype`, or it contradicts the run's precision.
     """
     said = settings.param_dtype
     if said is not None and policy.mode not in ("no", said):

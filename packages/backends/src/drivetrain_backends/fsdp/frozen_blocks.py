@@ -1,8 +1,8 @@
-"""Blocks that were frozen at their first forward and are trained later, in half precision.
+"""A fix for blocks that are frozen at their first forward and trained later, in half precision.
 
-FSDP of torch 2.9 reads the dtypes of gradients off the trainable parameters at the first forward. Where there are
-none, it would later hand fp32 parameters half precision gradients, which torch refuses; a discriminator frozen in
-the first step runs into it. This room can go when the oldest torch finds the dtypes by itself, as 2.15 does.
+FSDP of torch 2.9 reads the gradient dtypes from the trainable parameters at the first forward. Without any, it later
+gives fp32 parameters half-precision gradients, which torch refuses; a discriminator that is frozen in the first step
+is such a case. Drop this module once the oldest supported torch finds the dtypes by itself, as 2.15 does.
 """
 
 from torch.distributed.fsdp import FSDPModule
@@ -11,17 +11,17 @@ from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_group
 
 
 class FrozenBlocks:
-    """The blocks whose first forward is still to come, where this torch needs them looked after."""
+    """The blocks that have not run their first forward, if this torch needs the fix."""
 
     def __init__(self) -> None:
         self._waiting: list[FSDPModule] = []
 
     def add(self, model: ShardedModel) -> None:
-        """Look after a model's blocks from now on."""
+        """Watch a model's blocks from now on."""
         self._waiting += [block for block in model.blocks if _needs_care(block)]
 
     def give_dtypes(self) -> None:
-        """Tell blocks that have run their first forward, all frozen, which dtypes their gradients will have."""
+        """Set the gradient dtypes of frozen blocks that have run their first forward."""
         if self._waiting:
             self._waiting = [block for block in self._waiting if not _give(block)]
 
@@ -31,7 +31,7 @@ def _needs_care(block: FSDPModule) -> bool:
 
 
 def _give(block: FSDPModule) -> bool:
-    """Whether a block has its dtypes now."""
+    """Set a block's gradient dtypes and return whether they are known."""
     for group in parameter_groups(block):
         if not hasattr(group, "_orig_dtype"):
             return False

@@ -1,4 +1,4 @@
-"""Gradients of which each rank holds its shards: averaged by FSDP, made final here."""
+"""Sharded gradients: averaged by FSDP, made final here."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ from drivetrain_precision import LossScaler
 
 
 class ShardedGradients(ParameterGradients):
-    """What FSDP leaves in `.grad`: shards of the mean over all ranks, and whole gradients of plain parameters.
+    """The gradients that FSDP leaves in `.grad`: shards of the mean over all ranks; full ones of plain parameters.
 
     Args:
         scaler: The loss scale, for fp16.
-        device: Where the ranks talk.
-        sharded: The backend's sharded models, by what it was given.
-        frozen: Blocks that may be frozen at their first forward.
+        device: The device of the process group's tensors.
+        sharded: The backend's sharded models by user module.
+        frozen: The blocks that may be frozen at their first forward.
 
     Attributes:
-        holding: The models whose backwards reduce nothing at present.
-        held: The models whose last backward reduced nothing: their gradients are whole, and not in `.grad`.
+        holding: The models whose backwards are not reduced at present.
+        held: The models whose last backward was not reduced: their gradients are full, and not in `.grad`.
         hooks: The hooks on parameters, by model.
     """
 
@@ -52,7 +52,7 @@ class ShardedGradients(ParameterGradients):
         """Run torch's backward; see `GradientCarrier.run`.
 
         Raises:
-            AccumulationError: An earlier backward failed half way.
+            AccumulationError: An earlier backward failed midway.
         """
         for model in models:
             if self._sharded[model].in_backward():
@@ -69,10 +69,10 @@ class ShardedGradients(ParameterGradients):
             if model in self.holding:
                 self.held.add(model)
             elif model in self.held and not self._sharded[model].holds_gradients():
-                self.held.discard(model)  # else the loss did not reach it
+                self.held.discard(model)  # otherwise the loss did not reach it
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """The shards, and the gathered parameters that forwards compute with; see `GradientCarrier.leaves`."""
+        """Return the shards, and the gathered parameters that forwards use; see `GradientCarrier.leaves`."""
         gathered = (p for model in models for p in self._sharded[model].standing_in())
         return [*super().leaves(models), *gathered]
 
@@ -81,7 +81,7 @@ class ShardedGradients(ParameterGradients):
         """Average plain gradients over the ranks, then unscale and correct all; see `GradientCarrier.settle`.
 
         Raises:
-            AccumulationError: The window closed without a backward that reduces what the others held back.
+            AccumulationError: The window closed without a backward that reduces the gradients held so far.
         """
         for model in models:
             if model in self.held:
@@ -107,7 +107,7 @@ class ShardedGradients(ParameterGradients):
         return False
 
     def _unscale(self, scaler: LossScaler, gradients: list[Tensor], factor: Tensor | float) -> bool:
-        """Unscale this rank's shards, and agree with the others on whether one of theirs overflowed."""
+        """Unscale this rank's shards, and return whether a gradient overflowed on any rank."""
         here = [gradient for gradient in gradients if gradient.device == self._device]
         found = scaler.unscale(here, factor=factor)
         offloaded = [gradient for gradient in gradients if gradient.device != self._device]

@@ -1,7 +1,7 @@
-"""Refuses parameters that are assigned to a module whose parameters are sharded, the moment it happens.
+"""A guard that refuses parameters at the moment they are assigned to a module with sharded parameters.
 
-FSDP puts its own parameters back into the modules at every forward: what was assigned in between would be lost
-without a word, and no later look at the model could tell.
+FSDP puts its own parameters back into the modules at every forward: a parameter assigned in between would be lost
+without an error, and no later check of the model could detect it.
 """
 
 from collections.abc import Callable, Generator
@@ -17,7 +17,7 @@ from drivetrain_backends.errors import UnshardedParameterError
 
 
 class AssignmentGuard:
-    """Watches modules from `watch` until `close`."""
+    """A guard over the modules of models, from `watch` until `close`."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -25,7 +25,7 @@ class AssignmentGuard:
         self._handle: RemovableHandle | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Watch every module of a model, but for those that set attributes in their own way, as FSDP sets theirs."""
+        """Watch every module of a model, except those with their own `__setattr__`."""
         if self._handle is None:
             check = cast("Callable[..., None]", self._check)
             self._handle = register_module_parameter_registration_hook(check)
@@ -35,7 +35,7 @@ class AssignmentGuard:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Inside, parameters may be assigned."""
+        """Allow parameters to be assigned in the block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -43,7 +43,7 @@ class AssignmentGuard:
             self._paused = before
 
     def close(self) -> None:
-        """Watch nothing, until `watch` is called again."""
+        """Stop watching all modules, until `watch` is called again."""
         self._names.clear()
         if self._handle is not None:
             self._handle.remove()

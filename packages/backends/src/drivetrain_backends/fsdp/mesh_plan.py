@@ -1,4 +1,4 @@
-"""Which ranks share a copy of the parameters, decided without touching a device."""
+"""The plan of which ranks share a replica of the parameters, made without a device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from drivetrain_backends.settings import FSDPSettings
 from drivetrain_state import Topology
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
-_AXES = ("data", "shard")  # of the run's own mesh, outermost first: those that FSDP works along
+_AXES = ("data", "shard")  # the axes of the run's own mesh that FSDP uses, outermost first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """How ranks are divided.
+    """The division of ranks into replicas and shards.
 
     Attributes:
         strategy: The strategy in force.
-        num_replicas: How many copies of the parameters there are.
-        shard_size: How many ranks share a copy.
-        reason: Why this strategy, where none was said.
+        num_replicas: The number of replicas of the parameters.
+        shard_size: The number of ranks that share a replica.
+        reason: The reason for the chosen strategy; empty if the settings give one.
     """
 
     strategy: Strategy
@@ -30,7 +30,7 @@ class MeshShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the mesh's axes: (replicas, shards), or (shards,) where nothing is replicated."""
+        """The sizes of the mesh's axes: (replicas, shards), or (shards,) without replication."""
         if self.strategy in ("full_shard", "shard_grad_op"):
             return (self.shard_size,)
         return self.num_replicas, self.shard_size
@@ -42,19 +42,19 @@ class MeshShape:
 
     @property
     def reshards(self) -> bool:
-        """Whether parameters are let go after forward and gathered again for backward."""
+        """True if parameters are released after forward and gathered again for backward."""
         return self.strategy in ("full_shard", "hybrid_shard")
 
 
 def plan_mesh(
     settings: FSDPSettings, topology: Topology, parallelism: Mapping[str, int] | None = None
 ) -> MeshShape:
-    """Divide the ranks.
+    """Return the division of the ranks.
 
     Args:
         settings: The `fsdp` section.
-        topology: Ranks and nodes.
-        parallelism: The sizes of the run's own mesh, by axis; None where it has none.
+        topology: The ranks and the nodes.
+        parallelism: The sizes of the run's own mesh, by axis; None if it has no mesh.
 
     Raises:
         ValueError: The strategy does not fit the number of ranks, or contradicts the run's own mesh.
@@ -86,10 +86,10 @@ def plan_mesh(
 
 
 def _along(parallelism: Mapping[str, int] | None) -> tuple[int, int] | None:
-    """The sizes of the data and shard axes; None where only data are divided, which any strategy may share out.
+    """Return the sizes of the data and shard axes; None if there is no shard axis, which allows any strategy.
 
     Raises:
-        ValueError: The mesh has an axis that this backend does not work along.
+        ValueError: The mesh has an axis that this backend does not support.
     """
     if parallelism is None:
         return None

@@ -1,7 +1,7 @@
-"""Values for modules that were built on the meta device, by their own ways to initialise themselves.
+"""Values for modules built on the meta device, from their own initialisation methods.
 
-Each module is seeded by its name, so that its values are the same whichever modules are filled with it, and on any
-number of ranks.
+Each module is seeded by its name, so that its values depend neither on the modules filled with it nor on the number
+of ranks.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
@@ -20,9 +20,9 @@ _OWN_WAYS = ("reset_parameters", "_reset_parameters")
 
 @contextmanager
 def parameters_on_meta() -> Generator[None]:
-    """Inside, modules of this thread register their parameters without data; buffers stay real.
+    """Create the parameters of this thread's modules on meta in the block; buffers stay real.
 
-    Constructors compute many buffers (masks, rotary frequencies) that no later call could make again.
+    Constructors compute many buffers (masks, rotary frequencies) that no later call could recreate.
     """
     thread, moved = get_ident(), WeakIdKeyDictionary()
 
@@ -33,7 +33,7 @@ def parameters_on_meta() -> Generator[None]:
             moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         return moved[parameter]
 
-    # torch takes the parameter that a hook returns, though its annotation says None.
+    # torch uses the parameter that a hook returns, although its annotation says None.
     handle = register_module_parameter_registration_hook(cast("Callable[..., None]", register))
     try:
         yield
@@ -42,7 +42,7 @@ def parameters_on_meta() -> Generator[None]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a module holds itself, by attribute; a tied one under each of its names."""
+    """Return a module's own parameters and buffers by attribute; a tied one under each of its names."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
@@ -50,14 +50,14 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def make_room(
     modules: Iterable[nn.Module], new_tensor: Callable[[Tensor], Tensor]
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace tensors on meta by ones that hold no values yet; tied ones stay tied.
+    """Replace tensors on meta by uninitialised ones; tied tensors stay tied.
 
     Args:
-        modules: The modules that hold them.
-        new_tensor: Memory for one of them.
+        modules: The modules that hold the tensors.
+        new_tensor: A function that allocates the replacement of a tensor.
 
     Returns:
-        For each module that had any, their attributes.
+        The attributes of the replaced tensors, for each module that has any.
     """
     new: dict[Tensor, Tensor] = {}
     found: dict[nn.Module, tuple[str, ...]] = {}
@@ -75,14 +75,14 @@ def make_room(
 
 
 def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
-    """Refuse modules that surely cannot fill what they hold.
+    """Refuse modules that certainly cannot fill their tensors.
 
     Args:
         model: The model, with modules on the meta device.
-        on_meta: The names of what is to be filled.
+        on_meta: The names of the tensors to fill.
 
     Raises:
-        ValueError: A module has no way to fill a tensor, and neither has the model; the message names it.
+        ValueError: Neither a module nor the model has a method that fills a tensor; the message names it.
     """
     if any(callable(getattr(module, "_init_weights", None)) for module in model.modules()):
         return
@@ -103,24 +103,24 @@ def initialise(
     around: Sequence[nn.Module],
     seed: int,
 ) -> None:
-    """Fill what `make_room` made, as each module does it: `reset_parameters`, and the model's `_init_weights`.
+    """Fill the tensors of `make_room` by each module's own `reset_parameters` and the model's `_init_weights`.
 
     Args:
         empty: The attributes to fill, by module.
         names: The name of each module in the model.
-        around: The model, and modules in it, that may have an `_init_weights(module)`.
-        seed: The same on all ranks.
+        around: The model and modules in it that may have an `_init_weights(module)`.
+        seed: The seed, the same on all ranks.
 
     Raises:
-        ValueError: A module has no way to fill one of them; the message names it.
+        ValueError: A module has no method that fills one of its tensors; the message names it.
     """
     ways = [way for module in around if callable(way := getattr(module, "_init_weights", None))]
     filled: set[Tensor] = set()
-    # Inner ones first: a module may fill what its children hold in another way than they do.
+    # Inner modules first: a module may initialise its children's tensors differently than they do.
     for module, missing in sorted(empty.items(), key=lambda item: -_depth(names[item[0]])):
         tensors = tensors_of(module)
         attributes = [name for name in missing if tensors[name] not in filled]
-        if not attributes:  # tied to those of a module before
+        if not attributes:  # tied to those of an earlier module
             continue
         filled.update(tensors[name] for name in attributes)
         kept = {name: t.detach().clone() for name, t in tensors.items() if name not in attributes}
@@ -156,7 +156,7 @@ def _fill(module: nn.Module, ways: Sequence[Callable[[nn.Module], Any]]) -> None
 
 @torch.no_grad()
 def _mark(tensor: Tensor) -> None:
-    """Fill with a value that initialisers do not write."""
+    """Fill a tensor with a value that initialisers do not write."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     elif tensor.dtype is not torch.bool:
@@ -166,9 +166,9 @@ def _mark(tensor: Tensor) -> None:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether an element still holds the mark; booleans have no value to spare, so theirs count as not filled.
+    """Return whether an element still holds the mark; a boolean tensor, which has no spare value, counts as marked.
 
-    It takes no memory: a mask of the elements would leave a hole in the allocator for every tensor.
+    It allocates nothing: a mask of the elements would leave a hole in the allocator for every tensor.
     """
     if tensor.numel() == 0:
         return False

@@ -1,7 +1,7 @@
-"""Ways to call a sharded model that FSDP would answer with other weights, or with an error about storage.
+"""Calls of a sharded model that FSDP would compute with other weights, or fail on with an error about storage.
 
-Both looks are put on torch's own objects, where FSDP itself begins to gather and to go backward: that holds for every
-strategy and for blocks that are called by themselves, and torch.compile does not trace it.
+The checks wrap methods of torch's own objects, where FSDP starts to gather and to run backward: this covers every
+strategy and blocks that are called directly, and torch.compile does not trace it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from drivetrain_backends.modules.wrap_policy import class_name
 
 
 def refuse_misuse(sharded: ShardedModel) -> None:
-    """Refuse, from now on, forwards with other parameters than the model's own, and second derivatives."""
+    """Refuse forwards with parameters other than the model's own, and second derivatives, from now on."""
     kind = class_name(sharded.module)
     names = {place.parameter: place.name for place in sharded.places}
     states: list[Any] = [block._get_fsdp_state() for block in sharded.blocks]  # pyright: ignore[reportPrivateUsage]
@@ -43,7 +43,7 @@ def refuse_misuse(sharded: ShardedModel) -> None:
 
 
 def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedParameterError | None:
-    """Return the error for a forward that met a block's shards in place of its parameters; None for any other."""
+    """Return the error for a forward that used a block's shards as parameters; None for any other error."""
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return None
     states: list[Any] = [block._get_fsdp_state() for block in sharded.blocks]  # pyright: ignore[reportPrivateUsage]
@@ -59,7 +59,7 @@ def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedP
 
 
 def _begin_anew(states: Sequence[Any], groups: Sequence[Any]) -> None:
-    """Have torch forget a forward that was refused, so that the next one begins as the first did."""
+    """Reset torch's state after a refused forward, so that the next one starts like the first."""
     for state in states:
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
@@ -68,7 +68,7 @@ def _begin_anew(states: Sequence[Any], groups: Sequence[Any]) -> None:
 
 
 class _Held:
-    """Where a module holds what torch is to gather."""
+    """The slot of a module that holds a parameter for torch to gather."""
 
     __slots__ = ("attribute", "name", "parameter", "slots")
 
@@ -97,7 +97,7 @@ def _look_before_gathering(group: Any, held: Sequence[_Held], refuse: Callable[[
 
 
 def _look_before_first_forward(state: Any, held: Sequence[_Held], refuse: Callable[[str], NoReturn]) -> None:
-    """Look before torch reads dtypes and shapes off what the modules hold."""
+    """Check parameters before torch reads dtypes and shapes from the modules."""
     begin = state._lazy_init
 
     def look_and_begin() -> None:

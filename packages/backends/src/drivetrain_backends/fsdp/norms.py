@@ -1,4 +1,4 @@
-"""One global norm over gradients of which each rank holds a part, or all."""
+"""The global norm of gradients that may be sharded or full."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor, Shard
 from drivetrain_backends.state_dict.dtensor import local
 
 
-@torch.no_grad()  # with gradients on, taking each rank's part would be an operation of autograd
+@torch.no_grad()  # with grad mode on, taking the local shard would be an autograd operation
 def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of all gradients taken as one vector, of shape (). Called on all ranks.
+    """Return the norm of all gradients as one vector, of shape (). Called on all ranks.
 
-    Gradients may be divided over several meshes; one reduction runs for each set of groups that hold parts.
+    Gradients may be sharded over several meshes; there is one all-reduce for each set of process groups.
 
     Args:
-        gradients: Whole or divided ones.
+        gradients: The full or sharded gradients.
         norm_type: The order of the norm; infinity for the largest element.
-        device: Where the ranks talk.
+        device: The device of the process group's tensors.
     """
     alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -46,7 +46,7 @@ def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.dev
 
 @torch.no_grad()
 def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> None:
-    """Scale gradients down so that their norm `total` becomes at most `norm`, as torch's clipping does."""
+    """Scale gradients so that their norm `total` becomes at most `norm`, as in torch's clipping."""
     factor = (norm / (total + 1e-6)).clamp(max=1.0)
     by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -56,8 +56,8 @@ def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> No
 
 
 def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The largest element of some tensors, or the sum of their elements' powers, of shape ()."""
-    filled = [tensor for tensor in tensors if tensor.numel()]  # an empty part has no largest element
+    """Return the largest element of some tensors, or the sum of their elements' powers, of shape ()."""
+    filled = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no largest element
     dtype = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
     dtype = torch.float32 if dtype.itemsize < 4 else dtype
     if not filled:
@@ -68,7 +68,7 @@ def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device)
 
 
 def _holders(gradient: Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups of ranks that hold the parts of a gradient between them; none for a whole one."""
+    """Return the process groups over which a gradient is sharded; none for a full one."""
     if not isinstance(gradient, DTensor):
         return ()
     return tuple(

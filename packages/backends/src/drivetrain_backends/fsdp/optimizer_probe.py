@@ -1,9 +1,9 @@
-"""Whether an optimizer steps shards as it would step whole parameters, found by trying.
+"""A trial of whether an optimizer steps shards as it would step full parameters.
 
-torch computes an elementwise step on each rank's part. Norms, factored moments and orthogonal updates need the
-whole: some optimizers get it through DTensor's operations, some raise, and some compute with a part without a word.
-So a copy of the optimizer steps tiny parameters twice, divided and whole, and both must agree: by the movements, at a
-learning rate that moves visibly, for a warm-up may begin at 0.
+Torch computes an elementwise step on each rank's shard. Norms, factored moments and orthogonal updates need the full
+parameter: some optimizers get it through DTensor operations, some raise, and some silently use only a shard. A copy
+of the optimizer therefore steps tiny parameters, sharded and full, and both must move alike, at a learning rate that
+moves them visibly, because a warm-up may begin at 0.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from drivetrain_backends.fsdp.shard import is_plain
 from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
 from drivetrain_backends.state_dict.dtensor import local, own_part
 
-# Elementwise, as a test holds them to; of exactly these classes, for one derived from them may do more.
+# Elementwise, as a test checks; exactly these classes, because a subclass may do more.
 _KNOWN = frozenset(
     {
         optim.SGD,
@@ -39,25 +39,25 @@ _KNOWN = frozenset(
         optim.ASGD,
     }
 )
-_SHAPES = ((), (3,), (3, 2), (3, 2, 2))  # beyond the first dim, which is divided
-_LARGE = 64  # of this many rows and columns: 8-bit states begin at 4096 elements
+_SHAPES = ((), (3,), (3, 2), (3, 2, 2))  # after the first dim, which is sharded
+_LARGE = 64  # rows and columns: 8-bit states begin at 4096 elements
 _NUM_STEPS = 2
-# How far two ways to round may be apart, as a part of the movement and of the largest value; and how often what
-# rounding may do to a value goes into a movement that tells something.
+# The allowed difference from rounding, relative to the movement and to the largest value; and the least movement
+# that counts as visible, as a multiple of the rounding of the largest value.
 _LIMITS = {
     torch.float32: (1e-3, 1e-6, 30),
     torch.float16: (2e-2, 2e-3, 4),
     torch.bfloat16: (2e-2, 1.6e-2, 4),
 }
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # users', and not of the arithmetic
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # users' hooks, not arithmetic
 
 
 class _Tiny:
-    """A tiny parameter that stands for real ones: its values, and gradients for each step."""
+    """A tiny parameter in place of real ones: its value, and its gradient for each step."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
         self.value = torch.randn(shape, generator=generator).to(dtype)
-        # Of sizes that differ by place, so that a part's norm is not the whole's.
+        # Scaled by position, so that the norm of a shard differs from that of the full gradient.
         slope = torch.linspace(0.1, 2.0, max(1, self.value.numel())).reshape(shape)
         self.gradients = [
             (torch.randn(shape, generator=generator) * slope).to(dtype) for _ in range(_NUM_STEPS)
@@ -65,14 +65,14 @@ class _Tiny:
 
 
 def check_steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
-    """Refuse an optimizer whose step on shards is not its step on whole parameters. Called on all ranks.
+    """Refuse an optimizer whose step on shards differs from its step on full parameters. Called on all ranks.
 
     Args:
-        optimizer: The user's optimizer, before its model is sharded or after; it is left as it is.
-        mesh: The ranks that share a copy of the parameters come last.
+        optimizer: The user's optimizer, before or after its model is sharded; it is not changed.
+        mesh: The mesh of the shards; the ranks that share a replica are its last axis.
 
     Raises:
-        ValueError: It raises on shards, or steps otherwise there; or it cannot be tried. The message says which.
+        ValueError: It raises on shards, steps them differently, or cannot be tried. The message says which.
     """
     if type(optimizer) in _KNOWN:
         return
@@ -100,14 +100,14 @@ def check_steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
 
 
 def _same_random_numbers(mesh: DeviceMesh) -> AbstractContextManager[None]:
-    """Put back, at its end, the random numbers of the CPU and of the device that are drawn inside."""
+    """Run the block with the random states of CPU and device, and restore them at its end."""
     kind = mesh.device_type
     here = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
     return torch.random.fork_rng(devices=here, device_type=kind)
 
 
 def _all_agree(alike: bool, mesh: DeviceMesh) -> bool:
-    """Whether something holds on all ranks. Called on all ranks."""
+    """Return whether `alike` is true on all ranks. Called on all ranks."""
     flag = torch.tensor([float(alike)], device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(axis))
@@ -115,9 +115,9 @@ def _all_agree(alike: bool, mesh: DeviceMesh) -> bool:
 
 
 def _stand_ins(optimizer: Optimizer, num_shards: int) -> list[list[_Tiny]]:
-    """Return small parameters for each group: one for each number of dims and divisibility that its parameters have.
+    """Return tiny parameters for each group: one for each dtype, number of dims and divisibility of its parameters.
 
-    Beside them, one as large as tensors are that some optimizers keep 8-bit states of; its parts are smaller.
+    There is also one as large as tensors with 8-bit states in some optimizers; its shards are smaller.
     """
     generator = torch.Generator().manual_seed(0)
     groups: list[list[_Tiny]] = []
@@ -133,7 +133,7 @@ def _stand_ins(optimizer: Optimizer, num_shards: int) -> list[list[_Tiny]]:
 
 
 def _kind(parameter: Tensor, num_shards: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype of what stands for a parameter; every rank has a row of it at least."""
+    """Return the shape and dtype of a parameter's tiny counterpart; every rank has at least one row of it."""
     if is_plain(parameter):
         return (), parameter.dtype
     is_uneven = num_shards > 1 and parameter.shape[0] % num_shards > 0
@@ -143,7 +143,7 @@ def _kind(parameter: Tensor, num_shards: int) -> tuple[tuple[int, ...], torch.dt
 def _stepped(
     optimizer: Optimizer, tiny: Sequence[Sequence[_Tiny]], mesh: DeviceMesh, *, is_divided: bool
 ) -> list[Tensor]:
-    """What a copy of the optimizer makes of the tiny parameters, divided over a mesh or whole."""
+    """Return the tiny parameters after the steps of a copy of the optimizer, sharded over a mesh or full."""
 
     def laid_out(value: Tensor) -> Tensor:
         value = value.to(mesh.device_type).clone()
@@ -163,9 +163,9 @@ def _stepped(
 
 
 def _copied(optimizer: Optimizer, groups: Sequence[list[nn.Parameter]]) -> Optimizer:
-    """An optimizer of the same class and settings over other parameters, without state.
+    """Return an optimizer of the same class and settings over other parameters, without its state.
 
-    torch's own way to copy one would drop what a class keeps beside its groups and state.
+    Copying it in torch's own way would drop attributes other than its groups and state.
     """
     copied = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): copied}
@@ -178,18 +178,18 @@ def _copied(optimizer: Optimizer, groups: Sequence[list[nn.Parameter]]) -> Optim
     for name, value in vars(optimizer).items():
         if name in _HOOKS:
             vars(copied)[name] = type(value)()
-        elif name not in ("step", "zero_grad"):  # as a scheduler puts it there, around the original's
+        elif name not in ("step", "zero_grad"):  # a scheduler's wrappers, bound to the original
             vars(copied)[name] = deepcopy(value, memo)
     for group, tiny in zip(copied.param_groups, groups, strict=True):
         kinds = {isinstance(p, DTensor) for p in tiny}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = False  # as for the real ones
+            group["foreach"] = False  # as for the real parameters
     set_visible_rates(copied.param_groups)
     return copied
 
 
 def _state(optimizer: Optimizer, memo: dict[int, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """State that an optimizer makes before its first step, of the tiny parameters' shapes."""
+    """Yield the state that an optimizer creates before its first step, in the shapes of the tiny parameters."""
     for parameter, state in optimizer.state.items():
         tiny = memo.get(id(parameter))
         if tiny is None:
@@ -206,7 +206,7 @@ def _state(optimizer: Optimizer, memo: dict[int, Any]) -> Iterator[tuple[Tensor,
 
 
 def _difference(start: Sequence[Tensor], whole: Sequence[Tensor], divided: Sequence[Tensor]) -> str:
-    """Say how the steps on shards differ from those on whole parameters, or that neither tells; empty where alike."""
+    """Return how the steps on shards and full parameters differ, or that both move too little; empty if alike."""
     for earlier, now, part in zip(start, whole, divided, strict=True):
         of_update, of_value, visible = _LIMITS.get(now.dtype, _LIMITS[torch.float32])
         moved = float((now - earlier).abs().nan_to_num(posinf=0.0).max())

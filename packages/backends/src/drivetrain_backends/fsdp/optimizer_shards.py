@@ -1,4 +1,4 @@
-"""Optimizers that were made before their model was sharded, pointed to its shards."""
+"""The replacement of parameters by their shards in optimizers built before their model was sharded."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -12,19 +12,19 @@ from drivetrain_backends.state_dict.dtensor import local, own_part
 
 
 def repoint(optimizer: Optimizer, successors: MutableMapping[Tensor, Tensor]) -> None:
-    """Replace parameters by their shards, in the groups and in the state.
+    """Replace parameters by their shards, in the groups and in the state of an optimizer.
 
-    State of a parameter's shape is divided as it is, each rank keeping its own part of what it holds itself.
+    State of a parameter's shape is sharded like it: each rank keeps its own part of its own state.
 
     Args:
         optimizer: The user's optimizer; its groups stay the same objects.
-        successors: What each parameter was replaced by.
+        successors: The shard of each replaced parameter.
     """
     for group in optimizer.param_groups:
         group["params"] = [successors.get(p, p) for p in group["params"]]
         kinds = {isinstance(p, DTensor) for p in group["params"]}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = False  # torch's lists of tensors do not mix divided with whole ones
+            group["foreach"] = False  # torch's foreach functions do not mix sharded with full tensors
     for parameter in [p for p in optimizer.state if p in successors]:
         state: dict[str, Any] = optimizer.state.pop(parameter)
         shard = successors[parameter]
@@ -33,7 +33,7 @@ def repoint(optimizer: Optimizer, successors: MutableMapping[Tensor, Tensor]) ->
 
 @torch.no_grad()
 def _divided(value: Any, shard: Tensor) -> Any:
-    """This rank's part of a value that has the parameter's shape."""
+    """Return this rank's shard of a value that has the parameter's shape."""
     if not isinstance(value, Tensor) or value.shape != shard.shape or value.dim() == 0:
         return value
     divided = torch.empty_like(shard, dtype=value.dtype).detach()

@@ -1,7 +1,7 @@
-"""Hooks that users set on parameters, carried to where autograd brings gradients.
+"""Users' hooks on parameters, moved to where autograd delivers gradients.
 
-Autograd does not reach a shard: it brings each rank's own gradient, whole, to the parameter that FSDP gathers, as it
-does under DDP to the parameter itself. So the hooks run there, before ranks average, with tensors of full shape.
+Autograd does not reach a shard: it delivers each rank's own full gradient to the gathered parameter, as under DDP to
+the parameter itself. The hooks therefore run there, before ranks average, with tensors of full shape.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from torch import Tensor
 from drivetrain_backends.errors import UnshardedParameterError
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 
-_Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own: a handle takes its hook out of it
+_Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own dict, from which a handle removes its hook
 
 
 class ParameterHooks:
@@ -21,7 +21,7 @@ class ParameterHooks:
 
     Args:
         sharded: The sharded model whose parameters have the hooks.
-        before: Its parameters as they were before they were sharded, by name.
+        before: The parameters before they were sharded, by name.
     """
 
     def __init__(self, sharded: ShardedModel, before: Mapping[str, Tensor]) -> None:
@@ -35,17 +35,17 @@ class ParameterHooks:
                 _refuse_more(old, name)
 
     def carry(self) -> None:
-        """Take up hooks that were set since, and put all where the coming backward meets them."""
+        """Move hooks that were registered since the last call, and attach all for the coming backward."""
         for shard in self._set_on_shards():
             self._take_up(shard, shard)
         for carried in self._carried.values():
             carried.attach()
 
     def check_carried(self) -> None:
-        """Refuse to step on gradients of a backward that met no hook, as `loss.backward()` may.
+        """Refuse to step after a backward that ran no hooks, as `loss.backward()` may.
 
         Raises:
-            UnshardedParameterError: A hook was not carried yet.
+            UnshardedParameterError: A hook was not moved yet.
         """
         waiting = [shard for shard, carried in self._carried.items() if carried.is_waiting]
         if waiting := [*waiting, *self._set_on_shards()]:
@@ -55,7 +55,7 @@ class ParameterHooks:
             )
 
     def _set_on_shards(self) -> list[Tensor]:
-        # Reading attributes of a DTensor goes through Python else, which takes 8 times as long.
+        # Otherwise reading attributes of a DTensor goes through Python, which takes 8 times as long.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             return [
                 p
@@ -69,10 +69,10 @@ class ParameterHooks:
             return
         carried = self._carried.setdefault(shard, _Carried(self._carriers[shard]))
         if of_gradient:
-            # A table whose hooks were removed stays empty: a loop may register and remove one at each step.
+            # Drop a dict whose hooks were all removed: a loop may register and remove one at each step.
             carried.of_gradient[:] = [*filter(None, carried.of_gradient), of_gradient]
             source._backward_hooks = None
-        if of_parameter:  # torch would run those of a shard after the reduction, with a part of the gradient
+        if of_parameter:  # torch would run a shard's hooks after the reduction, on part of the gradient
             carried.of_parameter[:] = [*filter(None, carried.of_parameter), of_parameter]
             source._post_accumulate_grad_hooks = None
 
@@ -88,12 +88,12 @@ class _Carried:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether they are still to be put on a parameter that was gathered."""
+        """True if the hooks are not yet attached although the parameter was gathered."""
         gathered = getattr(self._parameter, "_unsharded_param", None)
         return not self._is_attached and gathered is not None and gathered.requires_grad
 
     def attach(self) -> None:
-        """Put them on the gathered parameter, which is one object from its first gathering on."""
+        """Attach the hooks to the gathered parameter, which stays the same object from its first gather on."""
         if self.is_waiting:
             self._parameter._unsharded_param.register_hook(self._run_on_gradient)
             self._parameter._unsharded_param.register_post_accumulate_grad_hook(self._run_on_parameter)
@@ -115,7 +115,7 @@ def _all_of(registered: list[_Hooks]) -> Iterator[Callable[[Tensor], Any]]:
 
 
 def _refuse_more(old: Any, name: str) -> None:
-    """Have a parameter that was replaced by its shard say so when a hook is set on it."""
+    """Make a parameter that was replaced by its shard refuse new hooks."""
 
     def refuse(_: object) -> NoReturn:
         raise UnshardedParameterError(

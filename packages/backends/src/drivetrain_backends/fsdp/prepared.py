@@ -1,4 +1,4 @@
-"""A sharded model as it is trained."""
+"""A sharded model with its training methods."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,22 +28,22 @@ from drivetrain_state import Context
 
 
 class FSDPPrepared(TorchPrepared):
-    """One sharded model with its optimizers.
+    """A sharded model with its optimizers.
 
     Args:
-        model: What the user calls: the sharded module, or torch.compile's wrapper around it.
-        sharded: The module and what is known of its shards.
-        context: Ranks and device.
-        ledger: What the backend's models know together of their gradients.
-        all_sharded: The backend's sharded models by the users' modules.
+        model: The module that the user calls: the sharded module, or the torch.compile wrapper around it.
+        sharded: The sharded model with its blocks and parameters.
+        context: The ranks and the device.
+        ledger: The gradient state that the backend's models share.
+        all_sharded: The backend's sharded models by user module.
         successors: The shards of parameters that were listed before `prepare`.
-        guard: What refuses other parameters.
-        gradients: What holds the backend's gradients.
+        guard: The guard that refuses assigned parameters.
+        gradients: The carrier of the backend's gradients.
         order: The order of the ranks' collectives.
-        buffers: The models' buffers.
+        buffers: The buffers of the backend's models.
 
     Attributes:
-        sharded: The model and what is known of its shards.
+        sharded: The sharded model with its blocks and parameters.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FSDPPrepared(TorchPrepared):
         self._num_checked: dict[Optimizer, int] = {}
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep whole gradients on their rank; see `Prepared.no_sync`."""
+        """Keep full gradients local in the block; see `Prepared.no_sync`."""
         return self._held()
 
     @contextmanager
@@ -87,7 +87,7 @@ class FSDPPrepared(TorchPrepared):
             root.set_requires_gradient_sync(True)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Clear one optimizer's gradients, and those of a closed window that were held back."""
+        """Clear one optimizer's gradients, and unreduced ones of a closed window."""
         super().zero_grad(optimizer, set_to_none=set_to_none)
         for model in self.group.models if self._gradients.held and self.group.stage == "empty" else ():
             if model in self._gradients.held:
@@ -98,12 +98,12 @@ class FSDPPrepared(TorchPrepared):
         """Step one optimizer if the window is closed. Called on all ranks.
 
         Raises:
-            UnshardedParameterError: A parameter was created or re-assigned after `prepare`.
-            UnreducedGradientError: A plain parameter has a gradient of `loss.backward()`, which ranks do not average.
+            UnshardedParameterError: A parameter was created or reassigned after `prepare`.
+            UnreducedGradientError: A plain parameter has a gradient of `loss.backward()`, which is not averaged.
             CollectiveMismatchError: The ranks ran other blocks, or in another order.
         """
         if self._window.closing:
-            if self.group.stage != "final":  # else clip() has compared
+            if self.group.stage != "final":  # otherwise clip() has compared
                 self._compare()
             for sharded in self._group_sharded():
                 # Parameters that a forward without backward left gathered would be stale after the step.
@@ -131,14 +131,14 @@ class FSDPPrepared(TorchPrepared):
         return super().clip(parameters, norm=norm, norm_type=norm_type, value=value)
 
     def _compare(self) -> None:
-        """Agree with the other ranks on what ran, and on buffers."""
+        """Compare the order of blocks with the other ranks, and broadcast changed buffers."""
         self._buffers.share(self._order.compare(self._buffers.news()))
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
-        """Inside, the modules hold whole parameters, in the dtype they are kept in; see `Prepared.gathered`.
+        """Gather full parameters into the modules in the block, in the dtype of the shards; see `Prepared.gathered`.
 
-        They stand in for the shards, so a forward is not run inside.
+        They replace the shards, so no forward may run in the block.
         """
         self.sharded.reshard()
         self.sharded.check()
@@ -184,18 +184,18 @@ class FSDPPrepared(TorchPrepared):
                 local(parameter).copy_(own_part(values, parameter))
 
     def release(self) -> nn.Module:
-        """Undo the preparation; the parameters stay sharded, as torch has no way back."""
+        """Undo the preparation; the parameters stay sharded, because torch cannot undo that."""
         self.sharded.reshard()
         for name in self.sharded.plan.blocks:
             restore_activations(self.sharded.module.get_submodule(name))
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizers and schedulers, the sharded tensors as DTensors; see `Prepared.state_dict`.
+        """Return model, optimizers and schedulers, sharded tensors as DTensors; see `Prepared.state_dict`.
 
         Raises:
-            UnshardedParameterError: A parameter was created or re-assigned after `prepare`.
-            OptimizerStateError: An optimizer keeps tensors elsewhere than with its parameters.
+            UnshardedParameterError: A parameter was created or reassigned after `prepare`.
+            OptimizerStateError: An optimizer keeps tensors outside the state of its parameters.
         """
         for sharded in self._group_sharded():
             sharded.reshard()
@@ -205,7 +205,7 @@ class FSDPPrepared(TorchPrepared):
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state whose tensors are whole, or divided in any way; see `Prepared.load_state_dict`."""
+        """Load a state whose tensors are full or sharded in any way; see `Prepared.load_state_dict`."""
         for sharded in self._group_sharded():
             sharded.reshard()
         own = {name: parameter for parameter, name in self._names().items()}
@@ -222,10 +222,10 @@ class FSDPPrepared(TorchPrepared):
         return [self._all_sharded[model] for model in self.group.models]
 
     def _shards_of(self, parameters: list[Tensor] | None) -> list[Tensor]:
-        """The shards behind parameters, which may have been listed before `prepare`, or while they were gathered.
+        """Return the shards of parameters, which may have been listed before `prepare` or while gathered.
 
         Raises:
-            UnshardedParameterError: One is no prepared model's.
+            UnshardedParameterError: A parameter belongs to no prepared model.
         """
         models = self._all_sharded.values()
         known = [sharded.known for sharded in models]
@@ -249,7 +249,7 @@ class FSDPPrepared(TorchPrepared):
         return found
 
     def _check_known(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer's parameters, at its first step and when their number has changed."""
+        """Check an optimizer's parameters, at its first step and whenever their number has changed."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._num_checked.get(optimizer) == count:
             return

@@ -1,4 +1,4 @@
-"""Parameters whose gradients FSDP could not divide."""
+"""A check for parameters whose gradients FSDP cannot shard."""
 
 import torch
 from torch import nn
@@ -9,10 +9,10 @@ _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model with parameters that are trained and whose gradients cannot be divided.
+    """Refuse a model with trainable parameters whose gradients cannot be sharded.
 
     Raises:
-        ValueError: One is complex, or gets sparse gradients; the message names it.
+        ValueError: A parameter is complex, or gets sparse gradients; the message names it.
     """
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):

@@ -1,22 +1,22 @@
-"""One piece of memory that every block is made whole in, one after the other."""
+"""A reusable memory buffer in which the blocks are materialised one after the other."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64  # bytes, as torch aligns tensors on the CPU
+_ALIGNMENT = 64  # bytes, the alignment of torch's CPU tensors
 
 
 class Scratch:
-    """Memory for the largest block.
+    """A memory buffer that fits the largest block.
 
-    Blocks that each take and free memory of their own would leave a hole between their shards, which allocators fill
-    badly: on the CPU the holes of a model of 400 MiB came to 275 MiB.
+    If each block allocated and freed its own memory, it would leave a hole between the shards, which allocators fill
+    badly: on the CPU, the holes of a model of 400 MiB added up to 275 MiB.
 
     Args:
-        device: Where blocks are made whole.
-        sizes: How many bytes each block needs; see `room_for`.
+        device: The device on which blocks are materialised.
+        sizes: The bytes that each block needs; see `room_for`.
     """
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
@@ -24,11 +24,11 @@ class Scratch:
         self._used = 0
 
     def clear(self) -> None:
-        """Begin a block: what was handed out before is not needed any more."""
+        """Begin a new block, and invalidate the tensors of the previous one."""
         self._used = 0
 
     def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory of a tensor's shape."""
+        """Return uninitialised memory in a tensor's shape."""
         size = tensor.numel() * dtype.itemsize
         found = self._memory[self._used : self._used + size].view(dtype).view(tensor.shape)
         self._used += room_for(tensor, dtype)
@@ -36,5 +36,5 @@ class Scratch:
 
 
 def room_for(tensor: Tensor, dtype: torch.dtype) -> int:
-    """How many bytes `Scratch.like` takes."""
+    """Return the number of bytes that `Scratch.like` takes."""
     return -(-tensor.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""A model on its way into shards, one block at a time: no rank holds more than its shards and one whole block."""
+"""Shard a model one block at a time: no rank holds more than its shards and one full block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from drivetrain_state import Context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """What every model of a run is sharded by.
+    """The sharding options that are the same for every model of a run.
 
     Attributes:
         mesh: The ranks that parameters are sharded over.
-        reshards: Whether parameters are let go after forward.
-        dtypes: In which dtypes they are kept and computed with.
-        offload: Whether shards live on the CPU.
-        pin_memory: Whether in pinned memory there.
+        reshards: Whether parameters are released after forward.
+        dtypes: The dtypes of storage and computation.
+        offload: Whether shards are kept on the CPU.
+        pin_memory: Whether offloaded shards are in pinned memory.
     """
 
     mesh: DeviceMesh
@@ -41,11 +41,11 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sources:
-    """Where the values of each tensor come from, the same on all ranks; tensors go by their names in the model.
+    """The origin of each tensor's values, the same on all ranks; tensors are identified by their names in the model.
 
     Attributes:
-        initialised: On meta everywhere: made by its module, on every rank alike.
-        seed: What for.
+        initialised: The tensors on meta on all ranks, which their modules initialise alike on every rank.
+        seed: The seed of that initialisation.
     """
 
     initialised: frozenset[str]
@@ -53,12 +53,12 @@ class _Sources:
 
 
 def shard_model(model: nn.Module, plan: BlockPlan, sharding: Sharding, context: Context) -> ShardedModel:
-    """Divide a model's parameters over the ranks, in place. Called on all ranks.
+    """Shard a model's parameters over the ranks, in place. Called on all ranks.
 
-    Values are rank 0's; where they are on meta on all ranks, each module makes its own.
+    Values come from rank 0; tensors on meta on all ranks are initialised by their modules.
 
     Raises:
-        ValueError: Ranks hold different models, or a module on meta has no way to fill itself.
+        ValueError: Ranks hold different models, or a module on meta cannot fill itself.
     """
     sources = _agree(model)
     names = {module: name for name, module in model.named_modules()}
@@ -80,7 +80,7 @@ def shard_model(model: nn.Module, plan: BlockPlan, sharding: Sharding, context: 
 
 
 def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
-    """The modules of each block that are in no block inside it, by the block's name; the root comes last."""
+    """Return the modules of each block that are in no inner block, by the block's name; the root comes last."""
     done: set[nn.Module] = set()
     groups: dict[str, list[nn.Module]] = {}
     for name in (*plan.blocks, ""):
@@ -90,16 +90,16 @@ def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
 
 
 def _size_on_meta(modules: list[nn.Module], dtypes: DtypePlan) -> int:
-    """How many bytes what is to be divided of some modules takes whole, as far as it is on meta."""
+    """Return the size in bytes of the parameters of some modules that are on meta and will be sharded."""
     held = {p for module in modules for p in module.parameters(recurse=False)}
     return sum(room_for(p, _kept_in(p, dtypes)) for p in held if p.is_meta and not is_plain(p))
 
 
 def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan) -> None:
-    """Refuse what `fully_shard` could not reduce: trainable parameters of several dtypes in one block.
+    """Refuse trainable parameters of several dtypes in one block, which `fully_shard` cannot reduce.
 
     Raises:
-        ValueError: There are some; the message names two.
+        ValueError: A block has such parameters; the message names two.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for modules in _groups(model, plan).values():
@@ -116,21 +116,21 @@ def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan) -> None:
 
 
 def check_sources(model: nn.Module) -> None:
-    """Refuse a model whose values would come from nowhere, while nothing is changed. Called on all ranks.
+    """Refuse a model whose values have no origin, before anything is changed. Called on all ranks.
 
     Raises:
-        ValueError: Ranks hold different models, or a module on meta has no way to fill itself.
+        ValueError: Ranks hold different models, or a module on meta cannot fill itself.
     """
     check_ways(model, _agree(model).initialised)
 
 
 def is_plain(parameter: Tensor) -> bool:
-    """Whether a parameter stays whole on every rank: `fully_shard` divides neither scalars, integers nor nothing."""
+    """Return whether every rank keeps the full parameter: `fully_shard` skips scalars, integers, empty ones."""
     return parameter.dim() == 0 or not parameter.numel() or not parameter.is_floating_point()
 
 
 def _agree(model: nn.Module) -> _Sources:
-    """Find out what the ranks have, in one exchange."""
+    """Return the origin of the tensors' values, agreed on by one all-gather."""
     tensors: dict[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -164,7 +164,7 @@ def _bring_values(
     sharding: Sharding,
     context: Context,
 ) -> None:
-    """Bring the tensors of some modules, whole, to the device, with rank 0's values."""
+    """Materialise the tensors of some modules on the device, with rank 0's values."""
 
     def new_tensor(tensor: Tensor) -> Tensor:
         is_divided = isinstance(tensor, nn.Parameter) and not is_plain(tensor)
@@ -180,7 +180,8 @@ def _bring_values(
     }
     made = {module: attributes for module, attributes in made.items() if attributes}
     around = [module for module in model.modules() if callable(getattr(module, "_init_weights", None))]
-    initialise(made, dict(names), around[:1], sources.seed)  # the outermost knows what is in it
+    # The outermost `_init_weights` covers the modules inside.
+    initialise(made, dict(names), around[:1], sources.seed)
     filled = {
         tensors_of(module)[attribute] for module, attributes in made.items() for attribute in attributes
     }
@@ -203,7 +204,7 @@ def _bring_values(
 
 
 def _kept_in(tensor: Tensor, dtypes: DtypePlan) -> torch.dtype:
-    """The dtype that a tensor is kept in."""
+    """Return the dtype in which a tensor is stored."""
     is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
     return torch.float32 if is_trained and dtypes.upcast and tensor.dtype in HALF else tensor.dtype
 
@@ -211,9 +212,9 @@ def _kept_in(tensor: Tensor, dtypes: DtypePlan) -> torch.dtype:
 def _shard(
     block: nn.Module, group: list[nn.Module], sharding: Sharding, *, is_root: bool, is_alone: bool
 ) -> FSDPModule:
-    """Shard what a block holds beyond the blocks in it, and let go of the whole."""
+    """Shard a block's parameters outside its inner blocks, and release the full ones."""
     held = list(dict.fromkeys(p for module in group for p in module.parameters(recurse=False)))
-    # What the root holds itself is wanted first in backward; torch keeps it until then if nothing is said.
+    # Backward needs the root's own parameters first; by default (None), torch keeps them gathered until then.
     reshards = None if is_root and not is_alone and sharding.reshards else sharding.reshards
     offload = CPUOffloadPolicy(pin_memory=sharding.pin_memory) if sharding.offload else OffloadPolicy()
     fully_shard(
@@ -227,6 +228,6 @@ def _shard(
     for parameter in held:
         if not is_plain(
             parameter
-        ):  # an optimizer made before prepare() holds it still: that must not cost memory
+        ):  # an optimizer built before prepare() still holds it, which must not cost memory
             parameter.data = parameter.data.new_empty(0)
     return cast("FSDPModule", block)

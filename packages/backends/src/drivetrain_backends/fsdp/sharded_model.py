@@ -1,4 +1,4 @@
-"""What is known of a model once it is sharded: its blocks, and which parameter lies where."""
+"""A sharded model: its blocks, and the place of each parameter."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from drivetrain_backends.modules.wrap_policy import BlockPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a module holds a parameter; a tied one has several places.
+    """A module attribute that holds a parameter; a tied parameter has several places.
 
     Attributes:
-        module: The module.
-        attribute: The parameter's name in it.
-        name: Its name in the model.
+        module: The module that holds the parameter.
+        attribute: The parameter's name in the module.
+        name: The parameter's name in the model.
         parameter: The parameter that `prepare` left there.
     """
 
@@ -35,13 +35,14 @@ class ShardedModel:
 
     Attributes:
         module: The user's module.
-        plan: Which of its modules are blocks.
-        blocks: The modules that are sharded on their own, and last the root.
-        places: Where every parameter lies.
-        upcast: The names of those that were brought to fp32 from half precision.
+        plan: The plan of the module's blocks.
+        blocks: The separately sharded modules, the root last.
+        places: The place of every parameter.
+        upcast: The names of parameters converted from half precision to fp32.
         parameters: Every parameter once, by the first of its names.
-        known: All of them.
-        plain: Those that every rank holds whole: scalars, empty ones, and those of a dtype that has no gradients.
+        known: The set of all parameters.
+        plain: The parameters that every rank holds in full: scalars, empty ones, and those of dtypes without
+            gradients.
     """
 
     module: nn.Module
@@ -66,12 +67,12 @@ class ShardedModel:
         object.__setattr__(self, "known", frozenset(seen))
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that the modules hold their shards again."""
+        """Release gathered parameters, so that the modules hold their shards again."""
         for block in self.blocks:
             block.reshard()
 
     def standing_in(self) -> dict[Tensor, nn.Parameter]:
-        """The shard behind each parameter that FSDP puts into the modules while it is gathered."""
+        """Return the shard of each gathered parameter that FSDP puts into the modules."""
         return {
             parameter._unsharded_param: parameter.sharded_param
             for parameter in self.divided()
@@ -79,7 +80,7 @@ class ShardedModel:
         }
 
     def holds_gradients(self) -> bool:
-        """Whether backwards without a reduction left whole gradients behind."""
+        """Return whether unreduced backwards left full gradients."""
         return any(
             getattr(parameter, "unsharded_accumulated_grad", None) is not None
             or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
@@ -87,32 +88,32 @@ class ShardedModel:
         )
 
     def drop_held(self) -> None:
-        """Forget the whole gradients that backwards without a reduction left behind."""
+        """Drop the full gradients that unreduced backwards left."""
         for parameter in self.divided():
-            if "unsharded_accumulated_grad" in vars(parameter):  # up to some torch before 2.15
+            if "unsharded_accumulated_grad" in vars(parameter):  # in older torch, but no longer in 2.15
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
     def in_backward(self) -> bool:
-        """Whether a backward has begun that did not end: FSDP waits for an end that an error kept from coming."""
+        """Return whether a backward has begun but not ended; after an error, FSDP still waits for its end."""
         state: Any = self.blocks[-1]._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
         return state._state_ctx.post_backward_final_callback_queued
 
     def divided(self) -> Iterator[Any]:
-        """What torch keeps for each parameter that it divides."""
+        """Yield torch's own object for each sharded parameter."""
         for block in self.blocks:
             for group in parameter_groups(block):
                 yield from group.fsdp_params
 
     def check(self, *, thoroughly: bool = False) -> None:
-        """Hold the modules' parameters against those that were sharded; none may be gathered.
+        """Compare the modules' parameters with the sharded ones; none may be gathered.
 
         Args:
             thoroughly: Whether to look for new parameters too, which takes a walk through all modules.
 
         Raises:
-            UnshardedParameterError: One was created or re-assigned after `prepare`.
+            UnshardedParameterError: A parameter was created or reassigned after `prepare`.
         """
         for place in self.places:
             if getattr(place.module, place.attribute, None) is not place.parameter:
@@ -132,16 +133,16 @@ _NEITHER = "the new tensor is neither sharded, nor averaged over ranks, nor what
 
 
 def parameter_groups(block: FSDPModule) -> list[Any]:
-    """What a block gathers at a time, as torch keeps it; torch tells of it nowhere else."""
+    """Return the parameter groups that a block gathers, from torch's private attributes."""
     state: Any = block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before it could be several
+    if groups is None:  # torch with a single group per block
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
 
 
 def find_places(model: nn.Module) -> Iterator[Place]:
-    """Where the parameters of a model lie, in the order of its modules."""
+    """Yield the places of a model's parameters, in the order of its modules."""
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{prefix}.{attribute}" if prefix else attribute

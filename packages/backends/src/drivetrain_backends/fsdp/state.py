@@ -1,4 +1,4 @@
-"""Saved values, whole or divided in any way, brought into a model's shards and its optimizers'."""
+"""Load saved values, full or sharded in any way, into a model's shards and those of its optimizers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +11,15 @@ from drivetrain_backends.state_dict.dtensor import local, write
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Put saved tensors into a sharded model, one at a time. Called on all ranks.
+    """Copy saved tensors into a sharded model, one at a time. Called on all ranks.
 
     Args:
         model: The module, holding its shards.
-        state: Values by name.
-        device: Where the ranks talk.
+        state: The values by name.
+        device: The device of the process group's tensors.
 
     Raises:
-        ValueError: Names or shapes are not the model's; nothing was loaded.
+        ValueError: Names or shapes differ from the model's; nothing was loaded.
     """
     own = plain_state(model)
     missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
@@ -44,12 +44,12 @@ def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device)
 def divided_like(
     state: Mapping[str, Mapping[str, Any]], own: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """An optimizer's named state, each tensor divided as its parameter is. Called on all ranks.
+    """Return an optimizer's named state, each tensor sharded like its parameter. Called on all ranks.
 
     Args:
-        state: Values by key, by the parameter's name.
+        state: The values by key, for each parameter name.
         own: The parameters by name.
-        device: Where the ranks talk.
+        device: The device of the process group's tensors.
     """
     return {
         name: {key: _divided(value, own.get(name), device) for key, value in kept.items()}
@@ -58,12 +58,12 @@ def divided_like(
 
 
 def _divided(value: Any, like: Tensor | None, device: torch.device) -> Any:
-    """A value of a parameter's shape as shards like it; others, such as step counts, stay as they are."""
+    """Return a value of a parameter's shape sharded like it; others, such as step counts, are unchanged."""
     if not isinstance(value, Tensor) or like is None or value.dim() == 0:
         return value
     if value.shape != like.shape:
         return value
     part = torch.empty_like(like, dtype=value.dtype)
     write(part, value.detach(), device)
-    local(part)  # offloaded parameters have their state beside them
+    local(part)  # offloaded parameters have their state on the same device
     return part.detach()

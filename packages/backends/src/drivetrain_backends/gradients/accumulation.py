@@ -1,12 +1,12 @@
 """The accumulation window: which micro-batches make up one optimizer step, and how their losses are normalised.
 
-Two meanings of a loss are kept apart, and a window that mixes them is an error:
+A loss has one of two meanings, and a window that mixes them is an error:
 
-- A *mean*: `backward(loss)`. The window's gradient is the mean of its micro-batches' means, over all ranks. Each loss
-  is divided by the window's nominal length; a window that closes early is corrected to its actual length.
-- A *sum*: `backward(loss_sum, count=n)`. The window's gradient is that of the mean over all items. The total is not
-  known before the window closes, so each sum is divided by a reference that all ranks share and corrected once the
-  total is known, before clipping. The division keeps fp16 gradients in range.
+- A *mean*: `backward(loss)`. The gradient of the window is the mean over its micro-batches and over all ranks. Each
+  loss is divided by the window's nominal length; a window that closes early is corrected to its actual length.
+- A *sum*: `backward(loss_sum, count=n)`. The gradient of the window is that of the mean over all items. The total
+  count is unknown until the window closes, so each sum is divided by a reference count that all ranks share, and
+  the gradient is corrected once the total is known, before clipping. The division keeps fp16 gradients in range.
 """
 
 from typing import Literal, TypeAlias, get_args
@@ -21,23 +21,23 @@ NonFiniteGradients: TypeAlias = Literal["ignore", "skip", "raise"]
 
 
 class AccumulationWindow:
-    """The micro-batches between two optimizer steps. One is shared by all models of an Accelerator.
+    """The micro-batches between two optimizer steps. All models of an Accelerator share one window.
 
-    Without `begin`, every micro-batch is a window of its own, as in a plain training loop.
+    Without `begin`, every micro-batch is its own window, as in a plain training loop.
 
     Attributes:
         num_micro_batches: The nominal number of micro-batches in a window.
-        next_num_micro_batches: The same of the next window; `resize` sets it.
-        fixed_because: Why the number cannot change while a backend holds what was made for it; None: it can.
-        nonfinite_gradients: What becomes of a step whose gradients hold an infinity or NaN: "ignore" does not look,
-            "skip" leaves it out, "raise" is an error.
-        length: Micro-batches in the current window so far, the current one included.
-        closing: The current micro-batch is the window's last: gradients are reduced and optimizers step.
-        begun: How many micro-batches have begun in all; it tells one micro-batch from the next.
-        number: How many windows have begun in all.
-        micro_batch_size: Samples of a micro-batch on one rank, where a loader has told; nothing is computed with it.
-        num_failed: How many micro-batches have ended in an exception in all.
-        num_failed_before: How many of them were of earlier windows.
+        next_num_micro_batches: The nominal number for the next window; set by `resize`.
+        fixed_because: The reason why the number is fixed, set by a backend that depends on it; None if it is not.
+        nonfinite_gradients: The treatment of steps whose gradients hold an infinity or NaN: "ignore" does not check,
+            "skip" skips the step, "raise" is an error.
+        length: The number of micro-batches in the current window so far, including the current one.
+        closing: Whether the current micro-batch is the window's last: gradients are reduced and optimizers step.
+        begun: The total number of micro-batches begun; it identifies the current one.
+        number: The total number of windows begun.
+        micro_batch_size: The samples of a micro-batch on one rank, if a loader has set it; for information only.
+        num_failed: The total number of micro-batches that ended in an exception.
+        num_failed_before: The part of `num_failed` from earlier windows.
     """
 
     __slots__ = (
@@ -76,7 +76,7 @@ class AccumulationWindow:
         self.num_failed_before = 0
 
     def begin(self, *, is_last: bool = False) -> None:
-        """Begin a micro-batch; `is_last` closes the window early, as the last batch of an epoch does."""
+        """Begin a micro-batch; `is_last` closes the window early, as for the last batch of an epoch."""
         self.begun += 1
         if self.closing:
             self.number += 1
@@ -88,7 +88,7 @@ class AccumulationWindow:
         self.closing = is_last or self.length >= self.num_micro_batches
 
     def begin_alone(self) -> None:
-        """Check that a backward outside `begin` is a window of its own.
+        """Check that a backward outside `begin` is its own window.
 
         Raises:
             AccumulationError: Windows have several micro-batches.
@@ -98,17 +98,17 @@ class AccumulationWindow:
                 f"backward() outside accumulate() with gradient_accumulation_steps={self.next_num_micro_batches}: "
                 "which window it belongs to is not known; put the step into `with accelerator.accumulate(model):`"
             )
-        if self.num_micro_batches > 1:  # it was set to 1 since the last window
+        if self.num_micro_batches > 1:  # resized to 1 since the last window
             self.begin()
 
     def resize(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches from the next window on. Called on all ranks with the same number.
 
-        Gradients that are there keep the divisor that they were made with.
+        Existing gradients keep their divisor.
 
         Raises:
-            TypeError, ValueError: It is no integer of at least 1.
-            AccumulationError: A window is open, or a backend holds what was made for the present number.
+            TypeError, ValueError: The number is not an integer of at least 1.
+            AccumulationError: A window is open, or a backend depends on the present number.
         """
         _check_size(num_micro_batches)
         if num_micro_batches == self.next_num_micro_batches:
@@ -125,32 +125,32 @@ class AccumulationWindow:
         self.next_num_micro_batches = num_micro_batches
 
     def fail(self) -> None:
-        """Note that the current micro-batch ended in an exception: what it left in gradients is not known.
+        """Record that the current micro-batch ended in an exception, which leaves unknown values in the gradients.
 
-        Steps are refused until `zero_grad` has dropped it. The window goes on where it is, as other ranks may not
-        have failed; in a mean, a micro-batch that was dropped counts as one without gradient.
+        Steps are refused until `zero_grad` has dropped them. The window continues, because other ranks may not have
+        failed; in a mean, a dropped micro-batch counts as one without gradient.
         """
         self.num_failed += 1
 
     def reset(self) -> None:
-        """Leave an open window; the next micro-batch begins another. For when its gradients are let go."""
+        """Leave an open window whose gradients are dropped; the next micro-batch begins another one."""
         self.closing = True
         self.length = 1
 
 
 class ReferenceCount:
-    """What counted losses are divided by before backward: a number that all ranks share.
+    """The divisor of counted losses before backward: a number that all ranks share.
 
-    It is the last window's total; before the first one, the total of the first micro-batch times the window's
-    length. It need only be about right, so that fp16 gradients are in range, for the correction is exact.
+    It is the total count of the last window; before the first one, the total of the first micro-batch times the
+    window's length. An estimate is enough to keep fp16 gradients in range, because the later correction is exact.
 
     Args:
-        context: The ranks over which counts are added up.
+        context: The ranks whose counts are summed.
         window: The accumulation window.
 
     Attributes:
         number: The reference, of shape (); None before the first count.
-        last_total: The total of the window closed last, of shape (), which the next one takes.
+        last_total: The total of the last closed window, of shape (), which becomes the next reference.
     """
 
     def __init__(self, context: Context, window: AccumulationWindow) -> None:
@@ -160,23 +160,23 @@ class ReferenceCount:
         self._window = window
 
     def value(self, count: Tensor | float) -> Tensor:
-        """The reference. Called on all ranks: the first call adds up their counts."""
+        """Return the reference. Called on all ranks: the first call sums their counts."""
         if self.number is None:
             self.number = _positive(total_count(self._context, count) * self._window.num_micro_batches)
         return self.number
 
     def renew(self) -> None:
-        """Take the last total, while no gradient of the present reference is on its way."""
+        """Replace the reference by the last total; called while no gradient divided by it is in use."""
         if self.last_total is not None:
             self.number, self.last_total = _positive(self.last_total), None
 
 
 def total_count(context: Context, count: Tensor | float) -> Tensor:
-    """Add up a count over all ranks, on the device, shape (). Called on all ranks."""
+    """Sum a count over all ranks, on the device, shape (). Called on all ranks."""
     dtype = torch.float32 if context.device.type == "mps" else torch.float64  # Metal has no float64
     if isinstance(count, Tensor):
         total = count.to(context.device, dtype, non_blocking=True).reshape(())
-    else:  # filled in there: copying a number of the host's would wait for the device
+    else:  # filled on the device: a copy of a host number would synchronise
         total = torch.full((), count, dtype=dtype, device=context.device)
     summed = reduce(context, total, op="sum")
     assert isinstance(summed, Tensor)

@@ -1,4 +1,4 @@
-"""Gradients of whole parameters, averaged over ranks after backward."""
+"""All-reduce of the gradients of full parameters after backward."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ def average(
     group: ProcessGroup | None = None,
     bucket_bytes: float = float("inf"),
 ) -> None:
-    """Average the gradients of whole parameters over all ranks. Called on all ranks, with the same parameters.
+    """Average the gradients of full parameters over all ranks. Called on all ranks, with the same parameters.
 
-    A parameter that has a gradient on some ranks counts as zero on the others; one that has none on any rank gets
-    none. Gradients of half precision are added up in fp32, and sparse ones as dense ones. Nothing waits for the
+    A gradient that exists on some ranks only counts as zero on the others; one that exists on no rank stays None.
+    Half-precision gradients are summed in fp32, and sparse ones as dense. There is no synchronisation with the
     device unless a parameter has no gradient on this rank.
 
     Args:
         parameters: The parameters, each once.
-        device: Where the ranks talk.
-        group: The ranks; all by default.
-        bucket_bytes: How much is sent in one exchange, about; several are under way at a time.
+        device: The device of the process group's tensors.
+        group: The process group; all ranks by default.
+        bucket_bytes: The approximate size of one all-reduce, in bytes; several run at a time.
     """
     world_size = dist.get_world_size(group)
     sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
@@ -41,7 +41,7 @@ def average(
 
 
 def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """Cut parameters into runs of one dtype, in the order given, each of about so many bytes."""
+    """Divide parameters into buckets of one dtype and about `bucket_bytes` each, in the given order."""
     full: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, list[nn.Parameter]] = {}
     sizes: defaultdict[torch.dtype, int] = defaultdict(int)
@@ -55,20 +55,20 @@ def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[li
 
 
 def _packed(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """Put gradients into one tensor, after a number for each that says whether this rank has it."""
+    """Return gradients in one flat tensor, after a flag per parameter that says if this rank has a gradient."""
     wide = torch.promote_types(parameters[0].dtype, torch.float32)
     has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=wide)
     values = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters]
-    # CUDA has copied pageable memory to its own when the call returns, so `has` may go.
+    # `has` may be freed: CUDA has staged pageable memory by the time the call returns.
     return torch.cat(
         [has.to(device, non_blocking=True), *(value.reshape(-1).to(device, wide) for value in values)]
     )
 
 
 def _unpack(parameters: Sequence[nn.Parameter], flat: Tensor, world_size: int) -> None:
-    """Divide the sums, and put them where the gradients were."""
+    """Divide the sums by `world_size` and write them back to the gradients."""
     number = len(parameters)
-    # Where no gradient is missing here, some rank has each, and nobody need ask the device.
+    # A gradient that this rank has needs no flag, and reading the flags would synchronise with the device.
     is_missing = any(p.grad is None for p in parameters)
     numbers: list[complex] = flat[:number].tolist() if is_missing else [1.0] * number
     flat[number:].div_(world_size)

@@ -1,15 +1,15 @@
-"""What gradients may be clipped to."""
+"""The check of the arguments of gradient clipping."""
 
 import math
 from numbers import Real
 
 
 def check_clip(norm: object, norm_type: object, value: object) -> None:
-    """Refuse what gradients cannot be clipped to; an infinite norm only measures.
+    """Refuse invalid arguments of a clip; an infinite norm is valid and only measures.
 
     Raises:
-        TypeError: One is no number.
-        ValueError: One is not above 0; or a norm and a value are given, or neither.
+        TypeError: An argument is not a number.
+        ValueError: An argument is not above 0; or both a norm and a value are given, or neither.
     """
     if (norm is None) == (value is None):
         raise ValueError(f"clip(norm={norm!r}, value={value!r}): give one of the two")

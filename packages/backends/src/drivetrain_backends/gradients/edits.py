@@ -1,11 +1,11 @@
-"""Gradients that are changed between a backward and the step by something that knows nothing of windows and ranks.
+"""Detection of gradients that code unaware of windows and ranks changes between a backward and the step.
 
-`model.zero_grad()`, torch's `clip_grad_norm_` and a direct `loss.backward()` reach `.grad` without a word. They are
-told by the gradients' identities and versions; values stay unread. A pass over 200 gradients takes about 45 us, and a
-plain step of DDP makes two: one after backward, one at the step.
+`model.zero_grad()`, torch's `clip_grad_norm_` and a direct `loss.backward()` change `.grad` without notice. Changes
+are detected by the identities and versions of the gradients, without reading values. A pass over 200 gradients takes
+about 45 us, and a plain DDP step makes two: one after backward, one at the step.
 
-An identity is a weak reference: an `id` may be that of a freed gradient's successor, as where DDP's reducer
-replaces a gradient by a view of its bucket, and then ranks would disagree on what they saw.
+An identity is a weak reference, because a freed gradient's `id` can be reused, as when DDP's reducer replaces a
+gradient by a view of its bucket; ranks would then disagree on what changed.
 """
 
 from collections.abc import Sequence
@@ -17,34 +17,34 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-# What is compared of shards: enough that some of it is not 0.
+# The sample of shards to compare: large enough that part of it is nonzero.
 _SAMPLED_GRADIENTS = 16
 _SAMPLED_VALUES = 64
 
 
 class Marks(NamedTuple):
-    """The state of gradients at one moment, by parameter; None where there is none.
+    """The state of gradients at one moment, by parameter; None for a parameter without a gradient.
 
     Attributes:
-        gradients: The gradients. Each has but one such reference while it lives, so `is` compares them.
-        versions: How often each was written to.
+        gradients: The gradients. A live tensor has a single weak reference, so `is` compares them.
+        versions: The number of in-place writes to each gradient.
     """
 
     gradients: list[ref[Tensor] | None]
     versions: list[int | None]
 
     def are(self, other: "Marks") -> bool:
-        """Tell whether the gradients are in the same state. `==` would compare values."""
+        """Return whether the gradients are in the same state. `==` would compare values."""
         return self.versions == other.versions and all(map(is_, self.gradients, other.gradients))
 
 
 class Edits(NamedTuple):
-    """The places of parameters whose gradients were changed since marks were kept.
+    """The indices of parameters whose gradients were changed since the last `keep`.
 
     Attributes:
-        edited: Their gradients have other values, or are new.
-        cleared: Their gradients are gone, or zero.
-        left: How many gradients are there and were not cleared.
+        edited: The parameters whose gradients are new or have other values.
+        cleared: The parameters whose gradients are gone or zero.
+        left: The number of gradients that exist and were not cleared.
     """
 
     edited: list[int]
@@ -53,12 +53,12 @@ class Edits(NamedTuple):
 
 
 class GradientMarks:
-    """Remembers the state of gradients, to tell later whether they were changed since.
+    """A record of the state of gradients, to detect later changes.
 
-    A write through `.grad.data` leaves no version behind and is not seen.
+    A write through `.grad.data` changes no version and is not detected.
 
     Args:
-        parameters: The parameters whose gradients they are.
+        parameters: The parameters whose gradients are recorded.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -68,36 +68,36 @@ class GradientMarks:
 
     @property
     def are_kept(self) -> bool:
-        """Whether there is anything to compare with."""
+        """True if a state is recorded."""
         return self._kept is not None
 
     def keep(self) -> None:
-        """Remember the gradients as they are now."""
+        """Record the present state of the gradients."""
         self._kept = marks_of(self._parameters)
         self._sample = _sample_of(self._parameters)
 
     def forget(self) -> None:
-        """Have nothing to compare with, until the next `keep`."""
+        """Drop the recorded state until the next `keep`."""
         self._kept = self._sample = None
 
     def differ(self) -> bool:
-        """Tell whether the gradients were changed since `keep`; False while none are remembered."""
+        """Return whether the gradients changed since `keep`; False if no state is recorded."""
         return self._kept is not None and not self._kept.are(marks_of(self._parameters))
 
     def were_scaled(self) -> bool:
-        """Tell whether shards of gradients were scaled since `keep`, which leaves no version behind.
+        """Return whether gradient shards were scaled since `keep` without a new version.
 
-        So does torch's `clip_grad_norm_` (a `torch._foreach_` write to DTensors, torch 2.15). A few values are
-        compared, which waits for the device; False where gradients are no DTensors.
+        Torch's `clip_grad_norm_` does so (a `torch._foreach_` write to DTensors, torch 2.15). The comparison of a few
+        values synchronises with the device; False if the gradients are not DTensors.
         """
         if self._sample is None:
             return False
         now = _sample_of(self._parameters)
-        # As bytes: a gradient that is not finite is equal to itself.
+        # Compared as bytes, so that a NaN equals itself.
         return now is not None and not torch.equal(self._sample.view(torch.uint8), now.view(torch.uint8))
 
     def edits(self) -> Edits:
-        """Sort what was changed since `keep`. Reads the values of what was, which waits for the device."""
+        """Return the changes since `keep`. Reads the changed values, which synchronises with the device."""
         edited: list[int] = []
         cleared: list[int] = []
         left = 0
@@ -119,7 +119,7 @@ class GradientMarks:
 
 
 def marks_of(parameters: Sequence[Tensor]) -> Marks:
-    """Read what tells one state of each gradient from another."""
+    """Return the identity and version of each gradient."""
     gradients = [p.grad for p in parameters]
     return Marks(
         [None if g is None else ref(g) for g in gradients],
@@ -129,7 +129,7 @@ def marks_of(parameters: Sequence[Tensor]) -> Marks:
 
 @torch.no_grad()
 def _sample_of(parameters: Sequence[Tensor]) -> Tensor | None:
-    """Return values of this rank's shards of some gradients, of shape (values,); None where there are no shards."""
+    """Return values of this rank's shards of some gradients, of shape (values,); None without shards."""
     parts = (getattr(p.grad, "_local_tensor", None) for p in parameters)
     held = (part for part in parts if part is not None and part.numel() and not part.is_sparse)
     first = [part.reshape(-1)[:_SAMPLED_VALUES] for part in islice(held, _SAMPLED_GRADIENTS)]
@@ -139,6 +139,6 @@ def _sample_of(parameters: Sequence[Tensor]) -> Tensor | None:
 
 @torch.no_grad()
 def is_nonzero(gradient: Tensor) -> bool:
-    """Tell whether this rank's part of a gradient has values that are not zero."""
+    """Return whether this rank's part of a gradient has nonzero values."""
     part: Tensor = getattr(gradient, "_local_tensor", gradient)
     return bool((part._values() if part.is_sparse else part).count_nonzero())

@@ -1,4 +1,4 @@
-"""Who runs a backward, and where its gradients lie until a step uses them."""
+"""The interface that runs a backward, and where its gradients stay until a step uses them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,38 +10,38 @@ from drivetrain_precision import LossScaler
 
 
 class GradientCarrier(Protocol):
-    """Runs backwards, and makes what they left final."""
+    """An object that runs backwards and finalises their gradients."""
 
     def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
-        """Run the backward of a loss, of shape (), already divided as its window wants it. Called on all ranks.
+        """Run the backward of a loss, of shape (), already divided for its window. Called on all ranks.
 
         Args:
-            loss: What to differentiate.
-            models: The users' modules that it is said to train.
+            loss: The loss to differentiate.
+            models: The users' modules that the caller says the loss trains.
         """
         ...
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """What the graph of a loss of these models ends in: their parameters, or what stands for them."""
+        """Return the leaves of a loss's graph for these models: their parameters or replacements of them."""
         ...
 
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Unscale the reduced gradients of a closed window, and multiply them by `factor`. Called on all ranks.
 
         Returns:
-            Whether one holds an infinity or NaN, as far as that is looked for (fp16).
+            Whether a gradient holds an infinity or NaN, as far as this is checked (fp16).
         """
         ...
 
 
 class ParameterGradients:
-    """The gradients that torch's autograd leaves in `.grad`, whole on every rank.
+    """The gradients that torch's autograd leaves in `.grad`, in full on every rank.
 
     Args:
         scaler: The loss scale, for fp16.
 
     Attributes:
-        averages: Whether ranks hold the same model, and must average what others put into gradients.
+        averages: Whether ranks hold replicas, so that gradients changed by other code must be averaged.
     """
 
     averages = False
@@ -50,30 +50,30 @@ class ParameterGradients:
         self._scaler = scaler
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
-        """Tell, once, that gradients of models were put elsewhere with the same values."""
+        """Return whether gradients moved to other tensors since the last call, with the same values."""
         del models
         return False
 
     def note_foreign(self, models: Sequence[nn.Module]) -> None:
-        """Note that others changed the gradients of models."""
+        """Record that other code changed the gradients of models."""
         del models
 
     def is_averaged(self, models: Sequence[nn.Module]) -> bool:
-        """Tell whether `settle` has nothing to average: backwards of models left gradients that ranks share."""
+        """Return whether all gradients of models are averaged, so that `settle` has nothing to average."""
         del models
         return True
 
     def average(self, models: Sequence[nn.Module]) -> None:
-        """Average the gradients of models over ranks, where `averages`. Called on all ranks."""
+        """Average the gradients of models over ranks, if `averages`. Called on all ranks."""
         del models
 
     def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
-        """Run torch's backward, of the scaled loss for fp16; see `GradientCarrier.run`."""
+        """Run torch's backward, on the scaled loss for fp16; see `GradientCarrier.run`."""
         del models
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """The parameters; see `GradientCarrier.leaves`."""
+        """Return the parameters; see `GradientCarrier.leaves`."""
         return [parameter for model in models for parameter in model.parameters()]
 
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
@@ -89,7 +89,7 @@ class ParameterGradients:
 
 
 def trainable_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of models that want a gradient, each once."""
+    """Return the parameters of models that require a gradient, each once."""
     return list({p: None for model in models for p in model.parameters() if p.requires_grad})
 
 

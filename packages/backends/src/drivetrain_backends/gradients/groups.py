@@ -1,4 +1,4 @@
-"""Which models go from a backward to a step together."""
+"""The grouping of models whose gradients are processed together."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,18 +12,18 @@ from drivetrain_backends.gradients.tracker import GradientGroup, GradientLedger
 def group_models(
     models: Sequence[nn.Module], trained_together: Sequence[Sequence[int]], ledger: GradientLedger
 ) -> list[GradientGroup]:
-    """Put models that share a parameter or an optimizer into one group each.
+    """Return groups of models that share a parameter or an optimizer.
 
     Args:
         models: The users' modules.
-        trained_together: For each optimizer the indices of the models it trains.
-        ledger: Whose groups are made again; one whose models stay the same is kept as it is.
+        trained_together: The indices of the models that each optimizer trains.
+        ledger: The ledger whose groups are replaced; a group with the same models is kept.
 
     Returns:
-        A group for each model, in their order.
+        The group of each model, in the order of `models`.
 
     Raises:
-        AccumulationError: Models whose gradients are on their way would change their group.
+        AccumulationError: The group of models with gradients in use would change.
     """
     label = list(range(len(models)))
     holders: dict[Any, int] = {}

@@ -1,8 +1,8 @@
-"""What a loss must be, and whether its gradients go where something steps on them.
+"""Checks that a loss is valid, and that an optimizer steps on its gradients.
 
-Gradients of a model that was not prepared, or that no prepared optimizer holds, are averaged and divided by nobody,
-or stepped on in the midst of a window; nothing would tell. The first losses after each `prepare` are followed through
-their graphs, which takes a millisecond for about a thousand operations; later ones cost nothing.
+Gradients of a model that is not prepared, or has no prepared optimizer, are neither averaged nor divided, or are
+stepped on inside a window, without an error. The graphs of the first losses after each `prepare` are therefore
+traversed, at about a millisecond per thousand operations; later losses cost nothing.
 """
 
 import logging
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOSSES_FOLLOWED = 16  # several a step, as where two models train in turns
+LOSSES_FOLLOWED = 16  # several per step, because two models may train in turns
 
 
 class FirstLosses:
-    """Follows the first losses after each `prepare` through their graphs.
+    """A check of the graphs of the first losses after each `prepare`.
 
     Attributes:
-        num_left: How many are still to be followed.
+        num_left: The number of losses still to check.
     """
 
     def __init__(self) -> None:
@@ -37,23 +37,23 @@ class FirstLosses:
         self._has_warned = False
 
     def renew(self) -> None:
-        """Follow the next losses again, for what is prepared has changed."""
+        """Check the next losses again, because the prepared objects have changed."""
         self.num_left = LOSSES_FOLLOWED
 
     def follow(self, loss: Tensor, leaves: Mapping["GradientGroup", Sequence[Tensor]]) -> None:
-        """Refuse a loss whose gradients nothing would use, before its backward.
+        """Refuse a loss whose gradients would not be used, before its backward.
 
         Args:
-            loss: The loss whose graph is followed, of shape ().
-            leaves: What graphs end in, for each group of prepared models.
+            loss: The loss whose graph is traversed, of shape ().
+            leaves: The leaves of the graphs, for each group of prepared models.
 
         Raises:
-            PairingError: It reaches parameters, but those of no prepared model; or a model that no prepared optimizer
-                trains.
+            PairingError: The loss reaches only parameters of unprepared models, or a model without a prepared
+                optimizer.
         """
         self.num_left -= 1
         owners = {id(leaf): group for group, own in leaves.items() for leaf in own}
-        # A parameter inside a function of the user's own is not seen: what is no parameter says nothing.
+        # Leaves of custom autograd functions are not visible, so leaves other than parameters prove nothing.
         reached = [
             leaf for leaf in graph_leaves(loss) if isinstance(leaf, nn.Parameter) or id(leaf) in owners
         ]
@@ -82,7 +82,7 @@ class FirstLosses:
 
 
 def graph_leaves(loss: Tensor) -> list[Tensor]:
-    """The tensors that a backward of `loss` would add gradients to, each once."""
+    """Return the tensors that a backward of `loss` would add gradients to, each once."""
     if loss.grad_fn is None:
         return [loss]
     found: list[Tensor] = []
@@ -101,12 +101,12 @@ def graph_leaves(loss: Tensor) -> list[Tensor]:
 
 
 def check_loss(loss: object, count: object) -> None:
-    """Refuse what is no loss, and a count that is none. For every loss: nothing waits for the device.
+    """Refuse an invalid loss or count. Called for every loss, without synchronising with the device.
 
     Raises:
-        TypeError: The loss is no tensor, or the count no number and no tensor.
+        TypeError: The loss is not a tensor, or the count is neither a number nor a tensor.
         ValueError: The loss has more than one element or no graph; or the count is negative, not finite, or a tensor
-            of several elements.
+            with several elements.
     """
     if not isinstance(loss, Tensor):
         raise TypeError(f"backward({loss!r}): a loss is a tensor of shape (), not {type(loss).__name__}")

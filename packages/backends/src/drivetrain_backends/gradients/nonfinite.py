@@ -1,7 +1,7 @@
-"""Gradients that hold an infinity or NaN: found in one pass, and named on every rank alike.
+"""Detection of gradients that hold an infinity or NaN: found in one pass, and reported alike on every rank.
 
-What a run does about them stands in its accumulation window: "ignore" looks for none, "skip" leaves the step out,
-"raise" ends the run with an error. fp16's loss scaler looks for them by itself, and skips what a smaller scale mends.
+The accumulation window says how a run treats them: "ignore" does not check, "skip" skips the step, "raise" ends the
+run with an error. The fp16 loss scaler checks by itself, and skips steps that a smaller scale makes finite.
 """
 
 import math
@@ -14,19 +14,19 @@ from torch import Tensor
 from drivetrain_backends.errors import NonFiniteGradientError
 from drivetrain_state import Context, gather, reduce
 
-# An overflow at a larger loss scale may be the scale's own doing; below, the gradients themselves are out of range.
+# An overflow at a larger loss scale may come from the scale; below it, from the gradients themselves.
 SMALLEST_LOSS_SCALE = 1.0
 
 
 def holds_nonfinite(context: Context, gradients: Sequence[Tensor]) -> bool:
-    """Whether one of the gradients is not finite. Waits for the device. Called on all ranks.
+    """Return whether a gradient is not finite. Called on all ranks; synchronises with the device.
 
-    Gradients that are whole, and averaged over ranks, are the same on all of them: each looks by itself. Where one is
-    a rank's own part of a whole (a DTensor), ranks agree, at the cost of reducing one number.
+    Full gradients that are averaged over ranks are the same everywhere, so each rank decides alone. For a sharded
+    gradient (a DTensor), ranks agree by an all-reduce of one number.
 
     Args:
         context: The ranks that must agree, and their device.
-        gradients: Of any shapes, dtypes and devices; sparse ones too.
+        gradients: The gradients, of any shapes, dtypes and devices, dense or sparse.
     """
     found = not _all_finite([_local(gradient) for gradient in gradients])
     if any(hasattr(gradient, "to_local") for gradient in gradients):
@@ -42,15 +42,15 @@ def nonfinite_error(
     bad_loss: bool = False,
     alone: bool = False,
 ) -> NonFiniteGradientError:
-    """Say which parameter's gradient is the first that is not finite, and on which ranks. Called on all ranks.
+    """Return an error that names the first non-finite gradient and its ranks. Called on all ranks.
 
     Args:
         context: The ranks that must agree, and their device.
-        gradients: By the parameters' names, the same names in the same order on all ranks; None where a parameter
-            has none, a part of one where a rank holds only that.
-        step: The optimizer step that they were for; counted from 1.
+        gradients: The gradients by parameter name, the same names in the same order on all ranks; a shard if the
+            gradient is sharded, None for a parameter without one.
+        step: The optimizer step of the gradients, counted from 1.
         bad_loss: Whether a loss of this rank was not finite.
-        alone: Other ranks are elsewhere and cannot be asked.
+        alone: Whether other ranks do not make this call, so that there is no gather.
 
     Returns:
         The error, for the caller to raise.
@@ -81,7 +81,7 @@ def _all_finite(parts: Sequence[Tensor]) -> bool:
     for part in parts:
         if part.numel():
             by_place.setdefault((part.device, part.dtype), []).append(part)
-    # The largest magnitude, not the 2-norm: that of finite gradients may overflow. It keeps a NaN.
+    # The largest magnitude rather than the 2-norm, which may overflow for finite gradients. It keeps a NaN.
     largest = [
         torch.stack(torch._foreach_norm(group, math.inf))  # pyright: ignore[reportPrivateUsage] as torch clips
         for group in by_place.values()
@@ -94,7 +94,7 @@ def _is_bad(gradient: Tensor | None) -> bool:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """The elements that this rank holds."""
-    if hasattr(gradient, "to_local"):  # a DTensor: importing its class takes as long as importing torch
+    """Return the elements that this rank holds."""
+    if hasattr(gradient, "to_local"):  # a DTensor; importing its class takes as long as importing torch
         gradient = cast("Any", gradient).to_local()
     return gradient._values() if gradient.is_sparse else gradient

@@ -1,4 +1,4 @@
-"""How far the gradients of models that step together are on their way from a backward to a step.
+"""The stages of the gradients of models that step together, from a backward to a step.
 
 Gradients are *open* while losses add to them, *final* once they are unscaled and normalised (at the first clip or
 step of a closed window), *used* after a step, and *empty* after `zero_grad`.
@@ -28,15 +28,15 @@ class GradientGroup:
 
     Args:
         models: The users' modules, in the order they were prepared.
-        ledger: What all groups of a backend share.
+        ledger: The state that all groups of a backend share.
 
     Attributes:
-        stage: How far the gradients are.
-        opened_in: The window of the last loss that was this group's; -1 before the first.
-        overflowed: Whether the gradients last made final held an infinity or NaN, where it was looked for: in fp16,
-            and where the window says so.
-        bad_loss: Whether a loss of the window was not finite, shape (); None where that is not kept.
-        grad_norm: Their norm before clipping, where they were clipped by norm.
+        stage: The stage of the gradients.
+        opened_in: The window of this group's last loss; -1 before the first.
+        overflowed: Whether the last final gradients held an infinity or NaN, if that was checked: in fp16, and
+            where the window says so.
+        bad_loss: Whether a loss of the window was not finite, shape (); None if not recorded.
+        grad_norm: The norm of the gradients before clipping; None if they were not clipped by norm.
         optimizers: The users' optimizers that train the models.
     """
 
@@ -48,25 +48,25 @@ class GradientGroup:
         self.bad_loss: Tensor | None = None
         self.grad_norm: Tensor | None = None
         self.optimizers: list[Optimizer] = []
-        self._cleared: set[int] = set()  # the optimizers that cleared theirs since the last loss
+        self._cleared: set[int] = set()  # the optimizers cleared since the last loss
         self._judged_for: set[int] | None = (
-            None  # who stepped since infinities were looked for; None: not yet
+            None  # the optimizers stepped since the last check; None: no check yet
         )
-        # Found once: walking through modules takes longer than a pass over small gradients.
+        # Cached: walking through modules takes longer than a pass over small gradients.
         self._held = tuple(dict.fromkeys(p for model in self.models for p in model.parameters()))
         self._ids = frozenset(map(id, self._held))
         self._marks = GradientMarks(self._held)
         self._ledger = ledger
         self._is_counted = False
         self._count: Tensor | float = 0.0
-        self._adds_to_used = False  # gradients that a step used were left in place
-        self._num_failed = 0  # micro-batches that failed, but left nothing in these gradients
+        self._adds_to_used = False  # gradients that a step used were not cleared
+        self._num_failed = 0  # failed micro-batches that left nothing in these gradients
 
     def note(self, count: Tensor | float | None) -> None:
-        """Note a loss of this group.
+        """Record a loss of this group.
 
         Raises:
-            AccumulationError: The gradients are final already, or hold a loss of the other kind; or the loss would be
+            AccumulationError: The gradients are already final, or hold a loss of the other kind; or the loss would be
                 normalised together with gradients that a step used.
         """
         window = self._ledger.window
@@ -97,13 +97,13 @@ class GradientGroup:
             self._count = self._count + (count.detach() if isinstance(count, Tensor) else count)
 
     def finish(self) -> None:
-        """Make the closed window's gradients final: unscaled, and of the mean that was asked for.
+        """Make the closed window's gradients final: unscaled, and the gradient of the requested mean.
 
-        Called on all ranks; does nothing unless they are open.
+        Called on all ranks; does nothing unless the gradients are open.
 
         Raises:
-            AccumulationError: A micro-batch failed, and its gradients were not dropped; or what must be corrected was
-                added to gradients that a step used; or was changed by others since the last loss.
+            AccumulationError: A micro-batch failed, and its gradients were not dropped; gradients to correct were
+                added to gradients that a step used; or other code changed them since the last loss.
         """
         if self.stage != "open":
             self._average_foreign()
@@ -124,7 +124,7 @@ class GradientGroup:
             raise self._edited([])
         if factor is not None and self._adds_to_used:
             raise AccumulationError(self._used_already("of a window that closed early"))
-        # What nothing is done to has the marks that were just compared: reading them is the cost of a plain step.
+        # Unmodified gradients still have the marks just compared; reading marks is the main cost of a plain step.
         is_kept = not was_edited and factor is None and ledger.scaler is None and self._is_averaged
         self.overflowed = ledger.carrier.settle(self.models, factor)
         self.stage = "final"
@@ -132,17 +132,17 @@ class GradientGroup:
             self.keep_marks()
 
     def keep_marks(self) -> None:
-        """Remember the gradients as they are, where a change by others would have to be noticed. After each pass."""
+        """Record the present gradients if later changes by other code matter. Called after each pass."""
         carrier = self._ledger.in_grad
         if carrier is not None and (carrier.averages or (self.stage == "open" and self._is_corrected)):
             self._marks.keep()
-            carrier.have_moved(self.models)  # before these marks
+            carrier.have_moved(self.models)  # resets it: these marks include the move
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether `zero_grad` leaves them alone: an open window has gathered them so far.
+        """True if `zero_grad` must keep the gradients, because an open window has accumulated them.
 
-        Many loops zero before backward: what earlier micro-batches of the window gathered must stay then.
+        Many loops call `zero_grad` before backward, which must keep the gradients of earlier micro-batches.
         """
         window = self._ledger.window
         if self._num_failed != window.num_failed or self.stage != "open" or self.opened_in != window.number:
@@ -150,14 +150,14 @@ class GradientGroup:
         return not (window.closing and (window.length == 1 or self._ledger.last_backward == window.begun))
 
     def judge(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
-        """Look for infinities and NaNs in gradients that are final, once. Called on all ranks, where it is asked for.
+        """Check final gradients for infinities and NaNs, once. Called on all ranks, if the window asks for it.
 
         Args:
-            optimizer: The one that is to step, if any: its second step is on other gradients than its first.
-            are_finite: They were found finite already, as a norm tells.
+            optimizer: The optimizer about to step, if any: its second step uses other gradients than its first.
+            are_finite: Whether the gradients are known to be finite, as from a finite norm.
         """
         if self._ledger.scaler is not None:
-            return  # fp16's scaler has looked as it unscaled them
+            return  # fp16's scaler checked while unscaling
         if self._judged_for is None or (optimizer is not None and id(optimizer) in self._judged_for):
             gradients = [gradient for p in self._held if (gradient := p.grad) is not None]
             self.overflowed = not are_finite and holds_nonfinite(self._ledger.context, gradients)
@@ -166,16 +166,16 @@ class GradientGroup:
             self._judged_for.add(id(optimizer))
 
     def note_loss(self, loss: Tensor) -> None:
-        """Keep whether a loss is finite, for the error that tells of its gradients."""
+        """Record whether a loss is finite, for the error about its gradients."""
         is_bad = loss.detach().isfinite().logical_not()
         self.bad_loss = is_bad if self.bad_loss is None else self.bad_loss | is_bad
 
     def use(self) -> None:
-        """Note that an optimizer steps, or would but for an overflow.
+        """Record that an optimizer steps, or would step but for an overflow.
 
         Raises:
-            AccumulationError: Gradients came from no loss of this group's: other models' losses were counted in this
-                window, or `loss.backward()` was called where losses must be divided or scaled.
+            AccumulationError: The gradients come from no loss of this group: other models' losses were counted in
+                this window, or `loss.backward()` was called where losses must be divided or scaled.
         """
         if self.stage == "empty":
             self.check_known()
@@ -183,7 +183,7 @@ class GradientGroup:
         self._ledger.has_stepped = True
 
     def check_known(self) -> None:
-        """Refuse gradients that came from no loss of this group's; see `use`."""
+        """Refuse gradients that come from no loss of this group; see `use`."""
         ledger = self._ledger
         names = " and ".join(type(model).__name__ for model in self.models)
         others_counted = ledger.counted_in == ledger.window.number and self.opened_in != ledger.window.number
@@ -201,14 +201,14 @@ class GradientGroup:
         )
 
     def cleared_by(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer's gradients were cleared; once all are, so are the losses behind them."""
+        """Record that an optimizer's gradients were cleared; once all are, so are those of the losses."""
         if self.stage != "used":
             self._judged_for = None
         if self.stage != "empty":
             self._cleared.add(id(optimizer))
             if len(self._cleared) >= len(self.optimizers):
                 if self.stage != "used" and self._is_averaged:
-                    self._marks.keep()  # other ranks have nothing left to average, should they go on to step
+                    self._marks.keep()  # other ranks that step have nothing left to average: nor may this one
                 else:
                     self._marks.forget()
                 self.stage = "empty"
@@ -218,11 +218,11 @@ class GradientGroup:
             self._num_failed = self._ledger.window.num_failed
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters, each once."""
+        """Return the trainable parameters, each once."""
         return [parameter for parameter in self._held if parameter.requires_grad]
 
     def holds_any(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether one of some parameters is these models'."""
+        """Return whether any of the parameters belongs to these models."""
         return any(id(parameter) in self._ids for parameter in parameters)
 
     @property
@@ -232,18 +232,18 @@ class GradientGroup:
 
     @property
     def _is_corrected(self) -> bool:
-        """Whether gradients are not what a step takes before their window is closed, scaled back and normalised."""
+        """True if gradients need a correction (unscaling or normalisation) before a step can use them."""
         ledger = self._ledger
         return self._is_counted or ledger.scaler is not None or ledger.window.num_micro_batches > 1
 
     @property
     def _may_wait(self) -> bool:
-        """Whether values may be read: fp16 waits for the device at this step anyway, and a debugged run may."""
+        """True if values may be read: fp16 synchronises at this step anyway, and a debug run may."""
         context = self._ledger.context
         return self._ledger.scaler is not None or context.device.type == "cpu" or context.settings.debug
 
     def _were_edited(self) -> bool:
-        """Tell whether others changed the gradients since the last pass of ours."""
+        """Return whether other code changed the gradients since the last pass."""
         carrier = self._ledger.in_grad
         if carrier is None or not self._marks.differ():
             return False
@@ -253,7 +253,7 @@ class GradientGroup:
         return True
 
     def _average_foreign(self) -> None:
-        """Average over ranks what came into gradients from no loss of ours, where ranks would drift apart by it."""
+        """Average gradients that come from no loss of this group, if ranks would otherwise drift apart."""
         carrier = self._ledger.in_grad
         if carrier is None or not carrier.averages:
             return
@@ -263,7 +263,7 @@ class GradientGroup:
             self._marks.keep()
 
     def _take_edits(self, count: Tensor | float | None) -> None:
-        """Refuse to add to gradients that others changed; ones they cleared between two windows begin anew.
+        """Refuse to add to gradients that other code changed; gradients cleared between two windows start anew.
 
         Raises:
             AccumulationError: The gradients are those of an open window, or have other values.
@@ -281,10 +281,10 @@ class GradientGroup:
             raise self._edited(edits.cleared)
 
     def _check_final_edits(self) -> None:
-        """Refuse gradients with values of others that are still to be corrected.
+        """Refuse gradients that other code changed before their correction.
 
         Raises:
-            AccumulationError: There are some.
+            AccumulationError: There are such gradients.
         """
         if not self._is_corrected:
             self._note_foreign()
@@ -323,7 +323,7 @@ class GradientGroup:
         )
 
     def _correction(self) -> Tensor | float | None:
-        """What reduced gradients must be multiplied by; None where they are right already."""
+        """Return the factor that corrects reduced gradients; None if they need no correction."""
         ledger = self._ledger
         if not self._is_counted:
             nominal, length = ledger.window.num_micro_batches, ledger.window.length

@@ -1,7 +1,7 @@
-"""What the gradients of a backend's models have in common, on their way from a backward to a step.
+"""The gradient state that a backend's models share, from a backward to a step.
 
-Models that share an optimizer or a parameter go this way together, as a group: their losses have one normalisation
-and one overflow; see `gradient_group`.
+Models that share an optimizer or a parameter form a group: their losses have one normalisation and one overflow
+check; see `GradientGroup`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,27 +22,27 @@ from drivetrain_state import Context
 
 
 class GradientLedger:
-    """What the groups of one backend share.
+    """The state that the groups of one backend share.
 
     Args:
-        context: Ranks and device.
+        context: The ranks and the device.
         window: The accumulation window.
         scaler: The loss scale, for fp16.
-        carrier: What runs backwards and holds their gradients; `.grad` of the parameters by default.
+        carrier: The object that runs backwards and holds their gradients; `.grad` of the parameters by default.
 
     Attributes:
-        in_grad: The carrier, where gradients lie in `.grad` between backwards, so that others may change them.
-        is_plain: Whether the mean gradients of a full window are what backwards leave, with nothing to be done and
-            no loss to be noted.
-        reference: What counted losses are divided by before backward.
-        first_losses: Whether the first losses reach what is prepared.
-        counted_in: The window of the last counted loss.
-        num_backwards: How many have run.
-        last_backward: The micro-batch of the last one.
-        has_stepped: Whether an optimizer stepped since the loss scale last moved.
+        in_grad: The carrier if gradients stay in `.grad` between backwards, where other code may change them.
+        is_plain: Whether backwards leave the final mean gradients of a full window, with nothing to correct and no
+            loss to record.
+        reference: The divisor of counted losses before backward.
+        first_losses: The check that the first losses reach prepared models.
+        counted_in: The window of the last counted loss; -1 before the first.
+        num_backwards: The number of backwards so far.
+        last_backward: The micro-batch of the last backward.
+        has_stepped: Whether an optimizer stepped since the loss scale was last updated.
         is_joined: Whether ranks may run out of batches at different steps.
-        unreduced: The parameters whose gradients are not averaged over ranks, with their names: those that were
-            frozen when their model was replicated.
+        unreduced: The parameters whose gradients are not averaged over ranks, with their names: those frozen when
+            their model was replicated.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GradientLedger:
         self.is_plain = scaler is None and type(self.carrier) is ParameterGradients and not is_watched
         self._groups: list[
             ref[GradientGroup]
-        ] = []  # which hold the ledger: models are freed with their last name
+        ] = []  # weak: a group holds the ledger, and models are to be freed with their last reference
         self.reference = ReferenceCount(context, window)
         self.first_losses = FirstLosses()
         self.counted_in = -1
@@ -73,7 +73,7 @@ class GradientLedger:
 
     @property
     def groups(self) -> list[GradientGroup]:
-        """Every group; its models hold it."""
+        """All live groups; the prepared models hold them."""
         return [group for one in self._groups if (group := one()) is not None]
 
     @groups.setter
@@ -84,7 +84,7 @@ class GradientLedger:
         """Refuse to step on gradients that are not averaged over ranks.
 
         Raises:
-            UnreducedGradientError: A parameter was trained that was frozen when its model was prepared.
+            UnreducedGradientError: A parameter that was frozen when its model was prepared has a gradient.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -101,8 +101,8 @@ class GradientLedger:
         Raises:
             AccumulationError: See `GradientGroup.note`; or the loss reaches gradients that are final; or it is
                 counted while ranks may run out of batches.
-            PairingError: The loss trains a model that was not prepared, or whose optimizer was not.
-            TypeError, ValueError: It is no loss, or its count no count.
+            PairingError: The loss trains a model that is not prepared, or has no prepared optimizer.
+            TypeError, ValueError: The loss or its count is invalid.
         """
         window = self.window
         if count is not None or type(loss) is not Tensor or loss.dim() or not loss.requires_grad:
@@ -111,7 +111,7 @@ class GradientLedger:
         if is_plain and len(owners) == 1 and not self.first_losses.num_left:
             owners[0].note(
                 None
-            )  # most steps: on small models, to look at what else may be would take as long again
+            )  # most steps: for a small model, the other checks would take as long as the backward
             loss.backward()
         else:
             self._add(loss, count, owners)
@@ -151,7 +151,7 @@ class GradientLedger:
                     group.keep_marks()
 
     def move_scale(self) -> None:
-        """Move the loss scale after a step, unless gradients of the present scale are still to be used."""
+        """Update the loss scale after a step, unless gradients of the present scale are still in use."""
         number, begun = self.window.number, self.window.begun
         pending = begun and any(g.stage in ("open", "final") and g.opened_in == number for g in self.groups)
         if self.scaler is not None and self.has_stepped and not pending:
@@ -159,7 +159,7 @@ class GradientLedger:
             self.has_stepped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, where there is one, and the reference of counted losses."""
+        """Return the loss scale, if there is one, and the reference count of counted losses."""
         self.move_scale()
         self.reference.renew()
         return {
@@ -168,10 +168,10 @@ class GradientLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the loss scale and the reference of a saved run.
+        """Load the loss scale and the reference count of a saved run.
 
         Raises:
-            ValueError: The saved run scaled its loss and this one does not, or the reverse.
+            ValueError: Only one of the saved run and this one scales its loss.
         """
         if (state["scaler"] is None) != (self.scaler is None):
             saved, here = ("without", "scales") if state["scaler"] is None else ("with", "does not scale")
@@ -185,10 +185,10 @@ class GradientLedger:
         self.reference.number = None if reference is None else reference.to(self.context.device)
 
     def finish_all_of(self, parameters: Sequence[Tensor]) -> list[GradientGroup]:
-        """Make the gradients of parameters final. Called on all ranks.
+        """Make the gradients of parameters final and return their groups. Called on all ranks.
 
         Returns:
-            The groups they belong to.
+            The groups that hold at least one of the parameters.
         """
         found = [group for group in self.groups if group.holds_any(parameters)]
         for group in found:
@@ -213,7 +213,7 @@ def _check_unreached(final: Sequence[GradientGroup], before: Sequence[Marks]) ->
     """Refuse a backward that reached groups whose gradients are final.
 
     Raises:
-        AccumulationError: Their marks are not those from before it.
+        AccumulationError: The marks of a group changed during the backward.
     """
     if any(not old.are(marks_of(group.parameters())) for old, group in zip(before, final, strict=True)):
         raise AccumulationError(

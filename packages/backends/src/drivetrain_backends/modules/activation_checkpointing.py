@@ -1,7 +1,7 @@
-"""Activation checkpointing of modules, in place: activations are computed again in backward.
+"""Activation checkpointing of modules in place: activations are recomputed in backward.
 
-A module keeps its identity and its parameters their names: only its class is exchanged for a subclass whose forward
-checkpoints. What surrounds the forward, such as the hooks that gather parameters, stays outside.
+A module keeps its identity and parameter names: only its class is exchanged for a subclass with a checkpointed
+forward. Hooks around the forward, such as those that gather parameters, run outside the checkpoint.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 Checkpointing = Literal["none", "full", "selective"]
 _ATEN = torch.ops.aten
 _SAVED = (
-    frozenset(  # what selective checkpointing keeps: matrix products and attention, which cost most to repeat
+    frozenset(  # saved by selective checkpointing: matrix products and attention, the costliest to recompute
         operation.default
         for name in (
             "mm",
@@ -41,11 +41,11 @@ _SAVED = (
 
 
 class CheckpointedForward:
-    """Marks the classes made by `checkpoint_activations`.
+    """The base of the classes that `checkpoint_activations` makes.
 
     Attributes:
-        unchecked_class: What they stand in for.
-        checkpointing: How they checkpoint.
+        unchecked_class: The class that the subclass replaces.
+        checkpointing: The kind of checkpointing, "full" or "selective".
     """
 
     unchecked_class: type[nn.Module]
@@ -53,15 +53,15 @@ class CheckpointedForward:
 
 
 def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) -> None:
-    """Make modules compute their activations again in backward, in place.
+    """Make modules recompute their activations in backward, in place.
 
     Args:
-        modules: The modules; each is repeated on its own.
-        kind: "full" saves a module's inputs alone; "selective" what matrix products and attention gave too; "none"
-            changes nothing.
+        modules: The modules; each is recomputed on its own.
+        kind: "full" saves only a module's inputs; "selective" also the outputs of matrix products and attention;
+            "none" changes nothing.
 
     Raises:
-        ValueError: A module checkpoints already.
+        ValueError: A module already checkpoints its activations.
     """
     for module in modules:
         if kind == "none":
@@ -75,13 +75,13 @@ def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) ->
 
 
 def restore_activations(module: nn.Module) -> None:
-    """Undo `checkpoint_activations`, in place; a module that does not checkpoint stays as it is."""
+    """Undo `checkpoint_activations` in place; leave a module without checkpointing as it is."""
     if isinstance(module, CheckpointedForward):
         module.__class__ = module.unchecked_class  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def checkpointing_of(module: nn.Module) -> Checkpointing:
-    """How a module checkpoints, read back from its class."""
+    """Return the kind of a module's checkpointing, read back from its class."""
     return module.checkpointing if isinstance(module, CheckpointedForward) else "none"
 
 

@@ -1,8 +1,8 @@
 """The forward of a prepared model: under autocast, and with a readable error for a batch that does not fit it.
 
-The model keeps its identity, attributes and parameters: only its class is exchanged for a subclass whose `__call__`
-does this. A copy or pickle of a prepared model is the plain model again, for a copy that shared the wrapper would
-call the original's weights.
+The model keeps its identity, attributes and parameters: only its class is exchanged for a subclass with its own
+`__call__`. A copy or pickle of a prepared model is the plain model again, because a copy with the wrapper would call
+the original's weights.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from drivetrain_precision import Policy, autocast
 
 
 class PreparedForward:
-    """Marks the classes made by `prepare_forward`; `original_class` is what they stand in for."""
+    """The base of the classes that `prepare_forward` makes; `original_class` is the class that one replaces."""
 
     original_class: type[nn.Module]
 
@@ -34,10 +34,10 @@ def prepare_forward(
 
     Args:
         model: The user's module.
-        policy: What it computes in.
-        device: The device that it computes on.
-        uncopyable: What copy, deepcopy and pickle say, where there is no plain model to be had from this one.
-        explain: Return the error to raise in place of one of torch's from inside the forward; None to leave that.
+        policy: The precision policy of the forward.
+        device: The device that the model computes on.
+        uncopyable: The message of the error that copy, deepcopy and pickle raise; None to give the plain model.
+        explain: Return the error that replaces a RuntimeError of the forward, or None to keep the original.
 
     Raises:
         ValueError: The model is a TorchScript module, whose class cannot be exchanged.
@@ -52,7 +52,7 @@ def prepare_forward(
 
     def reduce_as_original(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)
-        if function is type(self):  # a class that is called anew, as torch.compile's wrapper is
+        if function is type(self):  # a class that is called to rebuild, as that of torch.compile's wrapper
             return original, arguments, *rest
         return _new, tuple(original if a is type(self) else a for a in arguments), *rest
 
@@ -101,19 +101,19 @@ def _call_of(
 
 
 def restore_forward(model: nn.Module) -> nn.Module:
-    """Undo `prepare_forward`, in place; a model that was not prepared stays as it is."""
+    """Undo `prepare_forward` in place; leave an unprepared model as it is."""
     if isinstance(model, PreparedForward):
         model.__class__ = model.original_class  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 
 def _new(kind: type[nn.Module], *arguments: Any) -> nn.Module:
-    """An empty instance, for copy and pickle to fill; pickle's own function would insist on the instance's class."""
+    """Return an empty instance for copy and pickle to fill; pickle's own function insists on the instance's class."""
     return kind.__new__(kind, *arguments)
 
 
 def _mismatch(original: type[nn.Module], model: nn.Module, args: Any, kwargs: dict[str, Any]) -> str | None:
-    """Say how the arguments differ from the forward's signature; None if they fit it."""
+    """Return how the arguments differ from the forward's signature, or None if they fit."""
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*args, **kwargs)

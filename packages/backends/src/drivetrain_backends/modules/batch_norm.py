@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks: layers become torch's SyncBatchNorm, in place."""
+"""Batch normalisation over the batches of all ranks: layers become torch's SyncBatchNorm in place."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,11 +8,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] SyncBatchNorm's own base
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_WITHOUT = ("cpu", "mps")  # torch 2.9 to 2.15 has no synchronised kernels there
+_WITHOUT = ("cpu", "mps")  # torch 2.9 to 2.15 has no SyncBatchNorm kernels there
 
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every batch normalisation of a model, by name."""
+    """Yield every batch normalisation layer of a model with its name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
 
 
@@ -20,7 +20,7 @@ def check_batch_norms(model: nn.Module, device: torch.device) -> None:
     """Refuse layers that cannot be synchronised.
 
     Raises:
-        ValueError: The device has no SyncBatchNorm, or a layer has a forward of its own; the message names the layer.
+        ValueError: The device has no SyncBatchNorm, or a layer has its own forward; the message names the layer.
     """
     for name, module in batch_norms(model):
         where = name or "the model"
@@ -41,13 +41,13 @@ def check_batch_norms(model: nn.Module, device: torch.device) -> None:
 def synchronise_batch_norms(
     models: Sequence[nn.Module], group: ProcessGroup | None
 ) -> dict[nn.Module, type[nn.Module]]:
-    """Turn models' batch normalisations into SyncBatchNorm over the ranks of `group`.
+    """Turn the batch normalisation layers of models into SyncBatchNorm over the ranks of `group`.
 
-    Only their class is exchanged: modules, parameters, buffers, names and hooks stay the objects they were, which
-    `SyncBatchNorm.convert_sync_batchnorm` does not keep.
+    Only the class of a layer is exchanged: modules, parameters, buffers, names and hooks stay the same objects,
+    unlike under `SyncBatchNorm.convert_sync_batchnorm`.
 
     Returns:
-        The class that each had, for `restore_batch_norms`.
+        The former class of each layer, for `restore_batch_norms`.
     """
     layers = (module for model in models for _, module in batch_norms(model))
     found = {module: type(module) for module in layers if type(module) in _KINDS}
@@ -58,7 +58,7 @@ def synchronise_batch_norms(
 
 
 def restore_batch_norms(kinds: dict[nn.Module, type[nn.Module]]) -> None:
-    """Undo `synchronise_batch_norms`."""
+    """Undo `synchronise_batch_norms`, given its result."""
     for module, kind in kinds.items():
         module.__class__ = kind
         del module.process_group

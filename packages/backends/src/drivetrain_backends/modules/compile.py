@@ -1,8 +1,7 @@
-"""Models compiled by `torch.compile`, whole or a module at a time: the same names as their plain twins.
+"""Models compiled by `torch.compile`, whole or module by module, under the names of the plain model.
 
-`torch.compile(module)` gives a wrapper that holds the module as `_orig_mod`, and puts that into every name. In a
-checkpoint it is left out, so that a compiled model and a plain one load each other's. (`module.compile()` leaves
-names alone.)
+`torch.compile(module)` returns a wrapper that holds the module as `_orig_mod`, which becomes part of every name.
+Checkpoints leave it out, so that a compiled and a plain model load each other's. (`module.compile()` keeps names.)
 """
 
 from collections.abc import Mapping
@@ -14,18 +13,18 @@ _WRAPPED = "_orig_mod"
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside a wrapper of `torch.compile`; a module without one is returned as it is."""
-    # Not by its type: importing that loads the whole compiler.
+    """Return the module inside a `torch.compile` wrapper; a module without one is returned as it is."""
+    # Not by isinstance: importing the wrapper's type loads the whole compiler.
     return getattr(model, _WRAPPED) if _WRAPPED in dict(model.named_children()) else model
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter or buffer as it is where nothing is compiled."""
+    """Return the name of a parameter or buffer without the parts that torch.compile adds."""
     return name.replace(f"{_WRAPPED}.", "")
 
 
 def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
-    """A model's `state_dict` under plain names; with `keep_vars` the parameters themselves."""
+    """Return a model's `state_dict` under plain names; with `keep_vars` the parameters themselves."""
     state = model.state_dict(keep_vars=keep_vars)
     if not any(_WRAPPED in name for name in state):
         return state
@@ -33,19 +32,19 @@ def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
 
 
 def load_plain_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load a `state_dict`, of a compiled model or a plain one; unless `strict`, a part of one."""
+    """Load a `state_dict` of a compiled or plain model; unless `strict`, it may be partial."""
     own = {plain_name(name): name for name in model.state_dict()}
     named = {own.get(plain_name(name), name): value for name, value in state.items()}
     model.load_state_dict(named, strict=strict)
 
 
 def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Hold the names and shapes of a `state_dict`, of a compiled model or a plain one, against a model's.
+    """Compare the names and shapes of a `state_dict`, of a compiled or plain model, with those of a model.
 
-    torch would load the tensors that fit before it tells of those that do not.
+    Checked first because torch loads the tensors that fit before it reports those that do not.
 
     Raises:
-        ValueError: They are others.
+        ValueError: The names or shapes differ.
     """
     own, saved = plain_state(model), {plain_name(name): value for name, value in state.items()}
     kind = type(uncompiled(model)).__name__
@@ -64,5 +63,5 @@ def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _translates_names(module: nn.Module) -> bool:
-    """Whether a module has a hook of its own, which may take up a state of other names."""
-    return bool(module._load_state_dict_pre_hooks)  # pyright: ignore[reportPrivateUsage] torch tells it nowhere else
+    """Return whether a module has a load hook, which may accept other names."""
+    return bool(module._load_state_dict_pre_hooks)  # pyright: ignore[reportPrivateUsage] no public API

@@ -1,4 +1,4 @@
-"""Models that have no values yet."""
+"""A check for models on the meta device, which have no values yet."""
 
 from itertools import chain
 
@@ -6,10 +6,10 @@ from torch import nn
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuse a model on meta, where nothing can be moved to a device.
+    """Refuse a model on the meta device, whose tensors cannot be moved to a device.
 
     Raises:
-        ValueError: A parameter or buffer is; the message names the first.
+        ValueError: A parameter or buffer is on meta; the message names the first.
     """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:

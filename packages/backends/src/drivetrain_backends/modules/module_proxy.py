@@ -1,4 +1,4 @@
-"""What a user calls in place of a model that is wrapped: it reads as the model does, and what is set reaches it."""
+"""The module that a user calls in place of a wrapped model; attributes are read from and set on the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from drivetrain_backends.errors import ReplacedParameterError
 
 
 class StandIn(nn.Module):
-    """Hands what it does not have itself on to the user's module, once it is built.
+    """A module that forwards attributes it does not have to the user's module, once it is built.
 
-    A subclass sets `module`, and calls `hand_on` when its own attributes are made. Copies and pickles are the user's
-    module, as those of a model that is not wrapped.
+    A subclass sets `module`, and calls `hand_on` after its own attributes are set. A copy or pickle is one of the
+    user's module, as for a model that is not wrapped.
 
     Attributes:
         module: The user's module.
@@ -21,7 +21,7 @@ class StandIn(nn.Module):
     module: nn.Module
 
     def hand_on(self) -> None:
-        """From now on, what is not found here is the module's, and what is set here is set there."""
+        """Forward attribute reads that fail here, and attribute writes, to the user's module from now on."""
         self.__dict__["_hands_on"] = True
 
     def __getattr__(self, name: str) -> Any:
@@ -41,13 +41,13 @@ class StandIn(nn.Module):
                 "the model before prepare(), or free_memory() and prepare() again; values alone go in with "
                 "parameter.copy_(...) under torch.no_grad()"
             )
-        elif name.startswith("_") and not hasattr(self.module, name):  # what torch keeps about the wrapper
+        elif name.startswith("_") and not hasattr(self.module, name):  # torch's own, about the wrapper
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load into the user's module: a state of it, or one of the stand-in, with `module.` before every name."""
+        """Load a state dict of the user's module, or one of the wrapper with `module.` before every name."""
         own = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
         if own.isdisjoint(state_dict):
             return super().load_state_dict(state_dict, *args, **kwargs)

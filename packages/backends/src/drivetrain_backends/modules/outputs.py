@@ -1,4 +1,4 @@
-"""The tensors in what a forward gave."""
+"""The tensors in the output of a forward."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in nested mappings, sequences and dataclasses."""
+    """Yield the tensors in nested mappings, sequences and dataclasses."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

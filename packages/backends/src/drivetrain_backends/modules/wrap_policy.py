@@ -1,4 +1,4 @@
-"""Which modules are a model's blocks, gathered or computed again one at a time: read off it, nothing touched."""
+"""The choice of a model's blocks, the modules gathered or recomputed one at a time; the model is not changed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from drivetrain_backends.modules.autocast_forward import PreparedForward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """A model's blocks; where it is sharded, what they leave over is sharded with the root.
+    """The blocks of a model; in a sharded model the remaining parameters are sharded with the root.
 
     Attributes:
-        blocks: Their names, inner ones before the ones around them, else in the order the model holds them.
-        reason: What they were chosen by.
-        left_out: Names of modules that would be blocks but for a parameter they share, with that parameter's name.
+        blocks: The names of the blocks, inner ones before those around them, otherwise in module order.
+        reason: The criterion that chose them.
+        left_out: The modules excluded as blocks because they share a parameter, each with that parameter's name.
     """
 
     blocks: tuple[str, ...]
@@ -33,20 +33,20 @@ def plan_blocks(
     min_num_params: int | None = None,
     others: Iterable[nn.Module] = (),
 ) -> BlockPlan:
-    """Choose the blocks of a model: by class, by size, as the model says itself, or the modules of its lists.
+    """Choose the blocks of a model: by class, by size, as the model itself declares, or the modules of its lists.
 
-    A block that shares a parameter with a module outside of it is left out, so that the parameter is gathered with
-    the nearest block around both, or with the root.
+    A block that shares a parameter with a module outside it is left out, so that the parameter is gathered with the
+    nearest block around both, or with the root.
 
     Args:
         model: The model, with values or on meta.
-        classes: Names of the blocks' classes; None where they are not said.
-        asked: The setting that says them.
-        min_num_params: Else, modules of at least so many elements are blocks; None where that is not said.
-        others: The other models of the run, which may be the ones that a class is asked for.
+        classes: The class names of the blocks; None if the settings give none.
+        asked: The name of the setting that gives `classes`, for the error message.
+        min_num_params: The least number of elements of a block, used without `classes`; None if not given.
+        others: The other models of the run; a class may be found in one of them instead.
 
     Raises:
-        ValueError: A class is asked for that no model has; the message lists those there are.
+        ValueError: No model has one of the classes; the message lists the existing ones.
     """
     modules = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     if classes is not None:
@@ -65,7 +65,7 @@ def plan_blocks(
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of the user's class, behind those that stand in for it."""
+    """Return the name of the user's class, below the subclasses that replace it."""
     kind = type(module)
     while issubclass(kind, (FSDPModule, CheckpointedForward, PreparedForward)):
         kind = kind.__mro__[2]
@@ -92,7 +92,7 @@ def _by_class(
 
 
 def _by_size(model: nn.Module, least: int) -> list[str]:
-    """Modules that hold at least `least` elements beyond those of the blocks inside them."""
+    """Return the modules that hold at least `least` elements beyond those of the blocks inside them."""
     found: list[str] = []
 
     def left_over(name: str, module: nn.Module) -> int:
@@ -111,12 +111,12 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
 
 
 def _no_split_modules(model: nn.Module) -> set[str]:
-    """What models of the transformers library, and others after them, call their blocks."""
+    """Return the block classes that a model declares, as in the transformers library."""
     return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
 
 
 def _is_listed(model: nn.Module, name: str) -> bool:
-    """Whether a module is an item of a ModuleList that is not itself inside an item of another."""
+    """Return whether a module is an item of a ModuleList that is not itself nested in another list."""
     parts = name.split(".")
     lists = [
         depth
@@ -135,7 +135,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _shared_outside(model: nn.Module, block: str) -> str | None:
-    """The name, outside a block, of a parameter that the block holds too."""
+    """Return the name, outside a block, of a parameter that the block shares; None if it shares none."""
     module = model.get_submodule(block)
     inside, within = set(module.parameters()), set(module.modules())
     for name, other in model.named_modules():
@@ -148,7 +148,7 @@ def _shared_outside(model: nn.Module, block: str) -> str | None:
 
 
 def _inner_first(names: list[str]) -> list[str]:
-    """Each name after those that lie below it, the order kept otherwise."""
+    """Return the names with each one after those nested in it, otherwise in the same order."""
     ordered: list[str] = []
     for name in names:
         around = next((i for i, n in enumerate(ordered) if name.startswith(f"{n}.")), len(ordered))

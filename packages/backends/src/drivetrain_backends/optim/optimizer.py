@@ -1,4 +1,4 @@
-"""An optimizer as the training loop sees it: stepping goes through the backend, all else to the real one."""
+"""An optimizer whose steps go through the backend; everything else goes to the user's optimizer."""
 
 from collections.abc import Callable
 from copy import copy
@@ -14,13 +14,13 @@ from drivetrain_backends.optim.schedule_guard import ScheduleGuard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What became of a call to `step`.
+    """The outcome of a call to `step`.
 
     Attributes:
-        stepped: The optimizer moved the parameters.
-        skipped: The window was closed, and the step left out because a gradient was not finite: in fp16, or where the
-            run says so.
-        grad_norm: The global gradient norm before clipping, shape (), where one was computed for this step.
+        stepped: Whether the optimizer moved the parameters.
+        skipped: Whether the window was closed but the step was skipped because a gradient was not finite: in fp16, or
+            where the settings say so.
+        grad_norm: The global gradient norm before clipping, shape (); None if none was computed for this step.
     """
 
     stepped: bool
@@ -29,7 +29,7 @@ class StepResult:
 
 
 class Stepper(Protocol):
-    """The part of `Prepared` that an optimizer is stepped through."""
+    """The part of `Prepared` that an optimizer steps through."""
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one of the model's optimizers."""
@@ -41,7 +41,7 @@ class Stepper(Protocol):
 
 
 class _Released:
-    """What an optimizer is stepped through once its backend was closed: nothing."""
+    """The stepper of an optimizer whose backend is closed; it refuses every step."""
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Refuse to step.
@@ -55,31 +55,31 @@ class _Released:
         )
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Clear the gradients, which no window holds any more."""
+        """Clear the gradients; no window is left to hold them."""
         optimizer.zero_grad(set_to_none)
 
 
 class PreparedOptimizer(Optimizer):
-    """Stands in for the user's optimizer: the same groups and state, `step` and `zero_grad` in step with the window.
+    """The user's optimizer with the same groups and state, whose `step` and `zero_grad` follow the window.
 
     Args:
         optimizer: The user's optimizer, over the prepared parameters.
         prepared: The model it trains.
 
-    A copy (`copy.copy`, `copy.deepcopy`) or pickle of it is one of the user's optimizer, which no window holds: a
-    snapshot, or an optimizer to be prepared by itself.
+    A copy (`copy.copy`, `copy.deepcopy`) or pickle is one of the user's optimizer, independent of any window: a
+    snapshot, or an optimizer to prepare separately.
 
     Attributes:
         optimizer: The user's optimizer.
-        num_steps: How often it moved the parameters; skipped steps and open windows do not count.
-        last_result: What became of the last call to `step`; None before the first.
-        before_step: Called before a step, until it says that it need not be called again.
-        schedule: Refuses schedules of it that advance inside a window.
-        on_step: Called when a window ends with it, be it that the parameters moved or that the step was skipped.
+        num_steps: The number of steps that moved the parameters; skipped steps and open windows do not count.
+        last_result: The result of the last call to `step`; None before the first.
+        before_step: A callback before each step, dropped once it returns True.
+        schedule: The guard that refuses schedules that advance inside a window.
+        on_step: A callback at the end of each window, whether the parameters moved or the step was skipped.
     """
 
     def __init__(self, optimizer: Optimizer, prepared: Stepper) -> None:
-        # Not calling Optimizer.__init__: groups, state and defaults stay where they are, in the user's optimizer.
+        # Optimizer.__init__ is not called: groups, state and defaults stay in the user's optimizer.
         self.optimizer = optimizer
         self.prepared: Stepper = prepared
         self.num_steps = 0
@@ -92,7 +92,7 @@ class PreparedOptimizer(Optimizer):
         """Step if the accumulation window is closed. Called on all ranks.
 
         Raises:
-            ValueError: A closure is given: it would run backward behind the backend's back.
+            ValueError: A closure is given, whose backward would bypass the backend.
         """
         if closure is not None:
             raise ValueError(
@@ -111,26 +111,26 @@ class PreparedOptimizer(Optimizer):
             self.on_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; those that an open window has gathered stay."""
+        """Clear the gradients; keep those accumulated in an open window."""
         self.prepared.zero_grad(self.optimizer, set_to_none=set_to_none)
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the last call to `step` was left out because a gradient was not finite."""
+        """True if the last call to `step` was skipped because a gradient was not finite."""
         return self.last_result is not None and self.last_result.skipped
 
     def release(self) -> None:
-        """Let go of the model: from now on `step` is refused. For a backend that is closed."""
+        """Release the model and refuse `step` from now on, because the backend is closed."""
         self.prepared = _Released()
         self.before_step = self.on_step = None
 
     @property
     def is_untouched(self) -> bool:
-        """Whether neither a window of several micro-batches has begun nor `step` was ever called."""
+        """True if no window of several micro-batches has begun and `step` was never called."""
         return not self.schedule.has_begun and self.last_result is None and self.num_steps == 0
 
     def begin_window(self) -> None:
-        """Take up the schedule that a window begins with."""
+        """Record the schedule at the start of a window."""
         self.schedule.begin(self.optimizer.param_groups)
 
     def check_window(self) -> None:
@@ -149,7 +149,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The values a new parameter group starts from."""
+        """The defaults of a new parameter group."""
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -157,18 +157,18 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The user's optimizer's own state."""
+        """Return the state dict of the user's optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the user's optimizer."""
+        """Load a state dict into the user's optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def check_copyable(self) -> None:
-        """Refuse to copy what would be of no use: an optimizer over parts of parameters.
+        """Refuse to copy an optimizer over sharded parameters, because the copy would be useless.
 
         Raises:
-            TypeError: It is one.
+            TypeError: The parameters are sharded.
         """
         if any(hasattr(p, "full_tensor") for group in self.param_groups for p in group["params"]):
             raise TypeError(uncopyable(self.optimizer))
@@ -192,12 +192,12 @@ class PreparedOptimizer(Optimizer):
 
 
 def itself(value: Any) -> Any:
-    """Return what is given: pickles of a stand-in hold the user's object, and call this."""
+    """Return the argument; a pickle of a wrapper holds the user's object and calls this function."""
     return value
 
 
 def uncopyable(optimizer: Optimizer) -> str:
-    """Return why an optimizer whose parameters are divided among ranks is not copied, for an error."""
+    """Return the error message for copying an optimizer whose parameters are divided among ranks."""
     return (
         f"{type(optimizer).__name__} cannot be copied or pickled: its parameters and state are divided among "
         "ranks, and a copy would belong to no model. save_state() keeps them; for a second model build it anew, with "

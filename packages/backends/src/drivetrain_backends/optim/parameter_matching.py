@@ -1,4 +1,4 @@
-"""Which optimizer trains which model: decided by the identity of parameters, before anything is replaced."""
+"""Match optimizers to models by the identity of parameters, before any of them is replaced."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,17 +10,17 @@ from drivetrain_backends.modules.compile import plain_name
 
 
 def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
-    """Find the models an optimizer trains.
+    """Return the models that an optimizer trains.
 
     Args:
         optimizer: An optimizer over parameters of one model or several.
-        models: The models to look through.
+        models: The models to search.
 
     Returns:
         The indices of the models that hold at least one of its parameters, in the order of `models`.
 
     Raises:
-        PairingError: A parameter belongs to none of them; the message gives its shape and place.
+        PairingError: A parameter belongs to none of them; the message gives its shape and position.
     """
     held = [set(model.parameters()) for model in models]
     found: set[int] = set()
@@ -38,10 +38,9 @@ def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
-    """Name every parameter once, as "name" for a single model and "model.name" for several.
+    """Return a name for every parameter: "name" for a single model, "model.name" for several.
 
-    A tied parameter keeps the first of its names, the one `named_parameters` gives. torch.compile leaves no trace in
-    names.
+    A tied parameter keeps its first name, as in `named_parameters`. Names leave out what torch.compile adds.
     """
     if len(models) == 1:
         (model,) = models.values()

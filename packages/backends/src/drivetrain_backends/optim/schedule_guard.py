@@ -1,7 +1,7 @@
-"""Schedulers that were left out of `prepare`, and advance with every micro-batch instead of every optimizer step.
+"""Detection of schedulers left out of `prepare` that advance with every micro-batch, not every optimizer step.
 
-Two things tell: a learning rate that changes while a window is open; and, where a rate stays for many steps, the
-progress of a scheduler of torch's, which is looked up once among all objects of the process.
+There are two signs: a learning rate that changes inside an open window; and, for rates that stay constant for many
+steps, the progress of a torch scheduler, found once by a search through all objects of the process.
 """
 
 import gc
@@ -17,14 +17,14 @@ from drivetrain_backends.errors import SchedulerError
 
 
 class ScheduleGuard:
-    """Refuses schedules that advance inside an accumulation window.
+    """A guard that refuses schedules that advance inside an accumulation window.
 
     Args:
-        optimizers: The user's optimizer and what stands in for it: a scheduler is made over either.
+        optimizers: The user's optimizer and its wrapper, because a scheduler may be built over either.
 
     Attributes:
         has_begun: Whether a window of several micro-batches has begun.
-        is_prepared: Whether a prepared scheduler sets the rates; no other is looked for then.
+        is_prepared: Whether a prepared scheduler sets the rates; others are then not searched for.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:
@@ -32,17 +32,17 @@ class ScheduleGuard:
         self.is_prepared = False
         self._optimizers = tuple(ref(optimizer) for optimizer in optimizers)
         self._schedulers: list[ref[LRScheduler]] = []
-        self._looked_at: bool | None = None  # what `is_scheduled` was when schedulers were looked for
-        self._rates: list[object] | None = None  # of the window that is open
+        self._looked_at: bool | None = None  # the value of `is_scheduled` at the last search for schedulers
+        self._rates: list[object] | None = None  # of the open window
         self._progress: list[object] = []
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take up the rates and schedules that a window begins with, where there is a schedule."""
+        """Record the rates and schedules at the start of a window, if there is a schedule."""
         self.has_begun = True
         self._rates = None
         is_scheduled = any(
             "initial_lr" in group for group in groups
-        )  # most schedulers note what they start from
+        )  # most schedulers record their initial rate
         if is_scheduled is not self._looked_at:
             self._looked_at = is_scheduled
             self._schedulers = [] if self.is_prepared else self._found()
@@ -53,7 +53,7 @@ class ScheduleGuard:
         """Refuse a rate or a schedule that has moved since the open window began.
 
         Raises:
-            SchedulerError: A scheduler that is not prepared advances with every micro-batch.
+            SchedulerError: An unprepared scheduler advances with every micro-batch.
         """
         if self._rates is None:
             return
@@ -73,13 +73,13 @@ class ScheduleGuard:
         )
 
     def forget(self) -> None:
-        """Let the schedule move once, as loading a state or making a scheduler does."""
+        """Let the schedule move once, as when a state is loaded or a scheduler is built."""
         self._rates = None
 
     def _found(self) -> list[ref[LRScheduler]]:
-        """Look up torch's schedulers of these optimizers, which hold no list of them: some 50 ms, once.
+        """Return torch's schedulers of these optimizers, which keep no list of them; takes about 50 ms, once.
 
-        Objects that `gc.freeze` hides are not found; the rates tell of their schedules.
+        Objects hidden by `gc.freeze` are not found; changing rates still reveal their schedules.
         """
         own = [optimizer() for optimizer in self._optimizers]
         everything = gc.get_objects()
@@ -94,7 +94,7 @@ class ScheduleGuard:
 
 
 def _rates_of(groups: Sequence[dict[str, Any]]) -> list[object]:
-    """Return what tells rates from others without reading a tensor, which may be on a device."""
+    """Return values that identify the rates without reading a tensor, which may be on a device."""
     rates = [group["lr"] for group in groups if "lr" in group]
     return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
 

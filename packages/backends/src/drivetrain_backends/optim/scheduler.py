@@ -1,7 +1,7 @@
-"""A scheduler that counts optimizer steps: it advances when its optimizer has.
+"""A scheduler that counts optimizer steps: it advances only when its optimizer has stepped.
 
-Ranks do not multiply steps, an open accumulation window is no step, and neither is one skipped for an overflow; so
-the numbers a schedule is written in mean optimizer steps, or epochs where it is called once an epoch.
+The number of ranks, open accumulation windows and steps skipped for an overflow do not count; the numbers in a
+schedule mean optimizer steps, or epochs if the scheduler is called once an epoch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,27 +13,27 @@ from drivetrain_backends.optim.optimizer import PreparedOptimizer, itself
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """What is asked of a learning-rate scheduler; every one of torch.optim.lr_scheduler is of this shape."""
+    """The interface of a learning-rate scheduler; every class of torch.optim.lr_scheduler has it."""
 
     optimizer: Any
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance by one."""
+        """Advance the schedule by one."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule stands."""
+        """Return the state of the schedule."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a saved schedule stood."""
+        """Continue from the state of a saved schedule."""
         ...
 
 
 class PreparedScheduler:
-    """Stands in for the user's scheduler.
+    """The user's scheduler, advanced by the steps of a prepared optimizer.
 
-    A copy or pickle of it is one of the user's scheduler, with a copy of its optimizer; see `PreparedOptimizer`.
+    A copy or pickle is one of the user's scheduler, with a copy of its optimizer; see `PreparedOptimizer`.
 
     Args:
         scheduler: The user's scheduler.
@@ -48,17 +48,17 @@ class PreparedScheduler:
         self._optimizer = optimizer
         self._seen_steps = optimizer.num_steps
         optimizer.schedule.is_prepared = True
-        optimizer.schedule.forget()  # to make a scheduler sets the rate
+        optimizer.schedule.forget()  # building a scheduler sets the rate
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by one if the optimizer moved the parameters since the last call; else do nothing.
 
-        Before training it advances at every call, as without `prepare`, with torch's warning: so is a schedule wound
-        forward to where a run goes on.
+        Before training it advances at every call, as without `prepare` and with torch's warning, so that a schedule
+        can be moved forward to where a run resumes.
 
         Args:
-            *args: Handed on, as ReduceLROnPlateau wants its metric.
-            **kwargs: Handed on.
+            *args: Passed to the scheduler, such as the metric of ReduceLROnPlateau.
+            **kwargs: Passed to the scheduler unchanged.
         """
         if self._optimizer.num_steps != self._seen_steps or self._optimizer.is_untouched:
             self._seen_steps = self._optimizer.num_steps
@@ -67,19 +67,19 @@ class PreparedScheduler:
 
     @property
     def lag(self) -> int:
-        """Optimizer steps since the last call to `step`."""
+        """The number of optimizer steps since the last call to `step`."""
         return self._optimizer.num_steps - self._seen_steps
 
     def catch_up(self, lag: int) -> None:
-        """Take `lag` of the optimizer's steps as still to be counted, after both were loaded."""
+        """Count the optimizer's last `lag` steps as not yet seen, after both were loaded."""
         self._seen_steps = self._optimizer.num_steps - lag
 
     def state_dict(self) -> dict[str, Any]:
-        """The user's scheduler's own state."""
+        """Return the state dict of the user's scheduler."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the user's scheduler."""
+        """Load a state dict into the user's scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -103,7 +103,7 @@ class PreparedScheduler:
 def progress_of(
     optimizers: Sequence[PreparedOptimizer], schedulers: Sequence[PreparedScheduler]
 ) -> dict[str, list[Any]]:
-    """How far the optimizers and schedulers of a model are, as a part of its state."""
+    """Return the progress of a model's optimizers and schedulers, as a part of its state."""
     return {
         "schedulers": [s.state_dict() for s in schedulers],
         "num_steps": [o.num_steps for o in optimizers],
@@ -118,10 +118,10 @@ def check_numbers(
     *,
     of: str,
 ) -> None:
-    """Refuse a state of another number of optimizers or schedulers.
+    """Refuse a state with a different number of optimizers or schedulers.
 
     Raises:
-        ValueError: It is one; the message says which.
+        ValueError: A number differs; the message says which.
     """
     for kind, own in (("optimizers", optimizers), ("schedulers", schedulers)):
         if len(state[kind]) != len(own):
@@ -136,7 +136,7 @@ def load_progress(
     optimizers: Sequence[PreparedOptimizer],
     schedulers: Sequence[PreparedScheduler],
 ) -> None:
-    """Take up what `progress_of` gave."""
+    """Load a result of `progress_of`."""
     for optimizer, steps in zip(optimizers, state["num_steps"], strict=True):
         optimizer.num_steps = steps
         optimizer.schedule.forget()

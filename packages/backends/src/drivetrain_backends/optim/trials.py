@@ -1,4 +1,4 @@
-"""What trials of an optimizer on small parameters share: rates that move visibly, and steps that are not compiled."""
+"""Helpers for trials of an optimizer on small parameters: visible learning rates and uncompiled steps."""
 
 import sys
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 _SMALLEST = 0.05
-_SMALLEST_IN_HALF = 1.0  # where rounding hides the movements of a smaller one
+_SMALLEST_IN_HALF = 1.0  # in half precision, where rounding hides smaller movements
 
 
 def set_visible_rates(groups: Iterable[dict[str, Any]]) -> None:
     """Raise the learning rates of a copied optimizer's parameter groups to a size that moves visibly.
 
-    A rate that is neither a number nor a tensor, such as the None of an optimizer that finds its own, stays.
+    A rate that is neither a number nor a tensor, such as the None of an optimizer that finds its own, is kept.
 
     Args:
-        groups: The parameter groups of a copy; the original's must be other objects.
+        groups: The parameter groups of a copy; the original's groups must be other objects.
     """
     for group in groups:
         rate, initial = group.get("lr"), group.get("initial_lr")
@@ -32,8 +32,8 @@ def set_visible_rates(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def run_eagerly() -> AbstractContextManager[object]:
-    """Run a compiled step as it is written, inside: compiling it for each shape takes minutes.
+    """Run a compiled step in eager mode in the block, because compiling it for each shape takes minutes.
 
-    Asking for it imports the compiler, which takes seconds; an optimizer that is compiled has imported it.
+    Does nothing unless the compiler is imported: importing it takes seconds, and a compiled optimizer has done so.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -1,1 +1,1 @@
-"""Gather and divide the states of models and optimizers whose tensors are sharded."""
+"""Gather and shard the states of models and optimizers."""

@@ -1,4 +1,4 @@
-"""A rank's part of a tensor, and the whole out of the parts."""
+"""Conversions between a sharded tensor, its local shard and the full tensor."""
 
 import torch
 import torch.distributed as dist
@@ -9,12 +9,12 @@ from drivetrain_state import Context
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part; a tensor that is not sharded is its own."""
+    """Return this rank's shard; a tensor that is not sharded is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor that is divided as `like` is: a view, without communication."""
+    """Return this rank's shard of a full tensor, sharded like `like`: a view, without communication."""
     if not isinstance(like, DTensor):
         return whole
     for axis, placement in enumerate(like.placements):
@@ -26,11 +26,11 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """Gather a tensor on `device`. Called on all ranks."""
+    """Return the full tensor on `device`. Called on all ranks."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.to_local().device.type != device.type:  # offloaded; the mesh's ranks talk on its own device
+    if tensor.to_local().device.type != device.type:  # offloaded; the mesh communicates on its own device
         tensor = DTensor.from_local(
             tensor.to_local().to(device),
             tensor.device_mesh,
@@ -43,7 +43,7 @@ def whole_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def same_division(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are divided over the same ranks in the same way."""
+    """Return whether two tensors are sharded over the same ranks in the same way."""
     return (
         isinstance(one, DTensor)
         and isinstance(other, DTensor)
@@ -54,7 +54,7 @@ def same_division(one: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def write(target: Tensor, value: Tensor, device: torch.device) -> None:
-    """Put a value, whole or divided in any way, into a tensor. Called on all ranks."""
+    """Copy a value, full or sharded in any way, into a tensor. Called on all ranks."""
     if same_division(target, value):
         local(target).copy_(local(value))
         return
@@ -63,9 +63,9 @@ def write(target: Tensor, value: Tensor, device: torch.device) -> None:
 
 @torch.no_grad()
 def write_from_first(target: Tensor, value: Tensor | None, context: Context) -> None:
-    """Put rank 0's value into a tensor, each rank taking its part; others give None. Called on all ranks.
+    """Copy rank 0's value into a tensor, each rank taking its shard; other ranks pass None. Called on all ranks.
 
-    No rank but the first holds more than this one tensor whole.
+    Each rank other than 0 holds only this one tensor in full.
     """
     whole = torch.empty(target.shape, dtype=target.dtype, device=context.device)
     if value is not None:
@@ -75,7 +75,7 @@ def write_from_first(target: Tensor, value: Tensor | None, context: Context) -> 
 
 
 def broadcast_from_first(tensor: Tensor, context: Context) -> None:
-    """Bring rank 0's values of a contiguous tensor to all ranks, in place. Called on all ranks."""
+    """Broadcast rank 0's values of a contiguous tensor to all ranks, in place. Called on all ranks."""
     if context.group is not None:
-        # As bytes: gloo knows neither booleans nor fp8.
+        # As bytes: gloo supports neither booleans nor fp8.
         dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)

@@ -1,4 +1,4 @@
-"""Whole tensors out of states whose tensors each rank holds a part of."""
+"""Full tensors from states whose tensors are sharded."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 def whole(value: Any) -> Tensor:
-    """A tensor of a state, gathered where each rank holds a part. Called on all ranks, in the same order.
+    """Return a tensor of a state, gathered if it is sharded. Called on all ranks, in the same order.
 
     Args:
-        value: A tensor, or anything with `full_tensor()`, as torch's DTensor.
+        value: A tensor, or an object with `full_tensor()`, like torch's DTensor.
     """
     if not hasattr(value, "full_tensor"):
         return value
     if isinstance(
         value, Tensor
-    ):  # a DTensor, which may be offloaded, but whose ranks talk on its mesh's device
+    ):  # a DTensor, which may be offloaded while its mesh communicates on another device
         from drivetrain_backends.state_dict.dtensor import (
-            whole_of,  # DTensor's import takes as long as torch's
+            whole_of,  # importing DTensor takes as long as importing torch
         )
 
         return whole_of(value, torch.device(cast("Any", value).device_mesh.device_type))
@@ -27,13 +27,14 @@ def whole(value: Any) -> Tensor:
 
 
 def whole_state(state: Any, *, keep: bool = True) -> Any:
-    """A nested state with whole tensors on the CPU in the place of partial ones. Called on all ranks.
+    """Return a nested state with its sharded tensors replaced by full ones on the CPU. Called on all ranks.
 
-    They are gathered one at a time. What stood at two places, as a tied weight does, is gathered once and stays one.
+    Tensors are gathered one at a time. A tensor at two places, such as a tied weight, is gathered once and stays
+    shared.
 
     Args:
         state: Nested dicts, lists and tuples.
-        keep: Whether this rank keeps them; else None stands in their place.
+        keep: Whether this rank keeps the tensors; otherwise None replaces them.
     """
     return _whole(state, keep, {})
 
@@ -45,7 +46,7 @@ def _whole(value: Any, keep: bool, met: dict[int, Any]) -> Any:
             met[id(value)] = (
                 value,
                 gathered.detach().cpu() if keep else None,
-            )  # kept alive, so that its id is its own
+            )  # the value is kept alive, so that its id stays unique
         return met[id(value)][1]
     if isinstance(value, Mapping):
         return {key: _whole(one, keep, met) for key, one in cast("Mapping[Any, Any]", value).items()}

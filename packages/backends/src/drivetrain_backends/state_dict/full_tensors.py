@@ -1,4 +1,4 @@
-"""A model's tensors whole, one at a time: what a full state dict costs is then one tensor beyond the shards."""
+"""A model's full tensors, one at a time, so that a full state dict costs one tensor beyond the shards."""
 
 from collections.abc import Generator, Mapping
 from itertools import chain
@@ -16,18 +16,18 @@ from drivetrain_state import Context
 def whole_tensors(
     prepared: Prepared, context: Context, *, everywhere: bool = False
 ) -> Generator[tuple[str, Tensor | None]]:
-    """Gather a model's state one tensor at a time. Called on all ranks, and run to its end on all of them.
+    """Yield a model's full tensors one at a time. Called on all ranks, each of which exhausts the generator.
 
     Args:
         prepared: The prepared model, on all ranks.
-        context: Ranks and device.
-        everywhere: Whether all ranks get them.
+        context: The ranks and the device.
+        everywhere: Whether all ranks get the tensors.
 
     Yields:
-        Each name with the whole tensor on the CPU on rank 0, and None on the other ranks. The tensor is a copy.
+        Each name with a copy of the full tensor on the CPU; the copy is None on ranks that do not get it.
 
     Raises:
-        TypeError: It is a module, as an Accelerator returns it.
+        TypeError: `prepared` is a module, such as an Accelerator returns.
     """
     _check_prepared("whole_tensors", prepared)
     keep = everywhere or context.topology.is_main
@@ -40,16 +40,16 @@ def whole_tensors(
 
 
 def whole_model(prepared: Prepared, context: Context, *, everywhere: bool = False) -> dict[str, Tensor]:
-    """A model's state as one process would have it, gathered one tensor at a time. Called on all ranks.
+    """Return a model's state as a single process would have it, gathered one tensor at a time. Called on all ranks.
 
     Args:
         prepared: The prepared model, on all ranks.
-        context: Ranks and device.
-        everywhere: Whether all ranks get it.
+        context: The ranks and the device.
+        everywhere: Whether all ranks get the state.
 
     Returns:
-        Copies on the CPU by plain names, a tied weight the same tensor under all of its names; empty on ranks that do
-        not get it. What a module keeps beside tensors (`get_extra_state`) is left out.
+        Copies on the CPU by plain names, a tied weight as one tensor under all of its names; empty on ranks that do
+        not get it. Module state other than tensors (`get_extra_state`) is left out.
     """
     found: dict[str, Tensor] = {}
     tied = tied_weights(prepared)
@@ -60,13 +60,13 @@ def whole_model(prepared: Prepared, context: Context, *, everywhere: bool = Fals
 
 
 def tied_weights(prepared: Prepared) -> dict[str, str]:
-    """The names of a model's parameters and buffers that are the same object as one of an earlier name.
+    """Return the parameters and buffers that are the same object as one with an earlier name.
 
     Args:
         prepared: The prepared model, on all ranks.
 
     Returns:
-        Plain name to the first plain name of the same object.
+        A mapping from each plain name to the first plain name of the same object.
     """
     model = prepared.unwrap()
     first_name: dict[int, str] = {}
@@ -76,18 +76,18 @@ def tied_weights(prepared: Prepared) -> dict[str, str]:
 
 
 def load_whole(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context: Context) -> None:
-    """Load a model from whole tensors that rank 0 alone reads, each when its turn comes. Called on all ranks.
+    """Load a model from full tensors that only rank 0 reads, one at a time. Called on all ranks.
 
-    A mapping that reads on demand, such as one over safetensors' `safe_open`, keeps rank 0 to one tensor as well.
+    A mapping that reads on demand, such as one over safetensors' `safe_open`, limits rank 0 to one tensor too.
 
     Args:
         prepared: The prepared model, on all ranks.
-        tensors: Whole tensors by name on rank 0; other ranks give None.
-        context: Ranks and device.
+        tensors: The full tensors by name on rank 0; None on other ranks.
+        context: The ranks and the device.
 
     Raises:
-        ValueError: Names or shapes are not the model's. Raised on all ranks.
-        TypeError: The backend's state is made of copies, as that of DeepSpeed's engines; or `prepared` is a module.
+        ValueError: Names or shapes differ from the model's. Raised on all ranks.
+        TypeError: The backend's state consists of copies, as with DeepSpeed's engines; or `prepared` is a module.
     """
     _check_prepared("load_whole", prepared)
     state = prepared.state_dict()["model"]
@@ -110,7 +110,7 @@ def load_whole(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context
 
 
 def _check_prepared(function: str, given: object) -> None:
-    """Say what is wanted in the place of a module, which has a `state_dict` too."""
+    """Refuse a module, which has a `state_dict` too, in place of a `Prepared`."""
     if isinstance(given, nn.Module):
         raise TypeError(
             f"{function}({type(given).__name__}): it takes what a backend's prepare() returns; a model of an "
@@ -123,7 +123,7 @@ def _check_live(prepared: Prepared, own: Mapping[str, Tensor]) -> None:
     """Refuse to write into copies, which would change nothing.
 
     Raises:
-        TypeError: The backend's state is one of copies.
+        TypeError: The backend's state consists of copies.
     """
     live = prepared.unwrap().state_dict()
     for name, value in own.items():
@@ -134,7 +134,7 @@ def _check_live(prepared: Prepared, own: Mapping[str, Tensor]) -> None:
 
 
 def _agree(context: Context, said: str) -> str:
-    """What rank 0 says, on all ranks."""
+    """Return rank 0's value of `said` on all ranks."""
     if context.group is None:
         return said
     from_first = [said]
@@ -143,7 +143,7 @@ def _agree(context: Context, said: str) -> str:
 
 
 def _difference(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> str:
-    """How the names on rank 0 differ from the model's; empty where they do not."""
+    """Return how the names on rank 0 differ from the model's; empty if they do not."""
     if tensors is None:
         return "load_whole(tensors=None) on rank 0: it is the rank that reads; give it the mapping"
     missing, unexpected = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))

@@ -1,14 +1,14 @@
-"""An optimizer's own `state_dict` with parameters under their names, so that any backend can take it up.
+"""An optimizer's own `state_dict` keyed by parameter names, so that any backend can load it.
 
 ```text
-{"state": {name: {key: value}},                        what it keeps of each parameter
+{"state": {name: {key: value}},                        the state of each parameter
  "param_groups": [{"params": [name, ...], **options}],
  "others": {key: value},                               entries of `state` that belong to no parameter
- "beside": {key: value},                               what else its state_dict() holds
- "own": value}                                         in place of all of it, where it has another shape
+ "beside": {key: value},                               further entries of its state_dict()
+ "own": value}                                         the state_dict() itself, if its form is not torch's
 ```
 
-The last three are there only for optimizers that have them.
+The last three exist only for optimizers that have them; "own" replaces the others.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.errors import OptimizerStateError
 
-# Options that schedulers add, and that optimizers fill in where a state of another version has none.
+# Options that schedulers add, and that optimizers fill in if a state from another version lacks them.
 _OPTIONAL = frozenset(
     {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
     | {
@@ -45,17 +45,17 @@ def named_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, 
         names: The canonical name of each parameter.
 
     Returns:
-        The form that this file's docstring shows.
+        The state in the form of this module's docstring.
     """
     return name_state(optimizer.state_dict(), named_groups(optimizer, names))
 
 
 def name_state(own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return what an optimizer's `state_dict` gave by parameter names.
+    """Return an optimizer's `state_dict` keyed by parameter names.
 
     Args:
-        own: The state as the optimizer gave it.
-        names: The names of the parameters of each of its groups.
+        own: The state dict that the optimizer returned.
+        names: The parameter names of each of its groups.
     """
     if not _has_torch_shape(own, names):
         return {"state": {}, "param_groups": [{"params": list(group)} for group in names], _OWN: own}
@@ -80,7 +80,7 @@ def named_groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list
 
 
 def load_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
-    """Load what `named_state` gave, through the optimizer's own `load_state_dict`.
+    """Load a result of `named_state` through the optimizer's own `load_state_dict`.
 
     Raises:
         ValueError: See `check_named_state`; nothing was loaded.
@@ -102,10 +102,10 @@ def load_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: M
 
 
 def check_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Any]) -> None:
-    """Hold a named state against the optimizer that is to take it up.
+    """Compare a named state with the optimizer that is to load it.
 
     Raises:
-        ValueError: Its groups hold other parameters, or it was saved with an optimizer of another kind.
+        ValueError: Its groups hold other parameters, or it comes from another kind of optimizer.
     """
     mine = named_state(optimizer, names)
     kind = type(optimizer).__name__
@@ -142,17 +142,17 @@ def check_groups(
     *,
     only_parameters: bool = False,
 ) -> None:
-    """Hold the parameter groups of an optimizer against saved ones.
+    """Compare the parameter groups of an optimizer with saved ones.
 
     Args:
-        own: The names of the parameters of each group.
+        own: The parameter names of each group.
         saved: The groups of a named state.
         optimizer: The optimizer that the groups belong to.
         only_parameters: Whether the saved groups hold no options.
 
     Raises:
-        ValueError: They hold other parameters, or lack options that this kind of optimizer has; the message names the
-            first few.
+        ValueError: The groups hold other parameters, or lack options of this kind of optimizer; the message names
+            the first few.
     """
     if len(saved) != len(own):
         raise ValueError(
@@ -176,13 +176,13 @@ def check_groups(
 def check_divisible(optimizer: Optimizer, *, where: str, scalars: bool) -> None:
     """Refuse an optimizer that keeps state where ranks cannot divide it.
 
-    A backend that divides state divides what is kept of each parameter. Of what is kept elsewhere it could save one
-    rank's part at most.
+    A sharding backend divides the state of each parameter. Of state kept elsewhere it could save at most one rank's
+    part.
 
     Args:
         optimizer: The user's optimizer.
-        where: What divides the state, for the message.
-        scalars: Whether numbers and other plain values, which are the same on all ranks, can be kept all the same.
+        where: The name of what divides the state, for the message.
+        scalars: Whether numbers and other plain values, which are the same on all ranks, are allowed.
 
     Raises:
         OptimizerStateError: The optimizer keeps such state; the message names it.
@@ -199,12 +199,12 @@ def check_divisible(optimizer: Optimizer, *, where: str, scalars: bool) -> None:
 
 
 def check_unkeyed(optimizer: Optimizer, *, where: str) -> None:
-    """Refuse an optimizer whose `state` has come to hold entries of no parameter; see `check_divisible`.
+    """Refuse an optimizer whose `state` has gained entries that belong to no parameter; see `check_divisible`.
 
     Raises:
         OptimizerStateError: The optimizer keeps such state; the message names it.
     """
-    keys: list[object] = list(optimizer.state)  # torch types them as tensors; a user's class may use any
+    keys: list[object] = list(optimizer.state)  # torch types the keys as tensors; a user's class may use any
     if found := [str(key) for key in keys if not isinstance(key, Tensor)]:
         raise _undividable(optimizer, found, where)
 
@@ -218,7 +218,7 @@ def _undividable(optimizer: Optimizer, found: Sequence[str], where: str) -> Opti
 
 
 def refuse_undivided(saved: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a saved state that holds more than what is kept of each parameter.
+    """Refuse a saved state that holds more than the state of each parameter.
 
     Raises:
         ValueError: The saved state holds such entries.
@@ -232,7 +232,7 @@ def refuse_undivided(saved: Mapping[str, Any], *, where: str) -> None:
 
 
 def _has_torch_shape(own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> bool:
-    """Whether a state is `state` by parameter and `param_groups`, as torch's own is."""
+    """Return whether a state is `state` by parameter and `param_groups`, like torch's own."""
     groups, state = own.get("param_groups"), own.get("state")
     if not isinstance(groups, list) or not isinstance(state, Mapping) or len(groups) != len(names):
         return False
@@ -247,7 +247,7 @@ def _has_torch_shape(own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> 
 
 
 def _names_by_key(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[Any, str]:
-    """The name of each parameter by the key that a state has for it."""
+    """Return the name of each parameter by its key in a state."""
     return {
         key: name
         for saved, group in zip(groups, names, strict=True)
@@ -256,8 +256,8 @@ def _names_by_key(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[
 
 
 def _loads_as_torch(optimizer: Optimizer) -> bool:
-    """Whether nothing but torch's own loading sees a state, which drops what it does not know."""
-    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ())  # torch tells of them nowhere else
+    """Return whether only torch's own loading handles a state, which drops unknown entries."""
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ())  # no public API
     return type(optimizer).load_state_dict is Optimizer.load_state_dict and not hooks
 
 
@@ -266,7 +266,7 @@ def _form(state: Mapping[str, Any]) -> str:
 
 
 def _values_in(value: Any) -> Iterable[Any]:
-    """The leaves of nested containers."""
+    """Yield the leaves of nested containers."""
     if isinstance(value, Mapping):
         for one in cast("Mapping[Any, Any]", value).values():
             yield from _values_in(one)
@@ -278,7 +278,7 @@ def _values_in(value: Any) -> Iterable[Any]:
 
 
 def _may_be_by_place(extra: Any) -> bool:
-    """Whether a part of a state may stand in the order of the parameters: all but single values by key may."""
+    """Return whether part of a state may follow the order of the parameters; only scalars by key cannot."""
     if not isinstance(extra, Mapping):
         return extra is not None
     kept = cast("Mapping[Any, Any]", extra)
@@ -286,5 +286,5 @@ def _may_be_by_place(extra: Any) -> bool:
 
 
 def _holds_elements(value: Any) -> bool:
-    """Whether there is a tensor or array in it of more than one element."""
+    """Return whether a value contains a tensor or array of more than one element."""
     return any(math.prod(one.shape) > 1 for one in _values_in(value) if hasattr(one, "shape"))

@@ -1,8 +1,8 @@
-"""The contract that every backend passes: the gradients of a plain single-process loop, whatever the ranks.
+"""The contract that every backend passes: the gradients of a plain single-process loop at any number of ranks.
 
-A backend's tests subclass `BackendContract`, name the backend, and call `check_all` on every rank of a group (and in
-a single process, if it can run so). Each check trains the same small model on the same data twice, through the
-backend and by a plain loop over all ranks' micro-batches, and compares every step.
+A backend's tests subclass `BackendContract`, set the backend, and call `check_all` on every rank of a group (and in a
+single process, if the backend supports it). Each check trains the same small model on the same data twice, through
+the backend and by a plain loop over all ranks' micro-batches, and compares every step.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,21 +40,21 @@ from drivetrain_backends.testing.runner import Run, clip_and_step, held, whole_w
 from drivetrain_precision import PrecisionSettings, choose_policy, supported_modes
 from drivetrain_state import Context
 
-_SCALING = PrecisionSettings(initial_scale=256.0)  # no step overflows, so that none is skipped
+_SCALING = PrecisionSettings(initial_scale=256.0)  # low enough that no step overflows and is skipped
 
 
 class BackendContract:
-    """What a backend must do; subclass it and set `backend`.
+    """The contract of a backend, as a base class for its tests; a subclass sets `backend`.
 
     Attributes:
         backend: The class under test.
-        settings: What it is constructed with.
-        dtype: The dtype of the model; float64 unless the backend has none.
-        tolerance: Largest difference of losses, norms and weights from the plain loop's; relative above 1. Gradients
-            are told by how weights moved, and may differ by it over the learning rate.
-        modes: The precisions it computes in.
-        trains_models_together: Whether one optimizer may train two models; else it is refused.
-        mixed_tolerance: The same where the backend computes in fp16 or bf16, and the plain loop in float32.
+        settings: The settings with which it is constructed.
+        dtype: The dtype of the model; float64 unless the backend does not support it.
+        tolerance: The largest difference of losses, norms and weights from the plain loop; relative above 1.
+            Gradients are derived from the movements of weights, and may differ by this over the learning rate.
+        modes: The precisions that the backend supports.
+        trains_models_together: Whether one optimizer may train two models; otherwise this must be refused.
+        mixed_tolerance: The tolerance for fp16 or bf16, against a plain loop in float32.
     """
 
     backend: ClassVar[type[Backend]]
@@ -117,7 +117,7 @@ class BackendContract:
         return [*cases, *(check.__name__ for check in others)]
 
     def check_case(self, context: Context, name: str, case: Case) -> None:
-        """Losses, norms, gradients and weights are the plain loop's at every step; in half precision near them."""
+        """Check losses, norms, gradients and weights against the plain loop at every step."""
         expected = train_plainly(case, context.topology.world_size, self._dtype_of(case))
         tolerance = self.tolerance if case.mode == "no" else self.mixed_tolerance
         run = self._start(context, case)
@@ -137,7 +137,7 @@ class BackendContract:
         run.backend.close()
 
     def check_scheduler_counts_steps(self, context: Context) -> None:
-        """A schedule over three steps ends after three optimizer steps, at any number of ranks and micro-batches."""
+        """Check that a schedule counts optimizer steps, at any number of ranks and micro-batches."""
         run = self._start(context, Case(windows=[4, 4, 2], accumulation=4), scheduled=True)
         rates = [run.optimizer.param_groups[0]["lr"] for _ in run.steps()]
         expected = [RATE * (1 - step / 3) for step in (1, 2, 3)]
@@ -145,7 +145,7 @@ class BackendContract:
         run.backend.close()
 
     def check_resume(self, context: Context) -> None:
-        """A run taken up from `state_dict` goes on as if it had not stopped."""
+        """Check that a run resumed from `state_dict` continues as if it had not stopped."""
         self._check_resume(context, Case(windows=[2] * 6, accumulation=2, counted=True), make_optimizer)
         self._check_resume(context, Case(windows=[2] * 6, accumulation=2, clip=0.05), make_adamw)
 
@@ -168,7 +168,7 @@ class BackendContract:
         resumed.backend.close()
 
     def check_two_models(self, context: Context) -> None:
-        """Two models under one optimizer, prepared in two calls, train as the model made of both, or are refused."""
+        """Check two models under one optimizer, prepared in two calls: trained like one model, or refused."""
         if not self.trains_models_together:
             self._check_two_models_are_refused(context)
             return
@@ -207,7 +207,7 @@ class BackendContract:
         backend.close()
 
     def check_gan(self, context: Context) -> None:
-        """A generator and a discriminator train in turns, each with its optimizer; the latter is frozen meanwhile."""
+        """Check a generator and a discriminator that train in turns, the latter frozen meanwhile."""
         for case in (Case(windows=[1] * 4), Case(windows=[2, 2, 1], accumulation=2, clip=0.2)):
             self._check_gan(context, case)
 
@@ -235,7 +235,7 @@ class BackendContract:
         backend.close()
 
     def check_cleared_gradients(self, context: Context) -> None:
-        """Gradients that are cleared in the place of a step leave no trace in the next."""
+        """Check that gradients cleared instead of a step leave no trace in the next step."""
         case = Case(windows=[1] * 3)
         expected = train_plainly(case, context.topology.world_size, self.dtype)
         run = self._start(context, case)
@@ -248,7 +248,7 @@ class BackendContract:
         run.backend.close()
 
     def check_failed_micro_batch(self, context: Context) -> None:
-        """What a window gathered before an exception is in no step once it is cleared; `close` leaves the window."""
+        """Check that gradients before an exception are in no step once cleared, and that `close` ends the window."""
         case = Case(windows=[2] * 3, accumulation=2)
         expected = train_plainly(case, context.topology.world_size, self.dtype)
         run = self._start(context, case)
@@ -267,7 +267,7 @@ class BackendContract:
         assert run.backend.window.length == 1, "close: the open window goes on, and with it what was released"
 
     def check_gathered(self, context: Context) -> None:
-        """Inside `gathered` parameters are whole, and what rank 0 writes into them reaches all ranks."""
+        """Check that `gathered` gives full parameters, and that all ranks keep what rank 0 writes into them."""
         run = self._start(context, Case(windows=[1]))
         with run.prepared.gathered(write=True):
             shapes = {name: tuple(p.shape) for name, p in run.prepared.unwrap().named_parameters()}
@@ -283,7 +283,7 @@ class BackendContract:
         run.backend.close()
 
     def check_untrained_model(self, context: Context) -> None:
-        """A model without an optimizer computes what it computed before."""
+        """Check that a model without an optimizer computes the same as before."""
         model = tiny_model(Case(windows=[1]), self.dtype, seed=0).requires_grad_(False)
         x = torch.ones(2, NUM_FEATURES, dtype=self.dtype)
         expected = model(x)
@@ -295,7 +295,7 @@ class BackendContract:
         backend.close()
 
     def check_unwrap(self, context: Context) -> None:
-        """`unwrap` gives the user's module, whose names are the checkpoint's."""
+        """Check that `unwrap` returns the user's module, with the names of the state dict."""
         run = self._start(context, Case(windows=[1]))
         assert run.prepared.unwrap() is run.model, "unwrap: another module than the user's"
         names, expected = set(run.prepared.state_dict()["model"]), set(run.model.state_dict())

@@ -1,4 +1,4 @@
-"""What the contract trains, and the plain loop that it is measured against: one process, torch alone."""
+"""The training of the contract, and its reference: a plain loop in one process, with torch alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,17 +15,17 @@ Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One way to train.
+    """A way to train.
 
     Attributes:
-        windows: Micro-batches of each accumulation window; a shorter one closes early.
-        accumulation: The nominal number of micro-batches.
-        counted: Losses are sums with a count, of sizes that differ by rank and micro-batch.
+        windows: The number of micro-batches of each accumulation window; a shorter one closes early.
+        accumulation: The nominal number of micro-batches in a window.
+        counted: Whether losses are sums with a count, of sizes that differ by rank and micro-batch.
         clip: The norm to clip to, if any.
-        tied: The model's last layer shares its first layer's weight.
-        frozen: The model's first layer is not trained.
-        zero_first: `zero_grad` comes before backward, as many loops have it.
-        mode: The precision; in fp16 and bf16 the model is float32, and its weights come near the plain loop's.
+        tied: Whether the model's last layer shares its first layer's weight.
+        frozen: Whether the model's first layer is frozen.
+        zero_first: Whether `zero_grad` comes before backward, as in many loops.
+        mode: The precision; in fp16 and bf16 the model is float32, and its weights approximate the plain loop's.
     """
 
     windows: Sequence[int]
@@ -57,13 +57,13 @@ class TinyModel(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a step of the plain loop gave.
+    """The results of a step of the plain loop.
 
     Attributes:
         losses: The loss of each micro-batch of each rank, as [micro-batch][rank].
-        norm: The gradients' norm before clipping; None where they are not clipped.
-        gradients: Those the optimizer used, by the parameters' names; clipped, where they are.
-        weights: The model's state after it.
+        norm: The norm of the gradients before clipping; None without clipping.
+        gradients: The gradients that the optimizer used, by parameter name; clipped if `Case.clip` is set.
+        weights: The model's state after the step.
     """
 
     losses: list[list[Tensor]]
@@ -73,34 +73,34 @@ class Step:
 
 
 def tiny_model(case: Case, dtype: torch.dtype, *, seed: int) -> TinyModel:
-    """The model of a case; equal seeds give equal weights."""
+    """Return the model of a case; equal seeds give equal weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return TinyModel(case, dtype)
 
 
 def make_optimizer(model: nn.Module) -> Optimizer:
-    """SGD with momentum over the trainable parameters."""
+    """Return SGD with momentum over the trainable parameters."""
     return SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=MOMENTUM)
 
 
 def make_adamw(model: nn.Module) -> Optimizer:
-    """AdamW in two groups, of which biases are not decayed and learn faster."""
+    """Return AdamW with two groups; biases are not decayed and learn faster."""
     weights = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     biases = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     return AdamW([{"params": weights}, {"params": biases, "lr": 2 * RATE, "weight_decay": 0.0}], lr=RATE)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the model's state."""
+    """Return a copy of the model's state."""
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
 def make_windows(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]:
-    """The data of all ranks.
+    """Return the data of all ranks.
 
-    Where losses are counted, sizes differ by rank and micro-batch, and some ranks have none now and then: theirs is a
-    batch of one, whose loss counts nothing.
+    For counted losses, sizes differ by rank and micro-batch, and some are zero: that rank gets a batch of one, whose
+    loss has a count of 0.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -116,7 +116,7 @@ def make_windows(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]
 
 
 def loss_and_count(case: Case, output: Tensor, target: Tensor) -> tuple[Tensor, int | None]:
-    """The loss of a micro-batch: a mean, or a sum with its count, which leaves out targets that are NaN."""
+    """Return the loss of a micro-batch: a mean, or a sum with its count, which leaves out NaN targets."""
     if not case.counted:
         return (output - target).square().sum(-1).mean(), None
     real = target.isfinite()
@@ -125,7 +125,7 @@ def loss_and_count(case: Case, output: Tensor, target: Tensor) -> tuple[Tensor, 
 
 
 def train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Step]:
-    """Train on the micro-batches of all ranks at once."""
+    """Train on the micro-batches of all ranks at once and return every step."""
     model = tiny_model(case, dtype, seed=0)
     optimizer = make_optimizer(model)
     steps: list[Step] = []
@@ -150,9 +150,9 @@ def train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Step]:
 
 
 class UsedGradients:
-    """The gradients that the optimizer of `make_optimizer` used, told by how the weights moved.
+    """The gradients that the optimizer of `make_optimizer` used, derived from the movements of the weights.
 
-    So they are seen alike wherever a backend keeps them.
+    They are thus comparable wherever a backend keeps its gradients.
 
     Args:
         weights: The weights before the first step.
@@ -163,7 +163,7 @@ class UsedGradients:
         self._velocity = {name: torch.zeros_like(value) for name, value in weights.items()}
 
     def of_step(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients behind a step that led to these weights."""
+        """Return the gradients of the step that led to these weights."""
         velocity = {name: (self._weights[name] - value) / RATE for name, value in weights.items()}
         gradients = {name: value - MOMENTUM * self._velocity[name] for name, value in velocity.items()}
         self._weights, self._velocity = weights, velocity
@@ -171,7 +171,7 @@ class UsedGradients:
 
 
 class Generator(nn.Module):
-    """One linear layer; maps (items, features) to (items, features)."""
+    """A generator of one linear layer; maps (items, features) to (items, features)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """One linear layer; maps (items, features) to (items, 1)."""
+    """A discriminator of one linear layer; maps (items, features) to (items, 1)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -195,14 +195,14 @@ class Discriminator(nn.Module):
 
 
 def make_gan(dtype: torch.dtype) -> tuple[Generator, Discriminator]:
-    """A generator and a discriminator, always with the same weights."""
+    """Return a generator and a discriminator, always with the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return Generator(dtype), Discriminator(dtype)
 
 
 def gan_batches(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]:
-    """Noise and real items of all ranks, as [window][micro-batch][rank]."""
+    """Return noise and real items of all ranks, as [window][micro-batch][rank]."""
     generator = torch.Generator().manual_seed(11)
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -213,17 +213,17 @@ def gan_batches(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]:
 
 
 def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Least squares: real items should give one, made ones zero; shape ()."""
+    """Return the least-squares loss, of shape (), with targets 1 for real and 0 for generated items."""
     return (real - 1).square().mean() + fake.square().mean()
 
 
 def generator_loss(fake: Tensor) -> Tensor:
-    """Least squares: made items should give one; shape ()."""
+    """Return the least-squares loss, of shape (), with target 1 for generated items."""
     return (fake - 1).square().mean()
 
 
 def train_gan_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Train a generator and a discriminator in turns; the weights of both after each window."""
+    """Train a generator and a discriminator in turns; return the weights of both after each window."""
     generator, discriminator = make_gan(dtype)
     optimizers = {model: make_optimizer(model) for model in (generator, discriminator)}
     weights: list[dict[str, Tensor]] = []
@@ -254,5 +254,5 @@ def _clip_and_step(model: nn.Module, optimizer: Optimizer, case: Case) -> None:
 
 
 def named(**states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Several models' states in one, each name after its model's."""
+    """Merge the states of several models into one, prefixing names with the model's name."""
     return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}

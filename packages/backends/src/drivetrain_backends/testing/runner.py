@@ -1,4 +1,4 @@
-"""A user's loop over the windows of a case of the contract, through a backend."""
+"""A user's loop over the windows of a contract case, through a backend."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from drivetrain_state import Context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A prepared model on its way through the windows of a case."""
+    """A training run of a prepared model over the windows of a case."""
 
     context: Context
     case: Case
@@ -32,7 +32,7 @@ class Run:
         return self.prepared.optimizers[0]
 
     def steps(self, *, skip: int = 0) -> Iterator[None]:
-        """Train as a user's loop does, yielding after every window."""
+        """Train like a user's loop, yielding after every window."""
         for window in self.windows[skip:]:
             for i, by_rank in enumerate(window):
                 self.backend.window.begin(is_last=i + 1 == len(window))
@@ -41,7 +41,7 @@ class Run:
             self.losses.clear()
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights, whole."""
+        """Return the model's full weights."""
         return whole_weights(self.prepared)
 
     def _micro_batch(self, x: Tensor, y: Tensor) -> None:
@@ -62,13 +62,13 @@ class Run:
 
 
 def whole_weights(prepared: Prepared) -> dict[str, Tensor]:
-    """A prepared model's weights, whole, on the CPU. Called on all ranks."""
+    """Return a prepared model's full weights, on the CPU. Called on all ranks."""
     state = whole_state(prepared.state_dict()["model"])
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
 def clip_and_step(prepared: Prepared, case: Case) -> None:
-    """End a micro-batch of a model with one optimizer, as a user's loop does."""
+    """End a micro-batch of a model with one optimizer, like a user's loop."""
     if case.clip is not None:
         prepared.clip(norm=case.clip)
     prepared.optimizers[0].step()
@@ -76,5 +76,5 @@ def clip_and_step(prepared: Prepared, case: Case) -> None:
 
 
 def held(backend: Backend, prepared: Prepared) -> AbstractContextManager[None]:
-    """What a micro-batch runs in: gradients stay on their rank unless it closes its window."""
+    """Return the context of a micro-batch: gradients stay local unless it closes its window."""
     return nullcontext() if backend.window.closing else prepared.no_sync()

@@ -1,4 +1,4 @@
-"""The backend around torch's own autograd: pairing and bookkeeping; how a model is wrapped is left open."""
+"""The backend around torch's own autograd: pairing and bookkeeping. Subclasses decide how a model is wrapped."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,13 +25,13 @@ from drivetrain_state import Context
 
 
 class TorchBackend:
-    """What `SingleBackend` and `DDPBackend` share; `wrap` is what they differ in.
+    """The common part of `SingleBackend` and `DDPBackend`, which differ in `wrap`.
 
     Args:
-        context: Ranks and device.
+        context: The ranks and the device.
         policy: The precision that models compute in.
         window: The accumulation window; the caller begins its micro-batches.
-        settings: The backend's own section.
+        settings: The settings of the backend's configuration section; defaults if None.
     """
 
     settings_section: ClassVar[str | None] = None
@@ -55,46 +55,46 @@ class TorchBackend:
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
         self._prepared: list[TorchPrepared] = []
         self._ledger = GradientLedger(context, window, self.scaler, self.carrier())
-        self._trained: list[GradientGroup] = []  # those with an optimizer
+        self._trained: list[GradientGroup] = []  # groups with an optimizer
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Turn a model that is on its device and under autocast into what the user calls."""
+        """Return the module that the user calls, for a model that is on its device and under autocast."""
         return model
 
     def make_prepared(self, model: nn.Module) -> TorchPrepared:
-        """Make what steps a wrapped model."""
+        """Return the `Prepared` of a wrapped model."""
         return TorchPrepared(model, context=self.context, ledger=self._ledger)
 
     def check_placeable(self, model: nn.Module) -> None:
-        """Refuse a model that could not be placed, while none is changed.
+        """Refuse a model that cannot be placed, before any model is changed.
 
         Raises:
-            ValueError: It could not.
+            ValueError: The model cannot be placed.
         """
         check_values(model)
 
     def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """Give models their own classes back, after a `prepare` that failed.
+        """Restore the models of a failed `prepare` to their own classes.
 
         Args:
-            placed: Those that it had placed.
-            error: What it failed with; what cannot be undone is said there.
+            placed: The models that it had placed.
+            error: The error it failed with; a note about what cannot be undone is added to it.
         """
         del error
         for prepared in placed:
             prepared.release()
 
     def carrier(self) -> GradientCarrier:
-        """What runs backwards and holds their gradients."""
+        """Return the carrier that runs backwards and holds their gradients."""
         return ParameterGradients(self.scaler)
 
     def bring_along(self, optimizer: Optimizer) -> None:
-        """Fit an optimizer to its placed models: state that was loaded before moves to where parameters are now."""
+        """Move state that an optimizer loaded earlier to where the parameters of its placed models are now."""
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())
 
     def building(self) -> AbstractContextManager[Any]:
-        """Inside, parameters are made on the backend's device at once."""
+        """Create parameters directly on the backend's device in the block."""
         return self.context.device
 
     def prepare(
@@ -103,7 +103,7 @@ class TorchBackend:
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
 
         Raises:
-            ValueError: A model is prepared already, or cannot be placed. Models are as they were, on the device.
+            ValueError: A model is already prepared or cannot be placed. Models are unchanged except for their device.
         """
         plain = [*(p.unwrap() for p in self._prepared), *models]
         pairs = [(optimizer, owners(optimizer, plain)) for optimizer in optimizers]
@@ -160,12 +160,12 @@ class TorchBackend:
         self._ledger.backward(loss, count, list(dict.fromkeys(chosen)))
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """Nothing to do on one device; see `Backend.join`."""
+        """Do nothing, because a single device needs no join; see `Backend.join`."""
         del models
         return nullcontext()
 
     def applied(self) -> Mapping[str, object]:
-        """What is in force, read back from the prepared models."""
+        """Return the values in force, read back from the prepared models."""
         return {
             "device": str(self.context.device),
             "gradient_accumulation_steps": self.window.next_num_micro_batches,
@@ -175,19 +175,19 @@ class TorchBackend:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, where there is one, and the reference of counted losses."""
+        """Return the loss scale, if there is one, and the reference count of counted losses."""
         return self._ledger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the loss scale of a saved run.
+        """Load the loss scale of a saved run.
 
         Raises:
-            ValueError: The saved run scaled its loss and this one does not, or the reverse.
+            ValueError: Only one of the saved run and this one scales its loss.
         """
         self._ledger.load_state_dict(state)
 
     def close(self) -> None:
-        """Give every model its own class back and forget them all."""
+        """Restore every model to its own class and forget all models."""
         for prepared in self._prepared:
             prepared.release()
             for optimizer in prepared.optimizers:
@@ -207,7 +207,7 @@ class TorchBackend:
         return self.make_prepared(wrapped)
 
     def _regroup(self) -> None:
-        """Bring models that share an optimizer or a parameter together."""
+        """Group models that share an optimizer or a parameter."""
         models = [prepared.unwrap() for prepared in self._prepared]
         optimizers = [o.optimizer for prepared in self._prepared for o in prepared.optimizers]
         groups = group_models(models, [owners(optimizer, models) for optimizer in optimizers], self._ledger)
@@ -225,10 +225,10 @@ class TorchBackend:
 
 
 def check_new(models: Sequence[nn.Module]) -> None:
-    """Refuse models that are prepared already.
+    """Refuse models that are already prepared.
 
     Raises:
-        ValueError: One is.
+        ValueError: A model is already prepared.
     """
     for model in models:
         inner = uncompiled(model)
@@ -241,10 +241,10 @@ def check_new(models: Sequence[nn.Module]) -> None:
 
 
 def check_schedulers(schedulers: Sequence[Scheduler], optimizers: Sequence[object]) -> None:
-    """Refuse schedulers whose optimizer is none of those that are prepared.
+    """Refuse schedulers whose optimizer is not among the prepared ones.
 
     Raises:
-        PairingError: One is of another optimizer.
+        PairingError: The optimizer of a scheduler is not prepared.
     """
     for scheduler in schedulers:
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):

@@ -52,14 +52,13 @@ _HOOKS = MappingProxyType(
 
 
 class ReplicatedPrepared(TorchPrepared):
-    """A replica whose weights are compared over ranks every so many steps.
+    """A replica whose weights are compared across ranks at regular steps.
 
     Args:
-        model: DDP's wrapper, or a model that is not trained.
-        context: Ranks and device.
-        ledger: What the backend's models know together of their gradients.
-        check_drift_every: Steps of the first optimizer that trains the model, or others together with it, between
-            two comparisons of them all.
+        model: The DDP wrapper, or a model that is not trained.
+        context: The ranks and the device.
+        ledger: The gradient state that the backend's models share.
+        check_drift_every: The number of steps between two comparisons, counted for the first optimizer of the group.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class ReplicatedPrepared(TorchPrepared):
         """Step one optimizer if the window is closed. Called on all ranks.
 
         Raises:
-            DriftedReplicasError: It is time to look, and ranks hold other weights.
+            DriftedReplicasError: The weights differ across ranks at a step that compares them.
         """
         result = super().step(optimizer)
         if result.stepped and optimizer is self.group.optimizers[0]:
@@ -84,7 +83,7 @@ class ReplicatedPrepared(TorchPrepared):
 
 
 class DDPBackend(TorchBackend):
-    """Each model is replicated on every rank; a model without trainable parameters is only moved.
+    """A backend that replicates each model on every rank; a model without trainable parameters is only moved.
 
     Raises:
         RuntimeError: The context has no process group.
@@ -98,10 +97,10 @@ class DDPBackend(TorchBackend):
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
         super().__init__(context, policy, window=window, settings=settings)
-        self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # those that are synchronised, as they were
+        self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # former classes of synchronised layers
 
     def carrier(self) -> GradientCarrier:
-        """What knows which gradients ranks have not averaged."""
+        """Return the carrier that tracks which gradients are not averaged over ranks."""
         settings = cast("DDPSettings", self.settings)
         self._gradients = ReplicatedGradients(
             self.context, self.scaler, bucket_bytes=settings.bucket_size_mb * 2**20
@@ -114,7 +113,7 @@ class DDPBackend(TorchBackend):
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
 
         Raises:
-            ValueError: A model is prepared already; two share a parameter that is trained; or `sync_batch_norm` is
+            ValueError: A model is already prepared; two models share a trainable parameter; or `sync_batch_norm` is
                 on, and a layer cannot be synchronised.
         """
         check_new(models)
@@ -133,11 +132,11 @@ class DDPBackend(TorchBackend):
         return prepared
 
     def check_replicas(self) -> None:
-        """Refuse weights that differ over ranks; see `ReplicatesWeights`. Called on all ranks."""
+        """Refuse weights that differ across ranks; see `ReplicatesWeights`. Called on all ranks."""
         check_replicas(self.context, [prepared.unwrap() for prepared in self._prepared])
 
     def make_prepared(self, model: nn.Module) -> TorchPrepared:
-        """Make what steps a replica, and looks for drift now and then where that is asked for."""
+        """Return the `Prepared` of a replica, which checks for drift if the settings ask for it."""
         every = cast("DDPSettings", self.settings).check_drift_every
         if every is None:
             return super().make_prepared(model)
@@ -152,14 +151,14 @@ class DDPBackend(TorchBackend):
                 self._ledger.unreduced.pop(parameter, None)
 
     def close(self) -> None:
-        """Give every model and layer its own class back and forget them all."""
+        """Restore every model and layer to its own class and forget all models."""
         super().close()
         self._gradients.close()
         restore_batch_norms(self._batch_norms)
         self._batch_norms = {}
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Replicate `model`: rank 0's parameters and buffers reach all ranks. Called on all ranks."""
+        """Replicate `model` by broadcasting rank 0's parameters and buffers. Called on all ranks."""
         frozen = {
             parameter: name for name, parameter in model.named_parameters() if not parameter.requires_grad
         }
@@ -189,16 +188,16 @@ class DDPBackend(TorchBackend):
 
     @contextmanager
     def join(self, models: Sequence[nn.Module]) -> Generator[None]:
-        """Let ranks run out of batches at different steps; inside, a finished rank answers the others' reductions.
+        """Let ranks run out of batches at different steps; a finished rank joins the all-reduces of the others.
 
         Gradients are the mean over the ranks that still have batches.
 
         Args:
-            models: The prepared models that are trained inside.
+            models: The prepared models that are trained in the block.
 
         Raises:
-            RuntimeError: Gradients are averaged when their window closes, or weights compared, which a finished rank
-                does not answer.
+            RuntimeError: The settings average gradients when the window closes, or compare weights; a finished rank
+                cannot take part in either.
         """
         settings = cast("DDPSettings", self.settings)
         if settings.reduce == "at_close" or settings.check_drift_every is not None:
@@ -217,7 +216,7 @@ class DDPBackend(TorchBackend):
             self._ledger.is_joined = self._gradients.is_joined = False
 
     def applied(self) -> Mapping[str, object]:
-        """What is in force, read back from the DDP wrappers."""
+        """Return the values in force, read back from the DDP wrappers."""
         replicas = [p.model for p in self._prepared if isinstance(p.model, Replica)]
         found = dict(super().applied())
         for replica in replicas[:1]:
@@ -243,14 +242,14 @@ class DDPBackend(TorchBackend):
         )
 
     def _is_synchronised(self) -> bool:
-        """Whether that was asked for and nothing is left to do."""
+        """Return whether `sync_batch_norm` is on and every batch normalisation layer is synchronised."""
         found = (module for prepared in self._prepared for _, module in batch_norms(prepared.unwrap()))
         asked = cast("DDPSettings", self.settings).sync_batch_norm
         return asked and all(isinstance(module, nn.SyncBatchNorm) for module in found)
 
 
 def _check_shared(models: Sequence[nn.Module]) -> None:
-    """Refuse models of which each would average the same gradient: DDP raises in backward, or adds to it twice."""
+    """Refuse models that share a trained parameter: DDP would raise in backward or average its gradient twice."""
     holders: dict[Tensor, nn.Module] = {}
     for model in models:
         for name, parameter in model.named_parameters():
@@ -273,10 +272,10 @@ def _group(context: Context) -> ProcessGroup:
 
 
 def _applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
-    """How gradients are compressed, read back from what DDP will call."""
+    """Return how gradients are compressed, read back from DDP's hooks."""
     names = {hook: name for name, hook in _HOOKS.items()}
     found: dict[str, object] = {"communication_hook": "none"}
-    for hook, state in replica._comm_hooks:  # pyright: ignore[reportPrivateUsage] DDP tells it nowhere else
+    for hook, state in replica._comm_hooks:  # pyright: ignore[reportPrivateUsage] no public API
         found["communication_hook"] = names.get(hook, getattr(hook, "__qualname__", "unknown"))
         if isinstance(state, powerSGD_hook.PowerSGDState):
             found["power_sgd_rank"] = state.matrix_approximation_rank

@@ -1,4 +1,4 @@
-"""Replicas that have drifted apart: noticed by a checksum of each weight, compared over ranks."""
+"""Detection of replicas that have drifted apart, by comparing a checksum of each weight across ranks."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,17 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
-    """Refuse models whose weights are not the same on all ranks. Called on all ranks; waits for the device once.
+    """Refuse models whose weights differ across ranks. Called on all ranks; synchronises with the device once.
 
-    Every rank reads its weights once and sends two numbers for each. Buffers are left out, for ranks may keep their
-    own.
+    Every rank reads its weights once and sends two numbers per weight. Buffers are not compared, because ranks may
+    keep their own.
 
     Args:
         context: The ranks whose replicas are compared, and their device.
-        models: The users' modules, each whole on every rank.
+        models: The users' modules, with full weights on every rank.
 
     Raises:
-        DriftedReplicasError: Some differ; the message names the first weight and its ranks.
+        DriftedReplicasError: A weight differs; the message names the first one and its ranks.
     """
     if context.topology.world_size == 1:
         return
@@ -55,16 +55,16 @@ def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
 
 @torch.no_grad()
 def checksum(weight: Tensor) -> Tensor:
-    """Add up a tensor's bits as integers, exactly, whatever its layout; an int64 of shape ()."""
+    """Return the exact sum of a tensor's bits as integers, independent of its layout; an int64 of shape ()."""
     weight = weight.detach()
     if weight.is_complex():
         weight = torch.view_as_real(weight)
     integer = _INTEGERS[weight.element_size()]
     if (
         not weight.is_contiguous() or weight.data_ptr() % 8
-    ):  # on this rank, perhaps: the sum is that of the others
+    ):  # possibly on this rank only; the clone keeps the sum
         weight = weight.clone(memory_format=torch.contiguous_format)
     flat = weight.view(-1)
     whole = flat.numel() - flat.numel() % (8 // flat.element_size())
-    # Eight bytes at a time: ten times as fast as four.
+    # Summing eight bytes at a time is ten times as fast as four.
     return flat[:whole].view(torch.int64).sum() + flat[whole:].view(integer).sum(dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Gradients of replicas: averaged by DDP's reducer while backward runs, and at the window's close what it missed."""
+"""Gradients of replicas: averaged by DDP's reducer during backward; what it missed, when the window closes."""
 
 import logging
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicatedGradients(ParameterGradients):
-    """What DDP leaves in `.grad`: the mean over all ranks, of all that its reducer has seen.
+    """The gradients that DDP leaves in `.grad`: averaged over all ranks as far as its reducer has seen them.
 
-    A loss of a method of the model, or the second of two backwards, comes around the reducer. The mean over ranks of
-    `mean(a) + b` is `mean(a) + mean(b)`: so all gradients of a replica are averaged once more when its window closes,
-    if one of its backwards was not reduced.
+    A loss from another method of the model, or the second of two backwards, bypasses the reducer. The mean over ranks
+    of `mean(a) + b` is `mean(a) + mean(b)`; all gradients of a replica are therefore averaged once more when its
+    window closes, if one of its backwards bypassed the reducer.
 
     Args:
-        context: Ranks and device.
+        context: The ranks and the device.
         scaler: The loss scale, for fp16.
-        bucket_bytes: How much is sent in one exchange.
+        bucket_bytes: The approximate size of one all-reduce, in bytes.
 
     Attributes:
-        replicas: DDP's wrappers by the users' modules.
+        replicas: The DDP wrappers by user module.
         is_joined: Whether ranks may run out of batches at different steps.
     """
 
@@ -46,53 +46,53 @@ class ReplicatedGradients(ParameterGradients):
         self._has_told = False
 
     def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
-        """Run torch's backward, and note which replicas it reached; see `GradientCarrier.run`."""
+        """Run torch's backward, and record which replicas it reached; see `GradientCarrier.run`."""
         before = [(replica, replica.mark()) for replica in self.replicas.values()]
         super().run(loss, models)
         for replica, mark in before:
             replica.take(mark)
 
     def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Average what came around the reducer, then unscale and correct in one pass; see `GradientCarrier.settle`.
+        """Average what bypassed the reducer, then unscale and correct in one pass; see `GradientCarrier.settle`.
 
         Raises:
-            UnreducedGradientError: A backward was reduced in part; or there is something to average while ranks may
-                run out of batches.
+            UnreducedGradientError: A backward was reduced in part; or gradients need averaging while ranks may run
+                out of batches.
         """
         if self.averages:
             self._settle_replicas([self.replicas[model] for model in models if model in self.replicas])
         return super().settle(models, factor)
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
-        """Tell, once, that DDP has built its buckets anew, with the gradients in them."""
+        """Return whether DDP has rebuilt its buckets since the last call, which moves the gradients."""
         rebuilt = {
             replica
             for model in models
-            if (replica := self.replicas.get(model)) is not None and replica._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage] told nowhere else
+            if (replica := self.replicas.get(model)) is not None and replica._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage] no public API
         }
         new = rebuilt - self._rebuilt
         self._rebuilt |= new
         return bool(new)
 
     def note_foreign(self, models: Sequence[nn.Module]) -> None:
-        """Note that others changed gradients: they are averaged when the window closes."""
+        """Record that other code changed gradients, so that they are averaged when the window closes."""
         for model in models:
             if model in self.replicas:
                 self.replicas[model].holds_back = True
 
     def is_averaged(self, models: Sequence[nn.Module]) -> bool:
-        """Tell whether the reducer averaged all that backwards left; see `ParameterGradients.is_averaged`."""
+        """Return whether the reducer averaged all that backwards left; see `ParameterGradients.is_averaged`."""
         return not any(self._waits(self.replicas[model]) for model in models if model in self.replicas)
 
     def average(self, models: Sequence[nn.Module]) -> None:
-        """Average the gradients that others changed. Called on all ranks."""
+        """Average the gradients that other code changed. Called on all ranks."""
         replicas = [self.replicas[model] for model in models if model in self.replicas]
         if not replicas or (self.is_joined and all(p.grad is None for r in replicas for p in r.parameters())):
             return
         self._settle_replicas(replicas)
 
     def close(self) -> None:
-        """Forget the replicas, and end the group that gradients were averaged in. Called on all ranks."""
+        """Forget the replicas, and destroy the process group for averaging. Called on all ranks."""
         self.replicas.clear()
         self._rebuilt.clear()
         if self._group is not None and dist.is_initialized():
@@ -100,13 +100,13 @@ class ReplicatedGradients(ParameterGradients):
         self._group = None
 
     def open(self) -> None:
-        """Make the group that gradients are averaged in, once. Called on all ranks.
+        """Create the process group for averaging, once. Called on all ranks.
 
-        A group of its own: were an exchange left out by a rank, the reducer's would take its place unnoticed.
+        A separate group: in a shared one, an all-reduce of the reducer would silently match one that a rank left out.
         """
         if self._group is None and self.averages:
             made = dist.new_group()
-            assert isinstance(made, ProcessGroup)  # of all ranks, so that this one is a member
+            assert isinstance(made, ProcessGroup)  # it contains all ranks, so never NON_GROUP_MEMBER
             self._group = made
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A model replicated by DistributedDataParallel, which tells how far its reducer is."""
+"""A model replicated by DistributedDataParallel, with the state of its reducer."""
 
 import re
 from collections.abc import Generator
@@ -16,25 +16,25 @@ from drivetrain_backends.modules.parameter_guard import KnownParameters
 
 
 class Replica(StandIn, DistributedDataParallel):
-    """DDP, which lets a frozen model be passed through, and tells of parameters without a gradient by their names.
+    """A DDP wrapper that accepts a model frozen later, and names the parameters that got no gradient.
 
-    DDP's reducer averages one backward after each forward of the wrapper: the first that reaches all parameters. What
-    another backward adds stays on its rank.
+    DDP's reducer averages one backward after each forward of the wrapper: the first that reaches all parameters. The
+    gradients that another backward adds stay local.
 
     Args:
         module: The user's module.
-        at_close: Whether the reducer never runs, for gradients are averaged when their window closes.
-        options: DDP's own.
+        at_close: Whether the reducer never runs, because gradients are averaged when their window closes.
+        options: The keyword arguments of DistributedDataParallel.
 
     Attributes:
         at_close: Whether gradients are averaged when their window closes.
         is_armed: Whether the reducer waits for a backward.
-        holds_back: Whether there may be gradients that ranks have not averaged.
+        holds_back: Whether there may be gradients that are not averaged over ranks.
     """
 
     def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
         super().__init__(module, **options)
-        # What DDP counts through, whatever is frozen later.
+        # The parameters that DDP counts, whatever is frozen later.
         self._reduced = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._reduced_parameters = tuple(self._reduced.values())
         self.at_close = at_close
@@ -47,7 +47,7 @@ class Replica(StandIn, DistributedDataParallel):
         self.hand_on()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model's forward; past DDP while all of it is frozen, for DDP would wait for its gradients."""
+        """Run the model's forward; bypass DDP while the model is frozen, because DDP would wait for its gradients."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
         try:
@@ -57,7 +57,7 @@ class Replica(StandIn, DistributedDataParallel):
                 raise
             raise named from error
         if torch.is_grad_enabled():
-            if self.at_close:  # DDP shares buffers after a forward that reduces, as this one does in its way
+            if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
                 self.require_forward_param_sync = not self._is_held
             elif self.require_backward_grad_sync:
                 self.is_armed = True
@@ -65,7 +65,7 @@ class Replica(StandIn, DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Keep gradients on their rank inside; see DDP."""
+        """Keep gradients local in the block; see DDP."""
         was_held, self._is_held = self._is_held, True
         try:
             with super().no_sync():
@@ -74,10 +74,10 @@ class Replica(StandIn, DistributedDataParallel):
             self._is_held = was_held
 
     def mark(self) -> Marks:
-        """Read what changes when a backward reaches the model.
+        """Return marks of the gradients, which change when a backward reaches the model.
 
-        An armed reducer wants a gradient of every parameter, so that one tells of all; unless it finds out by itself
-        which have none.
+        An armed reducer requires a gradient for every parameter, so one parameter is enough, unless DDP itself finds
+        unused parameters.
         """
         if self.is_armed and not (self.find_unused_parameters or self.static_graph):
             sample = next((p for p in self._reduced_parameters if p.requires_grad), None)
@@ -85,13 +85,13 @@ class Replica(StandIn, DistributedDataParallel):
         return marks_of(self._reduced_parameters)
 
     def take(self, before: Marks) -> None:
-        """Note a backward that has run.
+        """Record a backward that has run.
 
         Args:
-            before: What `mark` gave before it.
+            before: The result of `mark` before the backward.
 
         Raises:
-            UnreducedGradientError: DDP was to learn a static graph from it, which began elsewhere.
+            UnreducedGradientError: DDP has to learn a static graph from this backward, which bypassed the wrapper.
         """
         if before.are(self.mark()):
             return
@@ -105,10 +105,10 @@ class Replica(StandIn, DistributedDataParallel):
         self.is_armed = False
 
     def check_reduced(self) -> None:
-        """Refuse gradients of a backward that reached some parameters alone, so that DDP waits for the others.
+        """Refuse gradients of a backward that reached only some parameters, so that DDP waits for the others.
 
         Raises:
-            UnreducedGradientError: There are such; the message names parameters without a gradient.
+            UnreducedGradientError: There are such gradients; the message names the parameters without one.
         """
         try:
             self._check_reducer_finalized()
@@ -121,7 +121,7 @@ class Replica(StandIn, DistributedDataParallel):
         found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
         if found is None:
             return None
-        self._known.look()  # a layer that was exchanged gets no gradient either
+        self._known.look()  # a replaced layer gets no gradient either, and this error is clearer
         names = list(self._reduced)
         unused = ", ".join(names[int(index)] for index in re.findall(r"\d+", found[1]))
         return UnreducedGradientError(

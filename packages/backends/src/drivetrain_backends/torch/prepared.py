@@ -1,4 +1,4 @@
-"""A model whose backward is torch's own: what the single and DDP backends have in common."""
+"""A model trained by torch's own backward: the common part of the single and DDP backends."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,18 +26,18 @@ _STEPPED = StepResult(stepped=True, skipped=False)
 
 
 class TorchPrepared:
-    """One model with its optimizers, trained by torch's autograd on one device or replicated by DDP.
+    """A model with its optimizers, trained by torch's autograd on one device or replicated by DDP.
 
     Args:
-        model: What the user calls: the module itself, or its DDP wrapper.
-        context: Ranks and device.
-        ledger: What the backend's models know together of their gradients.
+        model: The module that the user calls: their own module or its DDP wrapper.
+        context: The ranks and the device.
+        ledger: The gradient state that the backend's models share.
 
     Attributes:
-        model: What the user calls.
+        model: The module that the user calls.
         optimizers: The prepared optimizers that train this model.
         schedulers: The prepared schedulers of those optimizers.
-        group: The gradients of this model, and of those that share an optimizer or a parameter with it.
+        group: The gradients of this model and of the models that share an optimizer or a parameter with it.
     """
 
     def __init__(self, model: nn.Module, *, context: Context, ledger: GradientLedger) -> None:
@@ -59,11 +59,11 @@ class TorchPrepared:
         self._ledger.backward(loss, count, (self.group,))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep gradients on their rank; see `Prepared.no_sync`."""
+        """Keep gradients local in the block; see `Prepared.no_sync`."""
         if not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
-        # DDP learns a static graph from its first backward, which must therefore reduce (an internal assertion fails
-        # otherwise, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
+        # DDP learns a static graph from its first backward, which must therefore reduce (otherwise an internal
+        # assertion fails, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
         if self.model.static_graph and self._ledger.num_backwards == self._prepared_at:
             return nullcontext()
         return self.model.no_sync()
@@ -97,7 +97,7 @@ class TorchPrepared:
         return StepResult(stepped=True, skipped=False, grad_norm=group.grad_norm)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Clear one optimizer's gradients, but not those that an open window has gathered so far."""
+        """Clear one optimizer's gradients, except those accumulated in an open window."""
         group = self.group
         if group.stage == "open" and group.keeps_gathered:
             return
@@ -115,7 +115,7 @@ class TorchPrepared:
         """Clip by norm or by value once the window is closed; see `Prepared.clip`.
 
         Raises:
-            TypeError, ValueError: They cannot be clipped to that, or are the parameters of no prepared model.
+            TypeError, ValueError: The arguments are invalid, or the parameters belong to no prepared model.
         """
         check_clip(norm, norm_type, value)
         if not self._window.closing:
@@ -145,23 +145,23 @@ class TorchPrepared:
         return total
 
     def unwrap(self) -> nn.Module:
-        """The user's module, without DDP's wrapper; it goes on computing in the run's precision."""
+        """Return the user's module without DDP's wrapper; it still computes in the run's precision."""
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
-        """Inside, the parameters are whole, as they always are here; see `Prepared.gathered`."""
+        """Run the block directly, because parameters are always full; see `Prepared.gathered`."""
         yield
         if write and self._context.group is not None:
             for parameter in self.unwrap().parameters():
                 dist.broadcast(parameter.detach(), src=0)
 
     def release(self) -> nn.Module:
-        """Undo the preparation: the user's module with its own class."""
+        """Undo the preparation and return the user's module with its own class."""
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizers and schedulers; see `Prepared.state_dict`.
+        """Return model, optimizers and schedulers; see `Prepared.state_dict`.
 
         Raises:
             ReplacedParameterError: The model has parameters that were not prepared.
@@ -175,11 +175,11 @@ class TorchPrepared:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state; see `Prepared.load_state_dict`.
+        """Load a saved state; see `Prepared.load_state_dict`.
 
         Raises:
-            ValueError: The checkpoint holds another number of optimizers or schedulers, or other parameters; nothing
-                was loaded.
+            ValueError: The checkpoint holds a different number of optimizers or schedulers, or other parameters;
+                nothing was loaded.
             ReplacedParameterError: The model has parameters that were not prepared.
         """
         self._known.look()
@@ -193,7 +193,7 @@ class TorchPrepared:
         load_progress(state, self.optimizers, self.schedulers)
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        """What is to be clipped: the model's own parameters, unless others are given."""
+        """Return the parameters to clip: the model's own unless others are given."""
         return list(self.unwrap().parameters() if parameters is None else parameters)
 
     def _norm_of(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -203,15 +203,16 @@ class TorchPrepared:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
 
     def _clamp(self, parameters: Sequence[Tensor], value: float) -> None:
-        if any(parameter.grad is not None for parameter in parameters):  # torch wants one
+        if any(parameter.grad is not None for parameter in parameters):  # torch needs at least one
             nn.utils.clip_grad_value_(parameters, value)
 
     def _judge_together(
         self, groups: Sequence[GradientGroup], clipped: Sequence[Tensor] = (), norm: Tensor | None = None
     ) -> None:
-        """Look for infinities before clipping: it would spread a NaN over all, and cut an infinity to size.
+        """Check for infinities before clipping, which would spread a NaN to all gradients and hide an infinity.
 
-        What is clipped by one norm is skipped together, for that norm tells nothing once a part of it is lost.
+        Groups clipped by one norm are skipped together, because the norm is meaningless once a part of it is not
+        finite.
         """
         if self._window.nonfinite_gradients != "ignore":
             held = set(map(id, clipped)) if norm is not None and norm.isfinite().item() else set[int]()
@@ -223,10 +224,10 @@ class TorchPrepared:
         self._refuse_nonfinite(groups)
 
     def _refuse_nonfinite(self, groups: Sequence[GradientGroup] = ()) -> None:
-        """End the run on gradients that are not finite, where it wants that and no smaller loss scale is left to try.
+        """End the run on non-finite gradients, if its settings say so and no smaller loss scale is left to try.
 
         Raises:
-            NonFiniteGradientError: It does; the message names the first parameter.
+            NonFiniteGradientError: The run ends; the message names the first parameter.
         """
         groups = [group for group in groups or (self.group,) if group.overflowed]
         if self._window.nonfinite_gradients != "raise" or not groups:
@@ -241,7 +242,8 @@ class TorchPrepared:
             {name: parameter.grad for parameter, name in names.items() if parameter.requires_grad},
             step=1 + max((o.num_steps for o in self.optimizers), default=0),
             bad_loss=any(group.bad_loss is not None and bool(group.bad_loss.item()) for group in groups),
-            # What is not averaged over ranks may be bad on this rank alone, and a rank out of batches does not step.
+            # Unaveraged gradients may be bad on this rank alone, and a rank without batches does not step: no
+            # collective.
             alone=self._ledger.is_joined or not self._is_shared,
         )
 

@@ -1,4 +1,4 @@
-"""Training on one device."""
+"""The backend for training on one device."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from drivetrain_state import Context
 
 
 class SingleBackend(TorchBackend):
-    """One process, one device; the model stays the object it was.
+    """A backend for one process and one device; the model stays the same object.
 
     Raises:
-        ValueError: There are several processes, each of which would train a model of its own.
+        ValueError: There are several processes, each of which would train its own model.
     """
 
     def __init__(
