@@ -55,10 +55,11 @@ def measure_costs(
 ) -> dict[str, Cost]:
     """Measure the cost of each block in one forward, by running a copy of the model on the meta device.
 
-    An operation takes the longer of its compute time and its memory time, plus the launch overhead. Operations between
-    two blocks, such as a residual connection, count towards the earlier block. Memory that outlives the forward counts
-    as kept, such as keys and values or a table that a module builds, but not the input tensors and output tensors
-    themselves, such as logits. The model and the inputs stay unchanged, and neither needs data. Autograd is off.
+    An operation takes the longer of its compute time and its memory time, plus the launch overhead. Operations
+    between two blocks, such as a residual connection, count towards the earlier block. Memory that outlives the
+    forward counts as kept, such as keys and values or a table that a module builds, but not the input tensors and
+    output tensors themselves, such as logits. The model and the inputs stay unchanged, and neither needs data.
+    Autograd is off.
 
     Args:
         model: The model, on any device including the meta device. It runs in its current mode, training or eval.

@@ -19,7 +19,7 @@ class Budgets:
 
     Attributes:
         devices: The bytes of each device that computes, in the order of the forward.
-        host: The bytes of host memory for offloaded weights.
+        host: The bytes of host memory for offloaded weights; 0 if the host itself computes.
         disk: The bytes on disk; None for no limit.
         in_place: Whether weights on disk are used in place, as the host can: they need no window.
     """
