@@ -1,4 +1,4 @@
-"""Record each operation of a forward on the meta device: its FLOPs, its memory traffic and the memory that it holds."""
+"""Record each operation of a forward on the meta device: its FLOPs, memory traffic and allocations."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -237,7 +237,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _on_meta(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments with all tensors on the meta device if any is: a small table may have real data, for example."""
+    """Return arguments with all tensors on the meta device if any is: a small table may hold data, for example."""
     found = list(_tensors(args))
     if not any(tensor.is_meta for tensor in found) or all(
         tensor.is_meta or not tensor.dim() for tensor in found

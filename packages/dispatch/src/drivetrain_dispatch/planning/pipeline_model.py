@@ -66,9 +66,9 @@ class Turn(NamedTuple):
 def play(works: Sequence[Work], rates: Rates, *, windows: Sequence[float]) -> list[Turn]:
     """Return the timeline of one forward that begins without transfers in flight.
 
-    Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part starts
-    once its device's window has room, as earlier parts are computed and release their weights. A part larger than the
-    window is fetched when the window is empty.
+    Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
+    starts once its device's window has room, as earlier parts are computed and release their weights. A part larger
+    than the window is fetched when the window is empty.
 
     Args:
         works: The parts in the order of the forward.
