@@ -51,8 +51,9 @@ def init_empty_weights(*, include_buffers: bool = False) -> Generator[None]:
 def init_on_device(device: torch.device | str | int, *, include_buffers: bool = False) -> Generator[None]:
     """Build models in the block with parameters on `device` from the moment they are registered.
 
-    Only one parameter at a time takes memory elsewhere, so an accelerator can hold a model larger than the host's
-    memory. Tied parameters stay tied. Other threads are not affected. Blocks may be nested; the innermost one applies.
+    Only one parameter at a time takes memory elsewhere, so a model larger than the host's memory can be built on an
+    accelerator. Tied parameters stay tied. Other threads are not affected. Blocks may be nested; the innermost one
+    applies.
 
     Args:
         device: The device of the parameters.

@@ -98,7 +98,7 @@ def enclosing_modules(name: str) -> Iterator[str]:
 
 
 def identity(tensor: Tensor) -> object:
-    """Return a key that is equal for tensors over the same elements of memory, or, without memory, the same object."""
+    """Return a key that tensors over the same elements of memory share; without memory, the object's identity."""
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
     if is_packed(tensor):

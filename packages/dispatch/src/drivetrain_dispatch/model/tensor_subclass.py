@@ -70,9 +70,9 @@ def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
         return
     if not isinstance(new, nn.Parameter) and isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    # swap_tensors refuses a tensor with weak references, such as nn.LSTM's, and a leaf of a live autograd graph.
     try:
         torch.utils.swap_tensors(tensor, new)
-    # swap_tensors refuses a tensor with weak references, as nn.LSTM holds, and a leaf of a live autograd graph.
     except RuntimeError as error:
         raise DeviceMapError(
             f"a weight of shape {list(tensor.shape)} cannot be moved from {tensor.device} to {new.device} while "
