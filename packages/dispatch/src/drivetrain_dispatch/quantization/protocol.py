@@ -39,7 +39,7 @@ class Quantization(Protocol):
         ...
 
     def layer(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Module | None:
-        """Return a layer that replaces `linear`, with its bias and the packed weight; None to keep `linear` itself."""
+        """Return a layer that replaces `linear`, with its bias and the packed weight; None to keep `linear`."""
         ...
 
 
@@ -60,7 +60,7 @@ def quantized_sizes(
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, int]:
-    """Return the bytes of each weight that a load will pack, as `special_sizes` of `infer_auto_device_map` takes them.
+    """Return the bytes of each weight that a load will pack, for `special_sizes` of `infer_auto_device_map`.
 
     Args:
         model: The model, ideally on the meta device.
