@@ -74,7 +74,7 @@ class ConvertedCheckpoint:
             file.expect(own_name, start=0, size_bytes=file.tensor(own_name).nbytes)
 
     def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by its begin and end in each dim."""
+        """Copy a part of a tensor, given by its start and end in each dim."""
         target.copy_(self.tensor(name)[tuple(slice(begin, end) for begin, end in box)])
 
     def file_of(self, name: str) -> MappedFile | None:
@@ -135,8 +135,8 @@ class ConvertedCheckpoint:
                 f"converted weights could not be written to {folder} ({error}): name another folder, or free the disk"
             ) from error
         logger.warning(
-            "wrote %.1f MB of weights that the disk keeps and the checkpoint has in another form to %s; later loads "
-            "of the same checkpoint by the same map read them there",
+            "wrote %.1f MB of converted weights for the disk to %s; later loads of the same checkpoint with the same "
+            "map reuse them",
             path.stat().st_size / 1e6,
             path,
         )

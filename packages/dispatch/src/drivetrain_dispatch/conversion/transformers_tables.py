@@ -78,7 +78,7 @@ def _convert(
         elif pattern is None:
             if new in found:
                 raise WeightFilesError(
-                    f"several tensors of the checkpoint are {new!r} of the model, {name!r} too"
+                    f"several tensors of the checkpoint map to {new!r} of the model, {name!r} among them"
                 )
             found[new] = tensors[name]
         else:

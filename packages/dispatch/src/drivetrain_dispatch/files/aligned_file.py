@@ -115,7 +115,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
                 f"{name!r} is of {tensor.dtype}, which no safetensors file holds: keep it on 'cpu', or convert it"
             )
         if is_padding(name) or name in entries:
-            raise WeightFilesError(f"{name!r} is no free name in a file of weights: rename that module")
+            raise WeightFilesError(f"{name!r} is a reserved name in weight files: rename that module")
         entries[name] = _entry(DTYPES[tensor.dtype], list(tensor.shape), end, tensor.nbytes)
         end += tensor.nbytes
         if filled := _missing(end):

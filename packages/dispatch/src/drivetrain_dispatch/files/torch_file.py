@@ -54,7 +54,7 @@ def _described(held: object) -> str:
     others = [
         f"{name!r} ({type(value).__name__})" for name, value in held.items() if not isinstance(value, Tensor)
     ]
-    return f"what is no tensor, {', '.join(others[:5])}" if others else "names that are no text"
+    return f"values that are not tensors, {', '.join(others[:5])}" if others else "names that are not strings"
 
 
 def _first_line(error: BaseException) -> str:

@@ -32,7 +32,7 @@ _INDICES = tuple(index for index, _, _ in _KINDS)
 # The name of a variant (another dtype, for example) in an index's name. In a file's name it precedes the suffix.
 _VARIANT = re.compile(r"(?<=\.index)\.[^.]+(?=\.json$)")
 _SHARD = re.compile(r"-\d+-of-\d+\.")
-_OWN = ("converted-", "offloaded-", ".")  # prefixes of files that this package writes, and of unfinished files
+_OWN = ("converted-", "offloaded-", ".")  # prefixes of files of this package and of unfinished files
 _NUM_SHOWN = 5
 
 
@@ -168,7 +168,7 @@ class MappedFile:
             os.posix_fadvise(self._file, begin, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by its begin and end in each dim, through the file's pages."""
+        """Copy a part of a tensor, given by its start and end in each dim, through the file's pages."""
         target.copy_(self._tensors[name][tuple(slice(begin, end) for begin, end in box)])
 
     def _fill(self, memory: memoryview, start: int) -> None:
@@ -322,7 +322,7 @@ def _indexed(index: Path) -> dict[str, MappedFile]:
 
 
 class _Entry(NamedTuple):
-    """The entry of a tensor in a header, with its offset from the begin of the file."""
+    """The entry of a tensor in a header, with its offset from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -47,7 +47,7 @@ class WeightSource(Protocol):
         ...
 
     def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by its begin and end in each dim."""
+        """Copy a part of a tensor, given by its start and end in each dim."""
         ...
 
     def file_of(self, name: str) -> MappedFile | None:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-# The begin and end of a shard in each dim.
+# The start and end of a shard in each dim.
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
 

@@ -35,7 +35,7 @@ class Operation(NamedTuple):
 
 
 class Change(NamedTuple):
-    """An allocation or release of memory, or, with a size of 0, the begin of a block.
+    """An allocation or release of memory, or, with a size of 0, the start of a block.
 
     Attributes:
         block: The index of the running block; -1 before the first block.

@@ -50,7 +50,7 @@ class Rates:
 
 
 class Turn(NamedTuple):
-    """The begin and end of a part's read, copy and computation, in seconds; (0, 0) for a step that it skips.
+    """The start and end of a part's read, copy and computation, in seconds; (0, 0) for a step that it skips.
 
     Attributes:
         read: The read from the disk to the host's memory.

@@ -126,13 +126,13 @@ def layers_to_pack(
     }
     if not found:
         raise ValueError(
-            f"{type(quantization).__name__}: the model has no weight to pack: they are those of nn.Linear inside of "
-            "it (not of classes of it), but for tied ones and what skip_modules and special dtypes name"
+            f"{type(quantization).__name__}: the model has no weight to pack: only untied weights of nn.Linear "
+            "submodules (not of its subclasses) are packed, except those that skip_modules or special_dtypes names"
         )
     for name, linear in found.items():
         if any(value for key, value in vars(linear).items() if key.endswith("_hooks") or key == "forward"):
             raise ValueError(
-                f"{name!r}: its layer has hooks or a forward of its own, which could be lost: register them after it "
-                "is loaded, or name it in skip_modules"
+                f"{name!r}: its layer has hooks or a forward of its own, which could be lost: register them after the "
+                "load, or name it in skip_modules"
             )
     return found
