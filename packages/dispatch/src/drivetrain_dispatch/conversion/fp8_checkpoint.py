@@ -46,7 +46,7 @@ def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> F
     ]
     if found.values and lacking:  # without any scales, the fp8 values themselves are the weights
         raise WeightFilesError(
-            f"{lacking[0]!r} is fp8 and has no scales {lacking[0] + _SUFFIX!r}, unlike {len(found.values)} other weights: "
+            f"{lacking[0]!r} is fp8 and has no scales {lacking[0] + _SUFFIX!r}, unlike {len(found.values)} others: "
             "fetch the checkpoint again"
         )
     return found

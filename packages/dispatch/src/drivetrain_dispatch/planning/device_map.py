@@ -188,7 +188,7 @@ def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[s
     chosen = {name: _longest(name, places) for name in tensors}
     if left := [name for name, key in chosen.items() if key is None]:
         raise DeviceMapError(
-            f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all that are left'
+            f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all others'
         )
     return {name: places[key] for name, key in chosen.items() if key is not None}
 

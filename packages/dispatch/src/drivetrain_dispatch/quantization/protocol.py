@@ -132,7 +132,7 @@ def layers_to_pack(
     for name, linear in found.items():
         if any(value for key, value in vars(linear).items() if key.endswith("_hooks") or key == "forward"):
             raise ValueError(
-                f"{name!r}: its layer has hooks or a forward of its own, which could be lost: register them after the "
-                "load, or name it in skip_modules"
+                f"{name!r}: its layer has hooks or a forward of its own, which could be lost: register them after "
+                "the load, or name it in skip_modules"
             )
     return found
