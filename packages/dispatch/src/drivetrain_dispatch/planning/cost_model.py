@@ -106,8 +106,8 @@ def measure_costs(
 def _check_plain(model: nn.Module) -> None:
     if packed := [name for name, tensor in named_tensors(model) if is_packed(tensor)]:
         raise CostError(
-            f"{packed[0]!r} is quantised and cannot compute without data: measure the model before it is quantised, and "
-            "plan with special_sizes=quantized_sizes(...)"
+            f"{packed[0]!r} is quantised and cannot compute without data: measure the model before it is quantised, "
+            "and plan with special_sizes=quantized_sizes(...)"
         )
 
 
