@@ -85,7 +85,7 @@ def test_what_no_file_holds_is_said_and_the_model_stays(tmp_path: Path) -> None:
         disk_offload(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(WeightFilesError, match="no free name"):
+    with pytest.raises(WeightFilesError, match="reserved name"):
         write_aligned({"__drivetrain_padding__/0": torch.zeros(1)}, tmp_path / "x")
 
 

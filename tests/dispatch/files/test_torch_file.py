@@ -90,9 +90,9 @@ def test_one_file_and_its_folder_will_do_and_safetensors_are_preferred(tmp_path:
         (lambda path: torch.save([torch.ones(1)], path), "holds a list: must be a dict of tensors by name"),
         (
             lambda path: torch.save({"model": {}, "epoch": 3}, path),
-            r"holds what is no tensor, 'model' \(dict\), 'epoch' \(int\): must be a dict of tensors by name",
+            r"holds values that are not tensors, 'model' \(dict\), 'epoch' \(int\): must be a dict of tensors",
         ),
-        (lambda path: torch.save({1: torch.ones(1)}, path), "holds names that are no text"),
+        (lambda path: torch.save({1: torch.ones(1)}, path), "holds names that are not strings"),
     ],
 )
 def test_what_is_no_dict_of_tensors_is_told_and_runs_no_code(

@@ -1,1 +1,1 @@
-"""Convert a checkpoint to a model's names and shapes while its tensors are read."""
+"""Convert a checkpoint to a model's names and shapes on the fly."""

@@ -1,4 +1,4 @@
-"""A checkpoint under the names and in the shapes of a model that divides its weights otherwise than the file does."""
+"""A checkpoint that is converted to a model's names and shapes while it is read."""
 
 import hashlib
 import logging
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class ConvertedCheckpoint:
-    """Reads tensors by the model's names, and converts them as they are read.
+    """A checkpoint whose tensors have the model's names and shapes, and are converted as they are read.
 
     Args:
-        path: The checkpoint's.
-        tensors: How each tensor is made, by the model's name.
+        path: The path of the checkpoint.
+        tensors: The lazy tensor of each name in the model.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]) -> None:
@@ -32,7 +32,7 @@ class ConvertedCheckpoint:
         self._files = {file: None for tensor in tensors.values() for file in tensor.files()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor: pages of its file if it is a view of one tensor there; else it is computed."""
+        """Return a tensor: pages of its file if it is a view of a single tensor there, otherwise computed values."""
         return self._tensors[name].values()
 
     def tensor_dtype(self, name: str) -> torch.dtype:
@@ -44,19 +44,19 @@ class ConvertedCheckpoint:
         return tuple(self._tensors[name].shape)
 
     def divisible(self, name: str) -> bool:
-        """Return whether a tensor can be copied piece by piece: if it is in a file as it is."""
+        """Return whether a tensor can be copied piece by piece, which requires that a file stores it unconverted."""
         origin = self._tensors[name].origin
         return isinstance(origin, TensorInFile) and origin.file.divisible(origin.name)
 
     def start_of(self, name: str) -> int | None:
-        """Return where the first part of a tensor begins in its file, in bytes."""
+        """Return the offset of a tensor's first part in its file, in bytes."""
         return self._tensors[name].position()[1]
 
     def copy(self, name: str, target: Tensor, *, start: int = 0, buffer: Tensor) -> None:
-        """Copy elements of a tensor, from `start` on; all of them unless it is divisible.
+        """Copy elements of a tensor from `start` on; a tensor that is not divisible is copied as a whole.
 
         Raises:
-            WeightFilesError: A file ends too early.
+            WeightFilesError: A file is truncated.
         """
         lazy = self._tensors[name]
         if isinstance(lazy.origin, TensorInFile):
@@ -65,7 +65,7 @@ class ConvertedCheckpoint:
             lazy.read_into(target.view(lazy.shape))
 
     def expect(self, name: str, *, start: int, size_bytes: int) -> None:
-        """Have the system begin to read elements of a tensor, from `start` on; all of them unless it is divisible."""
+        """Ask the system to read ahead elements from `start` on; all elements if the tensor is not divisible."""
         lazy = self._tensors[name]
         if isinstance(lazy.origin, TensorInFile):
             lazy.origin.file.expect(lazy.origin.name, start=start, size_bytes=size_bytes)
@@ -74,39 +74,39 @@ class ConvertedCheckpoint:
             file.expect(own_name, start=0, size_bytes=file.tensor(own_name).nbytes)
 
     def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by begin and end in each dim."""
+        """Copy a part of a tensor, given by its start and end in each dim."""
         target.copy_(self.tensor(name)[tuple(slice(begin, end) for begin, end in box)])
 
     def file_of(self, name: str) -> MappedFile | None:
-        """Return the file whose pages a tensor is; None if it is computed."""
+        """Return the file whose pages a tensor is; None if its values are computed."""
         lazy = self._tensors[name]
         return next(iter(lazy.files())) if lazy.is_mapped() else None
 
     def is_computed(self, name: str) -> bool:
-        """Return whether a tensor is in no file at all."""
+        """Return whether a tensor is computed without reading any file."""
         return not self._tensors[name].files()
 
     def check_unchanged(self) -> None:
-        """Check that nobody wrote into the files since they were opened.
+        """Check that the files were not written to since they were opened.
 
         Raises:
-            WeightFilesError: Somebody did.
+            WeightFilesError: A file was written to.
         """
         for file in self._files:
             file.check_unchanged()
 
     def written(self, dtypes: Mapping[str, torch.dtype], folder: Path) -> MappedFile:
-        """Write tensors that no file holds to a file of a folder, or open the one that an earlier call has written.
+        """Write converted tensors to a file in a folder, or open the file that an earlier call has written.
 
-        The name of the file tells what is in it: the recipes of the tensors, and the checkpoint's files with their
-        sizes and times. It is the user's to delete. One tensor is written after the other, into the file's pages.
+        The file's name contains a hash of the tensors' recipes and of the sizes and times of the checkpoint's files.
+        The file is never deleted here. Tensors are written one after the other, into the file's pages.
 
         Args:
             dtypes: The dtype of each tensor to write, by name.
-            folder: Where; made if it is not there.
+            folder: The folder of the file, created if it is missing.
 
         Raises:
-            WeightFilesError: The file could not be written; nothing is left of it.
+            WeightFilesError: The file could not be written; no part of it is left behind.
         """
         recipes = "\n".join(
             f"{name} {dtypes[name]} {self._tensors[name].recipe()}" for name in sorted(dtypes)
@@ -123,7 +123,8 @@ class ConvertedCheckpoint:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._write(unfinished, like)
-                file = MappedFile(unfinished)  # before another process may put its own there
+                # Open before the rename, as another process may replace `path` with its own file.
+                file = MappedFile(unfinished)
                 os.replace(unfinished, path)
                 file.path = path.absolute()
             except BaseException:
@@ -134,8 +135,8 @@ class ConvertedCheckpoint:
                 f"converted weights could not be written to {folder} ({error}): name another folder, or free the disk"
             ) from error
         logger.warning(
-            "wrote %.1f MB of weights that the disk keeps and the checkpoint has in another form to %s; later loads "
-            "of the same checkpoint by the same map read them there",
+            "wrote %.1f MB of converted weights for the disk to %s; later loads of the same checkpoint with the same "
+            "map reuse them",
             path.stat().st_size / 1e6,
             path,
         )
@@ -145,11 +146,11 @@ class ConvertedCheckpoint:
         for name, target in create_aligned(like, path).items():
             self._tensors[name].read_into(target)
         with path.open("rb+") as file:
-            os.fsync(file.fileno())  # writes the pages that were changed through the mapping too
+            os.fsync(file.fileno())  # also flushes pages that were changed through the mapping
 
 
 def _opened(path: Path, names: Collection[str]) -> MappedFile | None:
-    """Open the file that an earlier load has written, unless there is none or it was damaged since."""
+    """Open the file that an earlier load has written; None if it is missing, damaged or lacks a tensor."""
     if not path.exists():
         return None
     try:

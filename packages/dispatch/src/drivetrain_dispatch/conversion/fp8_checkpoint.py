@@ -1,4 +1,4 @@
-"""Checkpoints with fp8 weights and a scale for each block: which they are, and whether they can be kept so."""
+"""Find the block-scaled fp8 weights of a checkpoint, and decide whether a model can keep them in fp8."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor, TensorInFile
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.quantization.block_scaled import BLOCK, FP8_DTYPES, dequantise, grid_of
 
-_SUFFIX = "_scale_inv"  # what is added to the name of a weight
+_SUFFIX = "_scale_inv"  # appended to the name of a weight
 
 
 class Fp8Weights(NamedTuple):
@@ -24,11 +24,11 @@ def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> F
     """Find the fp8 weights that have scales.
 
     Args:
-        tensors: The checkpoint's, by name. The scales of `NAME` are called `NAME_scale_inv`.
-        wanted: Names that the model has: scales that are among them are the model's own.
+        tensors: The checkpoint's tensors by name. The scales of `NAME` are called `NAME_scale_inv`.
+        wanted: The names of the model's tensors; scales among them belong to the model and are not applied.
 
     Raises:
-        WeightFilesError: The number of scales is not that of the weight's blocks, or some weights alone have none.
+        WeightFilesError: The shape of scales does not match the weight's blocks, or only some weights have scales.
     """
     found = Fp8Weights({}, {})
     for name, tensor in tensors.items():
@@ -44,16 +44,16 @@ def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> F
     lacking = [
         name for name, tensor in tensors.items() if tensor.dtype in FP8_DTYPES and name not in found.values
     ]
-    if found.values and lacking:  # where none has scales, they are numbers of their own
+    if found.values and lacking:  # without any scales, the fp8 values themselves are the weights
         raise WeightFilesError(
-            f"{lacking[0]!r} is fp8 and has no scales {lacking[0] + _SUFFIX!r}, as {len(found.values)} others have: "
+            f"{lacking[0]!r} is fp8 and has no scales {lacking[0] + _SUFFIX!r}, unlike {len(found.values)} others: "
             "fetch the checkpoint again"
         )
     return found
 
 
 def dequantised(tensors: Mapping[str, LazyTensor], fp8: Fp8Weights) -> dict[str, LazyTensor]:
-    """Return the tensors of a checkpoint without scales: weights that have any are in fp32."""
+    """Return a checkpoint's tensors without the scales; the weights that have scales are dequantised to fp32."""
     scales = {f"{name}{_SUFFIX}" for name in fp8.scales}
     return {
         name: LazyTensor.made_by(dequantise, tensor, fp8.scales[name]) if name in fp8.scales else tensor
@@ -63,22 +63,22 @@ def dequantised(tensors: Mapping[str, LazyTensor], fp8: Fp8Weights) -> dict[str,
 
 
 def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
-    """Return whether scales that were converted as their weights were are those of the blocks of what these became.
+    """Return whether converted scales still match the blocks of the converted weight.
 
-    They are if every tensor that a weight is joined from begins at a block: two matrices of 64 rows, one upon the
-    other, are one block with two scales.
+    They match if every tensor that the weight is joined from begins at a block's boundary: two stacked matrices of
+    64 rows, for example, would be one block with two scales.
 
     Args:
-        values: A weight of the model, made of a checkpoint's fp8 weights.
-        scales: The same, made of their scales.
+        values: A weight of the model, converted from a checkpoint's fp8 weights.
+        scales: The result of the same conversion applied to the scales.
     """
     if values.dim() < 2 or tuple(scales.shape) != grid_of(values.shape):
         return False
     of_values, of_scales = _places(values), _places(scales)
     if of_values is None or of_scales is None or of_values.keys() != of_scales.keys():
         return False
-    # A part that begins within a block follows a cut one, whose scale counts as a whole: its own scale lies further
-    # along than its row or column divided by 128.
+    # A part that begins within a block follows a partial block with a scale of its own. The part's scale therefore
+    # has a larger index than its row or column divided by 128.
     return all(
         of_scales[name] == (*outer, row // BLOCK, column // BLOCK)
         for name, (*outer, row, column) in of_values.items()
@@ -86,9 +86,9 @@ def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
 
 
 def _places(joined: LazyTensor) -> dict[str, tuple[int, ...]] | None:
-    """Return where in a tensor each tensor of files begins that it is joined from, by the name of the weight.
+    """Return the coordinates at which each stored tensor begins in a joined tensor, by the name of the weight.
 
-    None if it is made in another way, or if one of them is transposed.
+    Return None if the tensor is made in another way than by joining, or if one of its parts is transposed.
     """
     target = torch.empty(joined.shape, device="meta")
     places: dict[str, tuple[int, ...]] = {}

@@ -1,8 +1,8 @@
-"""Tensors without values that record the operations applied to them, and run these when the values are needed.
+"""The lazy tensors of a conversion: they record the operations applied to them, and run these on demand.
 
-A conversion written for ordinary tensors (split, stack, transpose, dequantise) is applied to `LazyTensor`s before a
-file is read. It then tells the shape of each result, the tensors of files that it needs, and, for results that are
-joined from several tensors, which part of the result each of them fills: they are read straight to their place.
+A conversion written for ordinary tensors (split, stack, transpose, dequantise) is applied to `LazyTensor`s before any
+file is read. The result gives the shape of each tensor, the stored tensors that it needs, and, if it is joined from
+several tensors, the part that each of them fills, so that they are read directly into their place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from drivetrain_dispatch.files.weight_files import MappedFile
 
 _PIECE_BYTES = 8 << 20
-# Operations that only change the dims of a tensor: a part of their result is the same part of what they are given.
+# Operations that change only the dims of a tensor, so that each part of the result is a part of the input.
 _RESHAPES = frozenset({Tensor.reshape, Tensor.view, Tensor.flatten, Tensor.unflatten, torch.flatten})
 _TRANSPOSES = frozenset({Tensor.transpose, torch.transpose, Tensor.swapaxes})
 _STACKS = frozenset({torch.stack})
@@ -23,11 +23,11 @@ _JOINS = _STACKS | _CONCATENATIONS
 
 
 class TensorInFile(NamedTuple):
-    """A tensor of a file.
+    """A tensor that is stored in a file.
 
     Attributes:
-        file: The file.
-        name: Its name there.
+        file: The file that stores the tensor.
+        name: The tensor's name in the file.
     """
 
     file: MappedFile
@@ -35,13 +35,13 @@ class TensorInFile(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A call that makes a tensor of others.
+    """A recorded call that makes a tensor from others.
 
     Attributes:
         func: The function that is called.
-        args: Its arguments, with lazy tensors among them.
-        kwargs: Its keyword arguments.
-        position: The position of the tensor in what the function returns; None if it returns a tensor.
+        args: The positional arguments, with lazy tensors among them.
+        kwargs: The keyword arguments, with lazy tensors among them.
+        position: The index of the tensor in the function's result; None if the result is a tensor.
     """
 
     func: Callable[..., Any]
@@ -54,10 +54,10 @@ Origin: TypeAlias = TensorInFile | Operation
 
 
 class LazyTensor(Tensor):
-    """A tensor on the meta device that knows how its values are made.
+    """A tensor on the meta device that records how to make its values.
 
     Attributes:
-        origin: The file that holds it, or the operation that makes it.
+        origin: The stored tensor that it represents, or the operation that makes it.
     """
 
     origin: Origin
@@ -70,22 +70,22 @@ class LazyTensor(Tensor):
 
     @classmethod
     def made_by(cls, func: Callable[..., Any], *args: Any, **kwargs: Any) -> "LazyTensor":
-        """Create the lazy tensor that a function makes of lazy tensors, among other arguments.
+        """Create the lazy tensor that a function makes from its arguments, with lazy tensors among them.
 
         Args:
-            func: Returns a tensor. It is called twice: now with tensors on the meta device, later with values.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
+            func: A function that returns a tensor. It is called now on the meta device, and later with values.
+            args: The positional arguments of the function.
+            kwargs: The keyword arguments of the function.
         """
         return _lazy(func(*_map(args, _plain), **_map(kwargs, _plain)), Operation(func, args, kwargs, None))
 
     @classmethod
     def computed(cls, like: Tensor, compute: Callable[[], Tensor]) -> "LazyTensor":
-        """Create the lazy tensor of values that are in no file.
+        """Create the lazy tensor of values that no file stores.
 
         Args:
-            like: A tensor of the shape and dtype that they have.
-            compute: Returns them.
+            like: A tensor with the shape and dtype of the values.
+            compute: A function that returns the values.
         """
         return _lazy(torch.empty_like(like, device="meta"), Operation(compute, (), {}, None))
 
@@ -97,7 +97,7 @@ class LazyTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Apply an operation to shapes alone, and record it."""
+        """Apply an operation on the meta device, and record it."""
         given = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage] torch's documented name
             result = func(*_map(args, _plain), **_map(given, _plain))
@@ -112,7 +112,7 @@ class LazyTensor(Tensor):
     def values(self) -> Tensor:
         """Compute the values on the host.
 
-        A tensor of a file is returned as the file's pages, and so are views of one.
+        A stored tensor and views of it are returned as the file's pages.
         """
         if isinstance(self.origin, TensorInFile):
             return self.origin.file.tensor(self.origin.name)
@@ -121,13 +121,13 @@ class LazyTensor(Tensor):
         return result if index is None else result[index]
 
     def read_into(self, target: Tensor) -> None:
-        """Read the values into memory; at most one of the tensors that they are joined from is held beside it.
+        """Read the values into a tensor, with at most one of the tensors that they are joined from in memory.
 
         Args:
-            target: A tensor of the same shape; any device, dtype and strides.
+            target: A tensor of the same shape, with any device, dtype and strides.
 
         Raises:
-            WeightFilesError: A file ends too early.
+            WeightFilesError: A file is truncated.
         """
         parts = sorted(self.parts(target), key=lambda pair: pair[0].position())
         buffer: Tensor | None = None
@@ -143,23 +143,23 @@ class LazyTensor(Tensor):
         return {found.file: None for found in self.inputs()}
 
     def position(self) -> tuple[str, int]:
-        """Return the path of the first file that is read and where in it, so that reads can go in file order."""
+        """Return the path of the first file to read and the offset in it, for sorting reads in file order."""
         places = ((str(found.file.path), found.file.start_of(found.name) or 0) for found in self.inputs())
         return min(places, default=("", 0))
 
     def is_mapped(self) -> bool:
-        """Return whether the values are pages of one file: nothing has to be computed, copied or written."""
+        """Return whether the values are pages of one file, so that nothing has to be computed or copied."""
         if isinstance(self.origin, TensorInFile):
             return True
         inputs = list(self._lazy_inputs())
         if len(inputs) != 1:
             return False
         own, held = _plain(self), _plain(inputs[0])
-        # Torch keeps one object for a storage: a view of a tensor has its storage, a copy does not.
+        # Torch keeps one Python object per storage: a view shares it, a copy does not.
         return own.untyped_storage() is held.untyped_storage() and own.is_contiguous()
 
     def recipe(self) -> str:
-        """Describe how the values are made, in a text that is equal for equal recipes over the same files."""
+        """Describe how the values are made, in a string that is equal for equal operations on the same files."""
         if isinstance(self.origin, TensorInFile):
             file, name = self.origin
             return f"{file.path}@{file.stamp()}:{name}"
@@ -169,13 +169,13 @@ class LazyTensor(Tensor):
         return f"{getattr(func, '__module__', '')}.{name}{shown!r}[{index}]"
 
     def inputs(self) -> Iterator[TensorInFile]:
-        """Yield the tensors of files that the values are made of."""
+        """Yield the stored tensors that the values are made from."""
         for lazy in self._lazy_inputs():
             if isinstance(lazy.origin, TensorInFile):
                 yield lazy.origin
 
     def _lazy_inputs(self) -> Iterator["LazyTensor"]:
-        """Yield the tensors of files that this is made of."""
+        """Yield the lazy tensors of the stored tensors that this tensor is made from."""
         if isinstance(self.origin, TensorInFile):
             yield self
         else:
@@ -183,10 +183,10 @@ class LazyTensor(Tensor):
                 yield from lazy._lazy_inputs()
 
     def parts(self, target: Tensor) -> Iterator[tuple["LazyTensor", Tensor]]:
-        """Yield what fills each part of the target.
+        """Yield the lazy tensor that fills each part of the target, with that part.
 
-        A join is undone: each of the joined tensors fills a part. An operation around it that only reorders elements
-        is undone on the target. Whatever else made the tensor is computed as a whole.
+        A join is undone, so that each of the joined tensors fills a part. An operation on a join that only reorders
+        elements is undone on the target. The result of any other operation is computed as a whole.
         """
         if isinstance(self.origin, Operation) and self.origin.position is None:
             func, args, kwargs, _ = self.origin
@@ -203,7 +203,7 @@ class LazyTensor(Tensor):
         yield self, target
 
     def _joins(self) -> bool:
-        """Return whether it is joined from several tensors, maybe reordered afterwards."""
+        """Return whether this tensor is joined from several tensors, possibly reordered afterwards."""
         if isinstance(self.origin, TensorInFile) or self.origin.position is not None:
             return False
         if self.origin.func in _JOINS:
@@ -215,7 +215,7 @@ class LazyTensor(Tensor):
 def _joined(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Tensor
 ) -> Iterator[tuple[LazyTensor, Tensor]]:
-    """Yield what fills each part of the result of a stack or a concatenation."""
+    """Yield the lazy tensor that fills each part of the result of a stack or a concatenation, with that part."""
     tensors = args[0] if args else kwargs["tensors"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     start = 0
@@ -231,7 +231,7 @@ def _joined(
 def _undone(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], inner: Tensor, target: Tensor
 ) -> Tensor | None:
-    """Return the view of the target that takes what an operation was given; None if there is no such view."""
+    """Return the view of the target with the shape of an operation's input; None if there is no such view."""
     if func is Tensor.contiguous:
         return target
     if func in _TRANSPOSES:
@@ -239,13 +239,13 @@ def _undone(
     if func in _RESHAPES:
         try:
             return target.view(inner.shape)
-        except RuntimeError:  # its elements lie in no order that such a view can have
+        except RuntimeError:  # the target's strides allow no such view
             return None
     return None
 
 
 def _read(source: TensorInFile, target: Tensor, buffer: Tensor) -> None:
-    """Read a tensor of a file into contiguous memory, piece by piece."""
+    """Read a stored tensor into contiguous memory, piece by piece."""
     file, name = source
     step = (
         _PIECE_BYTES // file.tensor(name).element_size() if file.divisible(name) else max(1, target.numel())
@@ -276,7 +276,7 @@ def _lazy_tensors(value: Any) -> Iterator[LazyTensor]:
 
 
 def _map(value: Any, change: Callable[[LazyTensor], Any]) -> Any:
-    """Return arguments with every lazy tensor among them changed."""
+    """Return arguments with `change` applied to every lazy tensor among them."""
     if isinstance(value, LazyTensor):
         return change(value)
     if type(value) in (tuple, list):

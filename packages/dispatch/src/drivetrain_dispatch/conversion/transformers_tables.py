@@ -1,8 +1,8 @@
-"""The names and shapes under which transformers keeps weights in files, turned into those of its models.
+"""Convert checkpoints of transformers to the names and shapes of its models.
 
 `save_pretrained` writes many models in the form in which they were first published, and `from_pretrained` renames,
-splits and stacks tensors as it loads. Its own tables (`transformers.conversion_mapping`, from 5.0 on) say how; they
-are applied here to tensors without values.
+splits and stacks tensors on load. This module applies transformers' own conversion tables
+(`transformers.conversion_mapping`, from 5.0 on) to lazy tensors.
 """
 
 import re
@@ -20,16 +20,16 @@ from drivetrain_dispatch.errors import WeightFilesError
 
 
 def converted_names(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return a checkpoint's tensors by the names and in the shapes of a model of transformers.
+    """Return a checkpoint's tensors with the names and shapes of a transformers model.
 
-    What the model's class says may be left over is left out. Tensors that fit no name stay under their own.
+    Unexpected tensors that the model's class allows are dropped. Other tensors that the model lacks keep their names.
 
     Args:
-        model: The model; that of another library gets the tensors as they are.
-        tensors: By the checkpoint's names.
+        model: The model to load; for a model of another library the tensors stay unconverted.
+        tensors: The tensors by the checkpoint's names.
 
     Raises:
-        WeightFilesError: The tables do not fit the checkpoint.
+        WeightFilesError: The conversion tables do not fit the checkpoint.
     """
     tables = _tables(model)
     if tables is None:
@@ -44,7 +44,7 @@ def converted_names(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict
 
 
 def _tables(model: nn.Module) -> tuple[Any, list[Any]] | None:
-    """Return transformers' functions and the table of a model; None of another library's, or before such tables."""
+    """Return transformers' loading module and a model's table; None for other models or older transformers."""
     if not any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         return None
     try:
@@ -67,8 +67,8 @@ def _convert(
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, LazyTensor] = {}
-    groups: dict[str, Any] = {}  # by the first name of what a converter makes
-    # The order of the names is that of the experts that are stacked.
+    groups: dict[str, Any] = {}  # converters by the first name that each produces
+    # Experts are stacked in the order of their names.
     for name in sorted(tensors, key=loading.dot_natural_key):
         new, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
         if new not in wanted and name in wanted:
@@ -78,7 +78,7 @@ def _convert(
         elif pattern is None:
             if new in found:
                 raise WeightFilesError(
-                    f"several tensors of the checkpoint are {new!r} of the model, {name!r} too"
+                    f"several tensors of the checkpoint map to {new!r} of the model, {name!r} among them"
                 )
             found[new] = tensors[name]
         else:
@@ -88,7 +88,7 @@ def _convert(
     for first, group in groups.items():
         try:
             made = group.convert(first, model=model, config=model.config)
-        except Exception as error:  # whatever a function of the tables raises
+        except Exception as error:  # functions of the tables may raise anything
             raise WeightFilesError(
                 f"transformers' conversion to {first!r} of {type(model).__name__} does not fit the checkpoint: "
                 f"{type(error).__name__}: {error}"
@@ -98,8 +98,8 @@ def _convert(
 
 
 def _may_be_left(model: nn.Module, name: str) -> bool:
-    """Return whether checkpoints of a model may have a name that the model lacks."""
-    # Tables that every layer had once, and that the model computes today.
+    """Return whether checkpoints of a model may contain a name that the model lacks."""
+    # Older versions stored these tables in every layer; the model computes them now.
     tables = [
         f".{buffer}" for buffer, _ in model.named_buffers() if buffer.endswith(("inv_freq", "position_ids"))
     ]
@@ -108,9 +108,9 @@ def _may_be_left(model: nn.Module, name: str) -> bool:
 
 
 def _computed(model: Any, found: Collection[str]) -> dict[str, LazyTensor]:
-    """Return the tensors that checkpoints of a model need not have, since the model computes them: position tables.
+    """Return tensors that checkpoints may omit because the model computes them, such as position tables.
 
-    What the model would draw at random is not among them.
+    Tensors that the model initialises at random are not among them.
     """
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None)
     names: dict[int, list[str]] = {}
@@ -131,7 +131,7 @@ def _computed(model: Any, found: Collection[str]) -> dict[str, LazyTensor]:
 
 
 def _initial(model: Any, name: str) -> Tensor:
-    """Return the values that the model's initialisation gives a parameter."""
+    """Return the initial values of a parameter."""
     outer, _, leaf = name.rpartition(".")
     module = deepcopy(model.get_submodule(outer)).to_empty(device="cpu")
     model._init_weights(module)

@@ -1,1 +1,1 @@
-"""Read and write weight files, safetensors and PyTorch's own, mapped into memory."""
+"""Read and write memory-mapped weight files, safetensors and PyTorch's own."""

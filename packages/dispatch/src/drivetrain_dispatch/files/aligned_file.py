@@ -1,7 +1,7 @@
-"""Safetensors files in which every tensor begins at a multiple of 64 bytes, as tensors in memory do.
+"""Write safetensors files in which every tensor begins at a multiple of 64 bytes, as tensors in memory do.
 
-The host's kernels take other paths for what begins elsewhere, and round the last bit of a sum in another way. The
-format has no holes between tensors: what is left up to the next multiple is a tensor of bytes with a name of its own.
+CPU kernels take other code paths for unaligned tensors, and round the last bit of a sum differently. The format
+allows no gaps between tensors, so padding is a tensor of bytes with a reserved name.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from drivetrain_dispatch.errors import WeightFilesError
 
-ALIGNMENT_BYTES = 64  # what torch's own allocator gives
+ALIGNMENT_BYTES = 64  # the alignment of torch's CPU allocator
 _PADDING = "__drivetrain_padding__/"
-DTYPES = {  # those that safetensors has a name for
+DTYPES = {  # torch dtypes by their names in safetensors' headers
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -41,22 +41,22 @@ DTYPES = {  # those that safetensors has a name for
 
 
 def is_padding(name: str) -> bool:
-    """Whether a tensor of a file only fills it up to where the next one begins. Pure."""
+    """Return whether a tensor of a file is padding before the next tensor. Pure."""
     return name.startswith(_PADDING)
 
 
 def write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors to a safetensors file, in their order, each at a multiple of 64 bytes from the file's begin.
+    """Write tensors to a safetensors file in their order, each at an offset that is a multiple of 64 bytes.
 
-    One that is not on the host, or not contiguous, is copied alone. Any reader of the format reads the file; it also
-    shows the tensors that fill it up, which `is_padding` tells.
+    Tensors that are not on the host, or not contiguous, are copied one at a time. Any reader of the format can read
+    the file; it also sees the padding, which `is_padding` recognises.
 
     Args:
-        tensors: By name.
-        path: Where; a file that is there is replaced.
+        tensors: The tensors by name.
+        path: The file to write; an existing file is replaced.
 
     Raises:
-        WeightFilesError: A tensor is of a dtype that the format does not have, or has a name that is not free.
+        WeightFilesError: The format lacks a tensor's dtype, or a tensor's name is reserved.
         OSError: The file could not be written.
     """
     header = _header(tensors)
@@ -69,17 +69,17 @@ def write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def create_aligned(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Create such a file for tensors whose values come later, and return them as its pages.
+    """Create an aligned file for tensors whose values are written later, and return the tensors as its pages.
 
-    What is written to them is written to the file; until then they are zeros.
+    Writes to the returned tensors go to the file; until then the values are zeros.
 
     Args:
-        tensors: By name. Shapes and dtypes alone are looked at: those of the meta device will do.
-        path: The file; one that is there is replaced.
+        tensors: The tensors by name. Only shapes and dtypes are used, so tensors on the meta device suffice.
+        path: The file to create; an existing file is replaced.
 
     Raises:
-        WeightFilesError: A tensor is of a dtype that the format does not have, or has a name that is not free.
-        OSError: The disk has no room.
+        WeightFilesError: The format lacks a tensor's dtype, or a tensor's name is reserved.
+        OSError: The disk has too little room.
     """
     header = _header(tensors)
     starts: dict[str, int] = {}
@@ -89,9 +89,8 @@ def create_aligned(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tenso
         end += tensor.nbytes + _missing(tensor.nbytes)
     with path.open("wb") as file:
         file.write(header)
-        os.posix_fallocate(
-            file.fileno(), 0, end
-        )  # a full disk is told here, not by a signal when pages are written
+        # A full disk raises an error here instead of SIGBUS when pages are written.
+        os.posix_fallocate(file.fileno(), 0, end)
     pages = torch.from_file(str(path), shared=True, size=end, dtype=torch.uint8)
     return {
         name: pages[starts[name] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -100,14 +99,14 @@ def create_aligned(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tenso
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive the view; without NumPy, which knows no bfloat16."""
+    """Return a view of the memory of a contiguous CPU tensor, which must outlive it. NumPy would lack bfloat16."""
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """What stands before the tensors, filled up with spaces. Pure."""
+    """Return the header of a file, padded with spaces. Pure."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -116,7 +115,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
                 f"{name!r} is of {tensor.dtype}, which no safetensors file holds: keep it on 'cpu', or convert it"
             )
         if is_padding(name) or name in entries:
-            raise WeightFilesError(f"{name!r} is no free name in a file of weights: rename that module")
+            raise WeightFilesError(f"{name!r} is a reserved name in weight files: rename that module")
         entries[name] = _entry(DTYPES[tensor.dtype], list(tensor.shape), end, tensor.nbytes)
         end += tensor.nbytes
         if filled := _missing(end):
@@ -132,5 +131,5 @@ def _entry(dtype: str, shape: list[int], begin: int, size_bytes: int) -> dict[st
 
 
 def _missing(size_bytes: int) -> int:
-    """How many bytes are left up to the next multiple."""
+    """Return the bytes of padding up to the next aligned offset."""
     return -size_bytes % ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""PyTorch's own files of weights, read without running what is in them."""
+"""Read PyTorch's own weight files without running code from them."""
 
 import pickle
 from collections.abc import Mapping
@@ -14,16 +14,17 @@ PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 def map_pickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that `torch.save` wrote, as its pages: nothing is read before it is used.
+    """Return the tensors of a file that `torch.save` wrote, as its pages, which are read on first use.
 
-    Only tensors and plain containers are built of what the file says; no code in it runs.
+    Only tensors and plain containers are unpickled; no code from the file runs.
 
     Args:
-        path: Where.
+        path: The file to map.
 
     Raises:
-        FileNotFoundError: It is missing.
-        WeightFilesError: It is cut, in the format before torch 1.6, or holds anything but tensors by name.
+        FileNotFoundError: The file is missing.
+        WeightFilesError: The file is truncated, in the format before torch 1.6, or contains anything other than
+            tensors by name.
     """
     try:
         held: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -53,7 +54,7 @@ def _described(held: object) -> str:
     others = [
         f"{name!r} ({type(value).__name__})" for name, value in held.items() if not isinstance(value, Tensor)
     ]
-    return f"what is no tensor, {', '.join(others[:5])}" if others else "names that are no text"
+    return f"values that are not tensors, {', '.join(others[:5])}" if others else "names that are not strings"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """The files of a model's weights, as safetensors, torch and Hugging Face's libraries lay them out.
 
-A tensor of such a file is the file's pages: it takes no memory of its own, and nothing is read before it is used.
+A tensor of a mapped file is the file's pages: it takes no memory of its own, and is read on first use.
 """
 
 import errno
@@ -22,22 +22,22 @@ from drivetrain_dispatch.files.aligned_file import DTYPES, bytes_of, is_padding
 from drivetrain_dispatch.files.torch_file import PICKLED_SUFFIXES, map_pickled
 
 _SUFFIX = ".safetensors"
-# In the order of preference: what an index's name ends with, what files are called that are a folder's weights beside
-# any others (by transformers and by diffusers), and other ends.
+# In order of preference: the suffix of an index, the file names that transformers and diffusers use for a folder's
+# weights, and the suffixes of other weight files.
 _KINDS = (
     (f"{_SUFFIX}.index.json", (f"model{_SUFFIX}", f"diffusion_pytorch_model{_SUFFIX}"), (_SUFFIX,)),
     (".bin.index.json", ("pytorch_model.bin", "diffusion_pytorch_model.bin"), PICKLED_SUFFIXES),
 )
 _INDICES = tuple(index for index, _, _ in _KINDS)
-# What they call an index of a variant: of another dtype, for example. A file's is its last part but one.
+# The name of a variant (another dtype, for example) in an index's name. In a file's name it precedes the suffix.
 _VARIANT = re.compile(r"(?<=\.index)\.[^.]+(?=\.json$)")
 _SHARD = re.compile(r"-\d+-of-\d+\.")
-_OWN = ("converted-", "offloaded-", ".")  # files that this package writes, and unfinished ones
+_OWN = ("converted-", "offloaded-", ".")  # prefixes of files of this package and of unfinished files
 _NUM_SHOWN = 5
 
 
 class _Stamp(NamedTuple):
-    """What tells a file that was replaced or written to from what it was."""
+    """The properties of a file that change if it is replaced or written to."""
 
     inode: int
     size_bytes: int
@@ -50,37 +50,36 @@ class _Stamp(NamedTuple):
 
 
 class MappedFile:
-    """A file of weights that is mapped into memory: a safetensors file, or one that `torch.save` wrote.
+    """A memory-mapped file of weights: a safetensors file, or one that `torch.save` wrote.
 
-    It stays open: where another file takes its name, as a save into the same folder has it, what was opened is still
-    read.
+    The file stays open, so that its content is still read if another file replaces it, as a save into the same
+    folder does.
 
     Args:
-        path: Where.
+        path: The file to map.
 
     Attributes:
-        path: Where.
-        names: Of its tensors.
-        in_order: The same, as they lie in the file.
+        path: The absolute path of the file.
+        names: The names of its tensors.
+        in_order: The names of its tensors, in the order of the file.
 
     Raises:
-        WeightFilesError: It is missing, cut, or no file of weights.
+        WeightFilesError: The file is missing, truncated, or not a file of weights.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()  # wherever the process goes afterwards
+        self.path = path.absolute()  # stays valid if the process changes its working directory
         try:
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
             self._stamp = _Stamp.of(self._file)
-            # Where each tensor begins; empty where the format hides it.
+            # The offset of each tensor; empty if the format does not give offsets.
             self._starts: dict[str, int] = {}
             if path.suffix in PICKLED_SUFFIXES:
                 self._tensors = map_pickled(path)
             else:
-                with safe_open(
-                    path, framework="pt", device="cpu"
-                ) as reader:  # checks the header and the size
+                # safe_open checks the header and the file's size.
+                with safe_open(path, framework="pt", device="cpu") as reader:
                     entries = _entries(path)
                     self._starts = {name: entry.start for name, entry in entries.items()}
                     self._tensors = _mapped(self._file, entries, reader)
@@ -90,10 +89,8 @@ class MappedFile:
             raise WeightFilesError(
                 f"{path} is no whole safetensors file ({error}): it was cut or damaged; fetch it again"
             ) from error
-        except (
-            MemoryError,
-            RuntimeError,
-        ) as error:  # Linux maps no file larger than memory and swap, unless it is told to
+        except (MemoryError, RuntimeError) as error:
+            # By default Linux maps no file larger than memory and swap.
             raise WeightFilesError(
                 f"{path} cannot be mapped ({error}): store it as several files that are each smaller than the memory"
             ) from error
@@ -102,11 +99,11 @@ class MappedFile:
         self.names = frozenset(self.in_order)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as the file's pages. To write to it changes memory, never the file."""
+        """Return a tensor as the file's pages. Writes to it change memory, never the file."""
         return self._tensors[name]
 
     def start_of(self, name: str) -> int | None:
-        """Where a tensor begins in the file, in bytes; None where the format hides it."""
+        """Return the offset of a tensor in the file, in bytes; None if the format does not give it."""
         return self._starts.get(name)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
@@ -118,28 +115,29 @@ class MappedFile:
         return tuple(self._tensors[name].shape)
 
     def stamp(self) -> str:
-        """Return a text that differs once another file of this path was written."""
+        """Return a string that differs after the file at this path is replaced or written to."""
         return ":".join(map(str, self._stamp))
 
     def file_of(self, name: str) -> "MappedFile":  # noqa: ARG002 as the protocol has it
-        """Return the file whose pages a tensor is: this one."""
+        """Return the file whose pages a tensor is: this file."""
         return self
 
     def divisible(self, name: str) -> bool:
-        """Whether a tensor can be copied piece by piece; what `torch.save` wrote may lie in another order."""
+        """Return whether a tensor can be copied piece by piece; `torch.save` also writes non-contiguous tensors."""
         return name in self._starts or self._tensors[name].is_contiguous()
 
     def copy(self, name: str, target: Tensor, *, start: int = 0, buffer: Tensor) -> None:
-        """Copy elements of a tensor, without its pages becoming part of this process's memory where that can be.
+        """Copy elements of a tensor, if possible by reads that map no pages into this process's memory.
 
         Args:
-            name: The tensor.
-            target: Contiguous, of one dim; any device and dtype.
-            start: The first element that is copied, counted in the tensor's own order. All, unless it is divisible.
-            buffer: Bytes on the CPU, at least as many as are copied, for what another device or dtype needs.
+            name: The name of the tensor.
+            target: A contiguous tensor of one dim, on any device and of any dtype.
+            start: The index of the first element to copy, in the flat tensor. A tensor that is not divisible is
+                copied as a whole.
+            buffer: A CPU tensor of bytes, at least as many as are copied, for targets of another device or dtype.
 
         Raises:
-            WeightFilesError: The file ends before.
+            WeightFilesError: The file was truncated meanwhile.
         """
         mapped = self._tensors[name]
         if name not in self._starts:
@@ -156,21 +154,21 @@ class MappedFile:
             target.copy_(read)
 
     def expect(self, name: str, *, start: int, size_bytes: int) -> None:
-        """Have the system begin to read a part of a tensor that will be copied; nothing where the format hides it.
+        """Ask the system to read ahead a part of a tensor; does nothing if the format gives no offsets.
 
-        Threads that read one file in turns look to the system as if they read here and there: it reads little ahead.
+        To the system, threads that take turns reading a file look like random access, so it reads little ahead.
 
         Args:
-            name: The tensor.
-            start: The first element of the part.
-            size_bytes: Of it.
+            name: The name of the tensor.
+            start: The index of the first element of the part.
+            size_bytes: The bytes of the part.
         """
         if name in self._starts and hasattr(os, "posix_fadvise"):
             begin = self._starts[name] + start * self._tensors[name].element_size()
             os.posix_fadvise(self._file, begin, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by begin and end in each dim, through the file's pages."""
+        """Copy a part of a tensor, given by its start and end in each dim, through the file's pages."""
         target.copy_(self._tensors[name][tuple(slice(begin, end) for begin, end in box)])
 
     def _fill(self, memory: memoryview, start: int) -> None:
@@ -181,11 +179,11 @@ class MappedFile:
             memory, start = memory[count:], start + count
 
     def forget(self, address: int, size_bytes: int) -> None:
-        """Have the system drop a part of the file from its cache, but for pages that anybody has mapped.
+        """Ask the system to drop a part of the file from the page cache, except pages that a process has mapped.
 
         Args:
-            address: Where the part is in memory. Nothing is done where the format hides where that is in the file.
-            size_bytes: Of the part.
+            address: The address of the part in memory. Does nothing if the format gives no offsets.
+            size_bytes: The bytes of the part.
         """
         known = next((name for name in self._starts if self._tensors[name].nbytes), None)
         if known is not None and hasattr(os, "posix_fadvise"):
@@ -194,20 +192,20 @@ class MappedFile:
             os.posix_fadvise(self._file, start, address - begin + size_bytes - start, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
-        """Check that nobody wrote into the file since it was opened; it may have been deleted or replaced by another.
+        """Check that the file was not written to since it was opened; it may have been deleted or replaced.
 
         Raises:
-            WeightFilesError: Somebody did. Of a file that was made shorter, the pages that are gone end the process
-                when they are used; nothing can prevent that.
+            WeightFilesError: The file was written to. If it was truncated, using the missing pages ends the process;
+                nothing can prevent that.
         """
         if _Stamp.of(self._file) != self._stamp:
             raise self._changed()
 
     def check_in_place(self) -> None:
-        """Check that the file of this name is the one that was opened, and as long; its content is not looked at.
+        """Check that the path still names the opened file with the same size; its content is not checked.
 
         Raises:
-            WeightFilesError: It was replaced, deleted or cut.
+            WeightFilesError: The file was replaced, deleted or truncated.
         """
         try:
             found = _Stamp.of(self.path)
@@ -224,21 +222,22 @@ class MappedFile:
 
 
 def find_weights(checkpoint: Path | str) -> dict[str, Path]:
-    """Which file holds each tensor of a model's weights, in the order in which they lie there.
+    """Return the file that holds each tensor of a model's weights, in the order of the files.
 
     Args:
-        checkpoint: A safetensors file or one that `torch.save` wrote, an index of several (`*.safetensors.index.json`
-            or `*.bin.index.json`), or a folder that holds one of them; of both kinds, safetensors is taken. A variant
-            (`model.fp16.safetensors`, `model.safetensors.index.fp16.json`) is taken if the folder has nothing else.
+        checkpoint: A safetensors file, a file that `torch.save` wrote, an index of several files
+            (`*.safetensors.index.json` or `*.bin.index.json`), or a folder that contains one of these; safetensors
+            takes precedence. A variant (`model.fp16.safetensors`, `model.safetensors.index.fp16.json`) is used only
+            if the folder contains nothing else.
 
     Raises:
-        WeightFilesError: It is none of them, or a file that it names is missing, damaged, or lacks a tensor.
+        WeightFilesError: The checkpoint is none of these, or one of its files is missing, damaged, or lacks a tensor.
     """
     return {name: file.path for name, file in open_weights(checkpoint).items()}
 
 
 def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
-    """As `find_weights`, with the files opened."""
+    """Open the files of `find_weights`, and return the one that holds each tensor."""
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         path = _in_folder(path)
@@ -254,7 +253,7 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
 
 
 def weights_of(folder: Path, variant: str | None) -> Path:
-    """Return what to load of a folder: it itself, or the index or file of a variant of its weights.
+    """Return what to load from a folder: the folder itself, or the index or file of a variant of its weights.
 
     Raises:
         WeightFilesError: The folder has no such variant.
@@ -274,7 +273,7 @@ def weights_of(folder: Path, variant: str | None) -> Path:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The index of a folder, or its one file."""
+    """Return the index of a folder, or its only file of weights."""
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith(_OWN))
     for index, usual, suffixes in _KINDS:
         indices = [path for path in paths if path.name.endswith(index)]
@@ -298,7 +297,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _indexed(index: Path) -> dict[str, MappedFile]:
-    """What an index says, held against the files."""
+    """Return the opened file of each tensor in an index, after checking the index against its files."""
     try:
         said: object = json.loads(index.read_text())
     except FileNotFoundError as error:
@@ -323,7 +322,7 @@ def _indexed(index: Path) -> dict[str, MappedFile]:
 
 
 class _Entry(NamedTuple):
-    """What a header says of a tensor; where it begins is counted from the file's begin."""
+    """The entry of a tensor in a header, with its offset from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -332,7 +331,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(path: Path) -> dict[str, _Entry]:
-    """The tensors of a safetensors file, in the order in which they lie there; its header has been checked."""
+    """Return the entries of a safetensors file, in the order of the file; its header has been checked."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
@@ -346,12 +345,12 @@ def _entries(path: Path) -> dict[str, _Entry]:
 
 
 def _mapped(file: int, entries: Mapping[str, _Entry], reader: Any) -> dict[str, Tensor]:
-    """The tensors as the file's pages, of which none is read.
+    """Return the tensors as the file's pages, without reading any page.
 
-    Not by the library's own `get_tensor`, which has the system read each tensor at once (safetensors 0.8).
+    The library's own `get_tensor` is avoided, since it makes the system read each tensor at once (safetensors 0.8).
 
     Raises:
-        MemoryError: The system maps no file of this size.
+        MemoryError: The system refuses to map a file of this size.
     """
     if not any(entry.size_bytes for entry in entries.values()):
         return {name: reader.get_tensor(name) for name in entries}

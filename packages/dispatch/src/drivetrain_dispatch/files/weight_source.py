@@ -1,4 +1,4 @@
-"""The protocol by which a load reads tensors: from files as they are, or converted while they are read."""
+"""The protocol through which a load reads tensors, directly from files or converted on the fly."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from drivetrain_dispatch.files.weight_files import MappedFile
 
 
 class WeightSource(Protocol):
-    """Holds tensors by name; a `MappedFile` is one."""
+    """A source of named tensors, such as a `MappedFile`."""
 
     @property
     def path(self) -> Path:
@@ -19,7 +19,7 @@ class WeightSource(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor: the pages of its file, where it has any; else it is computed."""
+        """Return a tensor: pages of its file if it is stored in one, otherwise computed values."""
         ...
 
     def tensor_dtype(self, name: str) -> torch.dtype:
@@ -35,29 +35,29 @@ class WeightSource(Protocol):
         ...
 
     def start_of(self, name: str) -> int | None:
-        """Return where a tensor begins in its file, in bytes; None where that is not known."""
+        """Return the offset of a tensor in its file, in bytes; None if it is unknown."""
         ...
 
     def copy(self, name: str, target: Tensor, *, start: int = 0, buffer: Tensor) -> None:
-        """Copy elements of a tensor, from `start` on; all of them unless it is divisible."""
+        """Copy elements of a tensor from `start` on; a tensor that is not divisible is copied as a whole."""
         ...
 
     def expect(self, name: str, *, start: int, size_bytes: int) -> None:
-        """Have the system begin to read elements of a tensor, from `start` on; all of them unless it is divisible."""
+        """Ask the system to read ahead elements from `start` on; all elements if the tensor is not divisible."""
         ...
 
     def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by begin and end in each dim."""
+        """Copy a part of a tensor, given by its start and end in each dim."""
         ...
 
     def file_of(self, name: str) -> MappedFile | None:
-        """Return the file whose pages a tensor is; None if it is the pages of none."""
+        """Return the file whose pages a tensor is; None if its values are computed."""
         ...
 
     def check_unchanged(self) -> None:
-        """Check that nobody wrote into the files since they were opened.
+        """Check that the files were not written to since they were opened.
 
         Raises:
-            WeightFilesError: Somebody did.
+            WeightFilesError: A file was written to.
         """
         ...

@@ -1,1 +1,1 @@
-"""Read a model: its tensors, their sizes and ties, and the units that are moved together."""
+"""Inspect a model: its tensors, their sizes and ties, and the units that are fetched together."""

@@ -1,6 +1,6 @@
-"""Quantised weights of bitsandbytes: scales are attributes beside the data, and layers keep state of them.
+"""Handle quantised weights of bitsandbytes, whose scales are attributes and whose layers keep state about them.
 
-Known by the library's module, so that nothing is imported where nobody uses it.
+Weights are recognised by the name of their class's module, so that bitsandbytes is never imported without need.
 """
 
 import copy
@@ -12,32 +12,32 @@ from torch import Tensor, nn
 
 
 def is_of_bitsandbytes(tensor: Tensor) -> bool:
-    """Whether a weight is one of theirs."""
+    """Return whether a weight is quantised by bitsandbytes."""
     return any(kind.__module__.startswith("bitsandbytes.") for kind in type(tensor).__mro__)
 
 
 def parts_beside(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors of a weight beside its data: scales, and scales and tables of those."""
+    """Return the tensors of a weight other than its data: scales, and the scales and tables of those."""
     return _tensors_in(_attributes(tensor))
 
 
 def made_anew(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
-    """The same weight of other tensors: its data, and those beside it in their order."""
+    """Return a copy of a weight made of other tensors: the data, then those of `parts_beside` in their order."""
     kind: Any = type(tensor)
     data = next(parts)
     attributes = _with_tensors(_attributes(tensor), parts)
-    if "CB" in vars(tensor):  # 8 bits: another name of the data
+    if "CB" in vars(tensor):  # an 8-bit weight's alias of its data
         attributes["CB"] = data
     return kind(data, requires_grad=False, **attributes)
 
 
 def has_no_values(tensor: Tensor) -> bool:
-    """Whether a weight is to be packed yet, when it is moved to a device."""
+    """Return whether a weight is not packed yet, as bitsandbytes packs it when it is moved to a device."""
     return any(vars(tensor).get(name, tensor) is None for name in ("quant_state", "SCB"))
 
 
 def take_back(model: nn.Module) -> None:
-    """Have 8-bit layers give their weights back what a forward took from them."""
+    """Restore the attributes of 8-bit weights that a forward moved into their layers' state."""
     for module in model.modules():
         state, weight = module.__dict__.get("state"), module.__dict__["_parameters"].get("weight")
         if state is not None and isinstance(weight, Tensor) and "CB" in vars(weight) and state.CB is not None:
@@ -46,17 +46,17 @@ def take_back(model: nn.Module) -> None:
 
 
 def follow(weight: Tensor) -> None:
-    """Have the layer of a 4-bit weight know its scales, which it keeps too."""
+    """Update the reference to the scales that the layer of a 4-bit weight keeps."""
     layer = vars(weight).get("module")
     if isinstance(layer, nn.Module):
         layer.quant_state = vars(weight)["quant_state"]
 
 
 def lend_state(attributes: dict[str, Any], weight: Any) -> None:
-    """Have an 8-bit layer, given by its attributes, compute with a weight that is there for a while.
+    """Set up an 8-bit layer, given by its attributes, to compute with a temporarily fetched weight.
 
-    A forward would put the weight's scales into the layer's state, where its backward looks for them too, and take
-    them from the weight, which may be used again. The state is filled here, and is a copy for this use.
+    A forward would move the scales from the weight, which may be used again, into the layer's state, where the
+    backward reads them too. Instead, the layer gets a copy of its state for this use, with the scales filled in.
     """
     state: Any = attributes.get("state")
     if hasattr(state, "CB"):
@@ -66,20 +66,20 @@ def lend_state(attributes: dict[str, Any], weight: Any) -> None:
 
 
 def return_state(attributes: dict[str, Any]) -> None:
-    """Give a layer its own state back, which knows of no weight."""
+    """Restore a layer's own state, which refers to no weight."""
     state: Any = attributes.get("state")
     if hasattr(state, "lent_by"):
         attributes["state"] = state.lent_by
 
 
 class KeptLayout:
-    """Has a 4-bit layer that the host computes leave its weight as it is, until it is removed.
+    """A handle that stops a 4-bit layer on the host from changing its weight's layout, until it is removed.
 
-    On processors with AVX-512 bf16 its forward puts the weight into a layout of its own: into memory, where it is
-    the pages of a file, and under the hands of other threads, where it comes for all of them.
+    On processors with AVX-512 bf16 the layer's forward converts the weight to a layout of its own. That would copy
+    weights that are pages of a file into memory, and change a fetched weight while other threads use it.
 
     Args:
-        layer: The layer.
+        layer: The layer to protect.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -89,7 +89,7 @@ class KeptLayout:
             layer.__dict__["support_avx512bf16_for_cpu"] = False
 
     def remove(self) -> None:
-        """Have it do as before."""
+        """Restore the layer's behaviour."""
         if self._converts and (layer := self._layer()) is not None:
             layer.__dict__["support_avx512bf16_for_cpu"] = True
 
@@ -99,7 +99,7 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
 
 
 def _tensors_in(attributes: dict[str, Any]) -> Iterable[Tensor]:
-    """The tensors among attributes, and those of the scales, which may have scales of their own."""
+    """Yield the tensors among attributes, including those of the scales, which may have scales of their own."""
     for value in attributes.values():
         if isinstance(value, Tensor):
             yield value
@@ -108,7 +108,7 @@ def _tensors_in(attributes: dict[str, Any]) -> Iterable[Tensor]:
 
 
 def _with_tensors(attributes: dict[str, Any], parts: Iterator[Tensor]) -> dict[str, Any]:
-    """The same attributes with other tensors, taken in the same order."""
+    """Return the same attributes with other tensors, taken in the same order."""
     new = dict(attributes)
     for name, value in attributes.items():
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The part of a tensor that one rank has, where a model's tensors are divided among ranks (torch's DTensor)."""
+"""The local shard of a tensor, in models whose tensors are sharded over ranks (torch's DTensor)."""
 
 import math
 from typing import Any, TypeAlias
@@ -6,24 +6,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-# Begin and end in each dim.
+# The start and end of a shard in each dim.
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 
 def box_of(name: str, tensor: Tensor) -> Box:
-    """Where this rank's part of a divided tensor lies in the whole. Works on the meta device.
+    """Return the box of this rank's shard in the global tensor. Works on the meta device.
 
     Args:
-        name: What an error calls it.
-        tensor: The DTensor.
+        name: The tensor's name for error messages.
+        tensor: The DTensor to inspect.
 
     Raises:
-        ValueError: It is divided in another way than by `Shard` and `Replicate`.
+        ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk` cuts.
     """
     divided: Any = tensor
     box = [(0, size) for size in tensor.shape]
@@ -34,7 +34,7 @@ def box_of(name: str, tensor: Tensor) -> Box:
         if kind != "Shard":
             raise ValueError(f"{name!r} is divided by {placement}: must be by Shard or Replicate alone")
         begin, end = box[placement.dim]
-        step = -(-(end - begin) // divided.device_mesh.size(axis))  # as torch.chunk has it
+        step = -(-(end - begin) // divided.device_mesh.size(axis))  # torch.chunk's size of a chunk
         begin = min(end, begin + step * divided.device_mesh.get_local_rank(axis))
         box[placement.dim] = (begin, min(end, begin + step))
     here = tuple(divided.to_local().shape)
@@ -46,12 +46,12 @@ def box_of(name: str, tensor: Tensor) -> Box:
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """The dims of a part."""
+    """Return the shape of a box."""
     return tuple(end - begin for begin, end in box)
 
 
 def range_of(box: Box, shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """The first element of a part and its end, where it lies in the whole in one piece; else None. Pure."""
+    """Return the range of a box's elements in the flat tensor; None if the box is not contiguous there. Pure."""
     if not shape:
         return (0, 1)
     row = math.prod(shape[1:])
@@ -60,13 +60,13 @@ def range_of(box: Box, shape: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where a part that has no memory yet is to be."""
+    """Return the device on which a DTensor's shard will be allocated."""
     divided: Any = tensor
     return torch.device(divided.device_mesh.device_type)
 
 
 def divided_like(old: Tensor, part: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter that is divided as another is, of this rank's part."""
+    """Return a parameter made of this rank's shard, with the device mesh and placements of another DTensor."""
     divided: Any = old
     whole = type(divided).from_local(
         part, divided.device_mesh, divided.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -75,7 +75,7 @@ def divided_like(old: Tensor, part: Tensor, *, requires_grad: bool) -> nn.Parame
 
 
 def put_part(old: Tensor, part: Tensor) -> None:
-    """Write this rank's part into its memory, of which the engine that divided the tensor keeps views."""
+    """Write this rank's shard in place, since the engine that sharded the tensor keeps views of its memory."""
     divided: Any = old
     with torch.no_grad():
         divided.to_local().copy_(part)

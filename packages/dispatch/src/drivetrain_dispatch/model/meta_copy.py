@@ -1,4 +1,4 @@
-"""Copies that have every shape and no data: of a model, of its inputs, of anything that holds tensors."""
+"""Copy a model and its inputs to the meta device: every shape, no data."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +20,19 @@ def meta_copy(
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[nn.Module, AnyObject]:
-    """A deep copy of a model and of what it is called with, all tensors of it on the meta device.
+    """Return a deep copy of a model and of its inputs with all tensors on the meta device.
 
-    What shares memory by being one object shares it in the copy too. No data is copied, and what is given stays as
-    it is.
+    A tensor that occurs several times is one object in the copy too. No data is copied, and the arguments stay
+    unchanged.
 
     Args:
-        model: The model.
-        inputs: Any object; tensors in it, in attributes and containers, are copied the same way.
-        dtype: What the model's floating-point and complex tensors are converted to; None takes them as they are.
-        special_dtypes: Dtypes of single tensors of the model by name, which win over `dtype`.
+        model: The model to copy.
+        inputs: Any object; tensors in its attributes and containers are copied the same way.
+        dtype: The dtype that the model's floating-point and complex tensors are converted to; None for no conversion.
+        special_dtypes: Dtypes of single tensors of the model by name, which take precedence over `dtype`.
 
     Raises:
-        TypeError: Something in the model or in the inputs cannot be copied.
+        TypeError: Some object in the model or in the inputs cannot be copied.
     """
     special = special_dtypes or {}
     memo: dict[int, Any] = {}
@@ -46,7 +46,7 @@ def meta_copy(
 
 
 class _Emptying(TorchFunctionMode):
-    """Within it, what `copy.deepcopy` asks of a tensor gives one on the meta device."""
+    """A mode under which `copy.deepcopy` copies tensors to the meta device."""
 
     def __torch_function__(
         self,
@@ -59,7 +59,7 @@ class _Emptying(TorchFunctionMode):
             tensor, memo = args
             memo[id(tensor)] = _empty(tensor, tensor.dtype)
             return memo[id(tensor)]
-        if func is Tensor.clone:  # how a parameter copies itself
+        if func is Tensor.clone:  # nn.Parameter.__deepcopy__ calls it
             return _empty(args[0], args[0].dtype)
         return func(*args, **(kwargs or {}))
 

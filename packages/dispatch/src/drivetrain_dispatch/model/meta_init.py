@@ -1,8 +1,8 @@
-"""Models built without memory, or straight on a device.
+"""Build models without memory, or directly on a device.
 
-Weights are moved the moment a module registers them, through torch's registration hooks, which serve all threads: a
-hook acts only in the thread that made it. Everything else that a constructor computes stays real, so that
-`torch.linspace(0, 1, depth)[i].item()` works in it.
+Torch's registration hooks move weights as soon as a module registers them. These hooks are global to all threads, so
+each one acts only in the thread that made it. Other tensors that a constructor computes keep their data, so that
+`torch.linspace(0, 1, depth)[i].item()` works there.
 """
 
 from collections.abc import Callable, Generator
@@ -22,20 +22,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-# Of the blocks that are open in a thread, the one that decides.
+# The mover of the innermost open block of a thread, the only one that acts.
 _INNERMOST: "ContextVar[_Mover | None]" = ContextVar("drivetrain_dispatch_innermost", default=None)
 
 
 @contextmanager
 def init_empty_weights(*, include_buffers: bool = False) -> Generator[None]:
-    """Build models whose parameters are on the meta device: shapes and dtypes without memory.
+    """Build models in the block with parameters on the meta device: shapes and dtypes without memory.
 
-    Such a model cannot compute; load weights into it, with `load_state_dict(..., assign=True)` for instance.
-    Initialisers cost nothing on it, so that building takes little time too.
+    Such a model cannot compute; load weights into it, for example with `load_state_dict(..., assign=True)`.
+    Initialisers do nothing on the meta device, so building is fast too.
 
     Args:
-        include_buffers: Whether buffers lose their data too. By default they keep it: constructors compute many
-            of them (masks, rotary frequencies), and checkpoints do not hold those.
+        include_buffers: Whether buffers go to the meta device too. By default they keep their data: constructors
+            compute many of them (masks, rotary frequencies), and checkpoints do not contain those.
 
     Example:
         >>> with init_empty_weights():
@@ -49,14 +49,15 @@ def init_empty_weights(*, include_buffers: bool = False) -> Generator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, *, include_buffers: bool = False) -> Generator[None]:
-    """Build models whose parameters are on `device` from the moment they are registered.
+    """Build models in the block with parameters on `device` from the moment they are registered.
 
-    One parameter at a time takes memory elsewhere, so a model larger than the host's memory can be built on an
-    accelerator. Tied parameters stay tied. Other threads are not affected. May be nested; the inner one wins.
+    Only one parameter at a time takes memory elsewhere, so a model larger than the host's memory can be built on an
+    accelerator. Tied parameters stay tied. Other threads are not affected. Blocks may be nested; the innermost one
+    applies.
 
     Args:
-        device: Where parameters go.
-        include_buffers: Whether buffers go there too.
+        device: The device of the parameters.
+        include_buffers: Whether buffers go to the device too.
     """
     place = torch.device(device)
     mover = _Mover(place)
@@ -69,7 +70,7 @@ def init_on_device(device: torch.device | str | int, *, include_buffers: bool = 
 
 
 class _Mover:
-    """Moves tensors to a device; one that comes again goes where it went before, so that ties hold."""
+    """A mover of tensors to a device; it moves each tensor once, so that ties hold."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,7 +78,7 @@ class _Mover:
         self._moved = WeakIdKeyDictionary()
 
     def hook(self, move: Callable[[AnyTensor], AnyTensor]) -> Callable[..., None]:
-        """A registration hook that acts in the thread that made it, while no inner block is open there."""
+        """Return a registration hook that acts in this thread only, while no inner block is open there."""
 
         def registered(_: nn.Module, __: str, tensor: AnyTensor | None) -> AnyTensor | None:
             if tensor is None or get_ident() != self._thread or _INNERMOST.get() is not self:
@@ -91,7 +92,7 @@ class _Mover:
         if self._stays(parameter):
             return parameter
         if parameter not in self._moved:
-            # A subclass takes what its base takes; its own attributes (a quantizer's scales, say) move along.
+            # A subclass of nn.Parameter has the same constructor; its own attributes, such as scales, are copied.
             moved = type(parameter)(
                 parameter.detach().to(self._device), requires_grad=parameter.requires_grad
             )
@@ -107,5 +108,5 @@ class _Mover:
         return self._moved[buffer]
 
     def _stays(self, tensor: Tensor) -> bool:
-        """Whether it is there already, or a lazy module has yet to give it a shape."""
+        """Return whether a tensor is on the device already, or has no shape yet since its module is lazy."""
         return tensor.device == self._device or is_lazy(tensor)

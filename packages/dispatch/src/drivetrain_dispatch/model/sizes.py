@@ -1,4 +1,4 @@
-"""How many bytes each part of a model takes, also before it has any memory."""
+"""Compute the bytes of each part of a model, even on the meta device."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -15,20 +15,21 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype] | None = None,
     special_sizes: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """The bytes of the parameters and buffers in a model, each of its modules, and each single tensor.
+    """Return the bytes of the parameters and buffers of a model, of each of its modules, and of each tensor.
 
-    A tensor that several names share counts once in every module that holds all of them; under its own names, each
-    is given its full size. Works on the meta device.
+    A tied tensor counts once in every module that contains several of its names; each of its own names has its full
+    size. Works on the meta device.
 
     Args:
-        model: The model.
-        dtype: What floating-point and complex tensors will be converted to; None takes them as they are. Integer
-            and boolean ones keep their dtype, as `Module.to(dtype)` has it.
-        special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
-        special_sizes: Bytes of single tensors by name, as `quantized_sizes` gives them, which win over dtypes.
+        model: The model to measure.
+        dtype: The dtype that floating-point and complex tensors will be converted to; None for no conversion. Integer
+            and boolean tensors keep their dtype, as in `Module.to(dtype)`.
+        special_dtypes: Dtypes of single tensors by name, which take precedence over `dtype`.
+        special_sizes: Bytes of single tensors by name, as `quantized_sizes` returns them, which take precedence over
+            dtypes.
 
     Returns:
-        Bytes by name; the model itself is `""`.
+        The bytes of each name; `""` is the model itself.
 
     Raises:
         ValueError: `special_dtypes` or `special_sizes` names a tensor that the model does not have.
@@ -47,16 +48,16 @@ def compute_module_sizes(
 
 
 class Sizes:
-    """How many bytes each tensor of a model will take.
+    """A function that returns the bytes that a tensor of a model will take.
 
     Args:
-        names: Of all of them.
-        dtype: What floating-point and complex ones will be converted to.
-        special_dtypes: Dtypes of single ones.
-        special_sizes: Bytes of single ones.
+        names: The names of all tensors.
+        dtype: The dtype that floating-point and complex tensors will be converted to; None for no conversion.
+        special_dtypes: Dtypes of single tensors by name.
+        special_sizes: Bytes of single tensors by name.
 
     Raises:
-        ValueError: A special one is not among the names.
+        ValueError: `special_dtypes` or `special_sizes` has a name that is not in `names`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Sizes:
                 )
 
     def __call__(self, name: str, tensor: Tensor) -> int:
-        """The bytes of one."""
+        """Return the bytes that a tensor will take."""
         if name in self._sizes:
             return self._sizes[name]
         if is_packed(tensor):
@@ -83,13 +84,13 @@ class Sizes:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer under every name it has."""
+    """Yield every parameter and buffer under every name that it has."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def enclosing_modules(name: str) -> Iterator[str]:
-    """The names of the modules around a tensor or module, from the whole model, `""`, inwards."""
+    """Yield the names of the modules around a tensor or module, from the model itself, `""`, inwards."""
     yield ""
     for position, character in enumerate(name):
         if character == ".":
@@ -97,7 +98,7 @@ def enclosing_modules(name: str) -> Iterator[str]:
 
 
 def identity(tensor: Tensor) -> object:
-    """Equal for tensors that are the same elements of the same memory, or, without memory, the same object."""
+    """Return a key that tensors over the same elements of memory share; without memory, the object's identity."""
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
     if is_packed(tensor):
@@ -106,7 +107,7 @@ def identity(tensor: Tensor) -> object:
 
 
 def dtype_after(tensor: Tensor, dtype: torch.dtype | None, special: torch.dtype | None) -> torch.dtype:
-    """What a tensor will be, where floating-point and complex ones are converted to `dtype` unless it is special."""
+    """Return a tensor's dtype after conversion: `special`, otherwise `dtype` if it is floating-point or complex."""
     if special is not None:
         return special
     converts = tensor.is_floating_point() or tensor.is_complex()
@@ -114,5 +115,5 @@ def dtype_after(tensor: Tensor, dtype: torch.dtype | None, special: torch.dtype 
 
 
 def listed(names: str | Collection[str]) -> Collection[str]:
-    """Names, of which a single one may be given as it is."""
+    """Return names as a collection; a single string becomes a tuple of one."""
     return (names,) if isinstance(names, str) else names

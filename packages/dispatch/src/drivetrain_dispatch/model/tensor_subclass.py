@@ -1,6 +1,6 @@
-"""Weights that are several tensors: quantised ones, of torch's wrapper classes (torchao's) and of bitsandbytes.
+"""Take apart and rebuild packed weights, which are made of several tensors: torchao's wrappers and bitsandbytes'.
 
-Whoever moves, writes or maps weights asks here which tensors one is made of, and has it made anew of others.
+Code that moves, writes or maps weights gets a weight's plain tensors here, and rebuilds the weight from other ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from drivetrain_dispatch.model.dtensor import is_divided
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor is made of several."""
+    """Return whether a tensor is made of several plain tensors."""
     if type(tensor) in (nn.Parameter, Tensor):
         return False
     wraps = hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
@@ -29,7 +29,7 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor is made of, always in the same order; it alone if it is one itself."""
+    """Return the plain tensors that a tensor is made of, in a fixed order; a plain tensor is its only part."""
     if not is_packed(tensor):
         return [tensor]
     if is_of_bitsandbytes(tensor):
@@ -40,7 +40,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def made_of(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """The same weight, made of other parts, which may be on another device; `parts_of` gives their order."""
+    """Return the same weight made of other parts in the order of `parts_of`; they may be on another device."""
     remaining = iter(parts)
     made = _made(tensor, remaining)
     assert next(remaining, None) is None
@@ -59,10 +59,10 @@ def _made(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
 
 
 def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
-    """Have a tensor be made of other parts, wherever it is known.
+    """Replace the parts of a tensor in place, so that every reference to it sees the new ones.
 
     Raises:
-        DeviceMapError: It cannot be changed as the object that it is. It is as it was.
+        DeviceMapError: The tensor cannot be changed in place, and is unchanged.
     """
     new = made_of(tensor, parts)
     if not is_packed(tensor) and takes(tensor, new):
@@ -70,11 +70,10 @@ def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
         return
     if not isinstance(new, nn.Parameter) and isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    # swap_tensors refuses a tensor with weak references, such as nn.LSTM's, and a leaf of a live autograd graph.
     try:
         torch.utils.swap_tensors(tensor, new)
-    except (
-        RuntimeError
-    ) as error:  # nn.LSTM for example holds weak references, a graph that is alive its leaves
+    except RuntimeError as error:
         raise DeviceMapError(
             f"a weight of shape {list(tensor.shape)} cannot be moved from {tensor.device} to {new.device} while "
             f"others refer to it ({error}): let go of losses and outputs that were computed with it, or move its "
@@ -84,7 +83,7 @@ def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def takes(tensor: Tensor, value: Tensor) -> bool:
-    """Whether a tensor can be given a value of another device and dtype: not where torch has it in another way."""
+    """Return whether torch lets `tensor.data` be set to a value of another device and dtype."""
     if tensor.is_meta or value.is_meta:
         return tensor.is_meta and value.is_meta
     probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -96,12 +95,12 @@ def takes(tensor: Tensor, value: Tensor) -> bool:
 
 
 def size_in_bytes(tensor: Tensor) -> int:
-    """The bytes of all parts."""
+    """Return the bytes of all parts of a tensor."""
     return sum(part.nbytes for part in parts_of(tensor))
 
 
 def why_unready(tensor: Tensor) -> str | None:
-    """Why a packed weight cannot come and go; None where it can."""
+    """Return why a packed weight cannot be offloaded, as the predicate of a sentence; None if it can."""
     if tensor.requires_grad:
         return "learns"
     return "has no quantised values yet" if has_no_values(tensor) else None

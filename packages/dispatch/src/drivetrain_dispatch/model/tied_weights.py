@@ -1,4 +1,4 @@
-"""Parameters that have several names: finding them, and making them one again after loading parted them."""
+"""Find tied parameters, which have several names, and tie them again after loading separated them."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from drivetrain_dispatch.errors import TiedParametersError
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several, in the model's order. Works on the meta device.
+    """Return the names of each parameter that has several, in the model's order. Works on the meta device.
 
     Example:
         >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4)})
@@ -25,17 +25,17 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    """Make each group of names one parameter again, as `find_tied_parameters` found them before loading.
+    """Tie each group of names to one parameter again, as `find_tied_parameters` found them before loading.
 
-    Of each group the first that has data, not on the meta device, is taken for all.
+    The first parameter of a group that is not on the meta device replaces the others.
 
     Args:
-        model: The model; changed in place.
-        tied: Groups of names.
+        model: The model, which is changed in place.
+        tied: The groups of names, as `find_tied_parameters` returns them.
 
     Raises:
-        TiedParametersError: The model lacks a name, or two parameters of a group hold different values, of which
-            one would be lost. Nothing is changed then.
+        TiedParametersError: The model lacks a name, or two parameters of a group have different values, so that one
+            would be lost. The model stays unchanged then.
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     chosen = [_chosen(by_name, group) for group in tied]
@@ -46,7 +46,7 @@ def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
 
 
 def _chosen(by_name: dict[str, nn.Parameter], group: Sequence[str]) -> nn.Parameter:
-    """The parameter that a group of names will share."""
+    """Return the parameter that a group of names will share."""
     if missing := [name for name in group if name not in by_name]:
         raise TiedParametersError(
             f"tied={list(group)}: the model has no parameter {', '.join(map(repr, missing))}"

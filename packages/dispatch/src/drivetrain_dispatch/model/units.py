@@ -1,4 +1,4 @@
-"""Which weights come together: a unit is brought when its module is called, and leaves when the call is over."""
+"""Divide weights into units: a unit is fetched when its module is called and released when the call ends."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.sizes import enclosing_modules, listed, named_tensors
 
-# Modules of torch that use the weights of those inside them without calling them.
+# Modules of torch that use the weights of their submodules without calling the submodules.
 REACH_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-# Modules that are never called: the one around them uses what they hold.
+# Modules that are never called: the enclosing module uses the tensors that they hold.
 _ONLY_HOLD = (nn.ParameterList, nn.ParameterDict)
 
 
@@ -19,9 +19,9 @@ class Unit(NamedTuple):
     """A module with the tensors that its forward needs.
 
     Attributes:
-        name: Of the module.
-        module: It.
-        tensors: By the model's names: its own; those of the modules inside too, if it is one that stays whole.
+        name: The name of the module.
+        module: The module itself.
+        tensors: The module's own tensors, under the model's names; also those of its submodules if it stays whole.
     """
 
     name: str
@@ -30,16 +30,16 @@ class Unit(NamedTuple):
 
 
 def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[str] = ()) -> list[Unit]:
-    """The units of a model, in its order. Pure.
+    """Return the units of a model, in its order. Pure.
 
     Args:
-        model: The model.
-        offloaded: Names of the tensors that come and go.
-        whole: Names of module classes of which all weights come at once: such as a layer that is compiled, or a
-            module that uses the weights of those inside it without calling them.
+        model: The model to divide.
+        offloaded: The names of the offloaded tensors.
+        whole: Names of module classes whose weights are fetched all at once, such as a compiled layer, or a module
+            that uses the weights of its submodules without calling them.
 
     Raises:
-        ValueError: `whole` names a class that the model does not have.
+        ValueError: The model lacks a class in `whole`.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     unit_of, chosen = UnitNames(modules, whole), set(offloaded)
@@ -48,7 +48,7 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
         if name in chosen:
             held.setdefault(unit_of(name), {})[name] = tensor
     units = {
-        # A module that stands in two places is one unit: it is called under either name.
+        # A shared module is one unit, as it may be called under any of its names.
         id(modules[name]): Unit(name, modules[name], held[name])
         for name in reversed(modules)
         if name in held
@@ -57,14 +57,14 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
 
 
 def check_devices(units: Iterable[Unit], devices: Mapping[str, torch.device]) -> None:
-    """Check that each unit is computed by one device.
+    """Check that a single device computes each unit.
 
     Args:
-        units: The units.
+        units: The units to check.
         devices: The device that computes each tensor, by the model's names.
 
     Raises:
-        DeviceMapError: One is not.
+        DeviceMapError: Several devices compute parts of a unit.
     """
     for unit in units:
         found = {devices[name] for name in unit.tensors}
@@ -77,14 +77,20 @@ def check_devices(units: Iterable[Unit], devices: Mapping[str, torch.device]) ->
 
 
 class UnitNames:
-    """Which unit each tensor of a model is part of: the outermost module around it whose weights come at once.
+    """A function from a tensor's name to the name of its unit.
+
+    The unit is the outermost enclosing module whose weights are fetched all at once, otherwise the innermost that is
+    called.
 
     Args:
-        modules: Of the model, by every name.
-        whole: Names of module classes of which all weights come at once.
+        modules: All modules of the model, under every name.
+        whole: Names of module classes whose weights are fetched all at once.
+
+    Attributes:
+        at_once: The names of the modules whose weights are fetched all at once.
 
     Raises:
-        ValueError: `whole` names a class that the model does not have.
+        ValueError: The model lacks a class in `whole`.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], whole: Collection[str] = ()) -> None:
@@ -106,7 +112,7 @@ class UnitNames:
         self._plain = not (self.at_once or self._only_hold)
 
     def __call__(self, tensor: str) -> str:
-        """The name of the unit: a module that stays whole, or the innermost that is called."""
+        """Return the name of a tensor's unit."""
         if self._plain:
             return tensor.rpartition(".")[0]
         around = list(enclosing_modules(tensor))

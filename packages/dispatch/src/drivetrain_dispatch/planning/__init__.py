@@ -1,1 +1,1 @@
-"""Plan a device map: sizes, budgets and bandwidths in, a placement and its predicted time out."""
+"""Plan a device map: from sizes, budgets and bandwidths to a placement and its predicted time."""

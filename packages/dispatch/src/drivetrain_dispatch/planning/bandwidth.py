@@ -1,4 +1,4 @@
-"""How fast this machine is, measured in less than a second and kept: its link, its disk, its arithmetic."""
+"""Measure this machine's link, disk and compute rates in less than a second, and cache them."""
 
 import mmap
 import os
@@ -16,12 +16,12 @@ from drivetrain_dispatch.planning.bandwidth_cache import default_cache, remember
 from drivetrain_dispatch.planning.cost_model import ComputeRate
 from drivetrain_dispatch.planning.pipeline_model import Rates
 
-_SECONDS = 0.15  # for each number
-_COPIED_BYTES = 64 * 2**20  # more than caches hold
+_SECONDS = 0.15  # for each measurement
+_COPIED_BYTES = 64 * 2**20  # more than processor caches hold
 _WRITTEN_BYTES = 32 * 2**20
-_PIECE_BYTES = 4 * 2**20  # of a file, read at once
-_NUM_READERS = 4  # a disk is at its fastest with several requests under way
-_LARGEST = 8192  # rows of the matrices that are multiplied
+_PIECE_BYTES = 4 * 2**20  # of a file per read
+_NUM_READERS = 4  # a disk is fastest with several requests in flight
+_LARGEST = 8192  # the most rows of the multiplied matrices
 _NUM_STARTS = 50
 
 
@@ -31,18 +31,19 @@ def measure_rates(
     disk_path: Path | str | None = None,
     cache: Path | None = None,
 ) -> Rates:
-    """How fast weights come to a device, and from the disk.
+    """Measure the transfer rates from the host's memory to a device, and from the disk to the host's memory.
 
-    Each is measured once for a machine, a device and a version of torch, and read from the cache afterwards.
+    The link is measured once per machine, device and torch version, the disk once per machine and file system; later
+    calls read the cache.
 
     Args:
-        device: What computes. With `"cpu"`, the rate at which memory is copied.
-        disk_path: A file that is read, past the system's cache where that goes; or a folder, in which 32 MiB are
-            written for it and deleted. None for the folder of `cache`.
-        cache: The file in which the rates are kept; None for one in the user's cache folder.
+        device: The device that computes; `"cpu"` measures the rate of copies within the host's memory.
+        disk_path: The file to read, bypassing the page cache where possible; or a folder in which a temporary file
+            of 32 MiB is written and read. None for the folder of `cache`.
+        cache: The file that caches the rates; None for one in the user's cache folder.
 
     Raises:
-        ValueError: `disk_path` is missing, or too small a file.
+        ValueError: `disk_path` is missing, or a file that is too small.
     """
     place, kept = torch.device(device), cache or default_cache()
     found = kept.parent if disk_path is None else Path(disk_path).expanduser()
@@ -61,12 +62,12 @@ def measure_rates(
 def measure_compute(
     device: torch.device | str | int, dtype: torch.dtype = torch.float32, *, cache: Path | None = None
 ) -> ComputeRate:
-    """How fast a device multiplies matrices, reads its memory, and starts operations.
+    """Measure how fast a device multiplies matrices, accesses its memory and launches operations.
 
     Args:
-        device: The device.
-        dtype: Of the matrices.
-        cache: The file in which the rates are kept; None for one in the user's cache folder.
+        device: The device to measure.
+        dtype: The dtype of the multiplied matrices.
+        cache: The file that caches the rates; None for one in the user's cache folder.
 
     Raises:
         ValueError: The device does not multiply matrices of that dtype.
@@ -81,7 +82,7 @@ def measure_compute(
 
 
 def _machine(device: torch.device) -> tuple[str, ...]:
-    """What rates depend on."""
+    """Return the properties of a machine and device that its rates depend on, as part of the cache's key."""
     name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -90,7 +91,7 @@ def _machine(device: torch.device) -> tuple[str, ...]:
 
 
 def _link(device: torch.device) -> float:
-    """Bytes in a second from the host's memory."""
+    """Return the bytes per second from the host's memory to a device."""
     pinned = device.type not in ("cpu", "mps")
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, pin_memory=pinned)
     target = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -98,7 +99,7 @@ def _link(device: torch.device) -> float:
 
 
 def _compute(device: torch.device, dtype: torch.dtype) -> tuple[float, float, float]:
-    """FLOPs, bytes read and written in a second, and the seconds an operation takes at least."""
+    """Return FLOPs per second, bytes read and written per second, and the launch overhead in seconds."""
     rows = 128
     while True:
         matrix = _ones((rows, rows), device, dtype)
@@ -122,10 +123,10 @@ def _compute(device: torch.device, dtype: torch.dtype) -> tuple[float, float, fl
 
 
 def _ones(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A matrix that can be multiplied.
+    """Return a matrix of ones that the device can multiply.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The device cannot multiply matrices of that dtype.
     """
     try:
         matrix = torch.ones(shape, dtype=torch.float32, device=device).to(dtype)
@@ -139,7 +140,7 @@ def _ones(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> T
 
 
 def _shortest(work: Callable[[], object], device: torch.device, *, most_seconds: float = _SECONDS) -> float:
-    """The shortest of several times; the first, which warms up, does not count."""
+    """Return the shortest of several run times, in seconds; the first run warms up and does not count."""
     taken: list[float] = []
     begun = time.perf_counter()
     while len(taken) < 2 or time.perf_counter() - begun < most_seconds:
@@ -148,11 +149,11 @@ def _shortest(work: Callable[[], object], device: torch.device, *, most_seconds:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         taken.append(time.perf_counter() - start)
-    return max(min(taken[1:]), 1e-9)  # a clock may stand still
+    return max(min(taken[1:]), 1e-9)  # a coarse clock may report no time at all
 
 
 def _disk(path: Path) -> float:
-    """Bytes in a second of a file, or of one that is written into a folder."""
+    """Return the bytes per second at which a file is read, or a temporary file in a folder."""
     if path.is_file():
         return _read_rate(path)
     with tempfile.TemporaryDirectory(dir=path, prefix=".drivetrain-rate-") as folder:
@@ -165,13 +166,13 @@ def _disk(path: Path) -> float:
 
 
 def _read_rate(path: Path) -> float:
-    """Bytes in a second, read past the page cache where the system and the file system do that."""
+    """Return the bytes per second of a file, bypassing the page cache if the file system supports it."""
     if path.stat().st_size < _PIECE_BYTES:
         raise ValueError(f"disk_path={str(path)!r} has less than {_PIECE_BYTES} bytes: name a larger file")
     direct = getattr(os, "O_DIRECT", 0)
     try:
         return _read_rate_with(path, direct)
-    except OSError:  # such as a file system in memory
+    except OSError:  # a file system without direct reads, such as tmpfs
         if not direct:
             raise
         return _read_rate_with(path, 0)
@@ -184,7 +185,7 @@ def _read_rate_with(path: Path, flags: int) -> float:
     def read(piece: int) -> int:
         if piece >= _NUM_READERS and time.perf_counter() - begun > _SECONDS:
             return 0
-        # Memory of its own begins with a page, as direct reading wants it.
+        # An anonymous mapping begins at a page boundary, which O_DIRECT requires.
         with (
             mmap.mmap(-1, _PIECE_BYTES) as memory,
             open(path, "rb", buffering=0, opener=lambda name, mode: os.open(name, mode | flags)) as file,

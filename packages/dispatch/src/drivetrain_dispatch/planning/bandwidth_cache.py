@@ -1,4 +1,4 @@
-"""Measured numbers that outlive the process: a JSON file in the user's cache folder."""
+"""Cache measured rates across processes in a JSON file in the user's cache folder."""
 
 import json
 import logging
@@ -10,41 +10,41 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
-# Where each platform has its caches, below the home folder.
+# The cache folder of each platform, relative to the home folder.
 _FOLDERS = {"darwin": Path("Library/Caches"), "win32": Path("AppData/Local")}
 
 
 def default_cache() -> Path:
-    """The file in which measured rates are kept, unless another is named."""
+    """Return the default file that caches measured rates."""
     return Path.home() / _FOLDERS.get(sys.platform, Path(".cache")) / "drivetrain" / "rates.json"
 
 
 def remembered(
     cache: Path, what: Sequence[str], names: Sequence[str], measure: Callable[[], Sequence[float]]
 ) -> list[float]:
-    """Numbers that were measured before, or are now.
+    """Return cached numbers, or measure and cache them.
 
-    A file that is damaged counts as none and is written anew, in one step. Where it cannot be written, the numbers
-    are measured each time.
+    A damaged file counts as missing and is replaced atomically. If the file cannot be written, each call measures
+    again.
 
     Args:
-        cache: The file.
-        what: What they were measured of: a machine, a device, a version.
-        names: Of the numbers.
-        measure: Gives them, in the order of `names`.
+        cache: The file that caches the numbers.
+        what: The key of the numbers, such as a machine, a device and a version.
+        names: The names of the numbers.
+        measure: A function that returns the numbers in the order of `names`.
     """
     key = json.dumps(list(what))
     known = _read(cache).get(key, {})
     if all(name in known for name in names):
         return [known[name] for name in names]
     found = dict(zip(names, measure(), strict=True))
-    # Read again: another process may have written since.
+    # Read again: another process may have written during the measurement.
     _write(cache, {**_read(cache), key: found})
     return list(found.values())
 
 
 def _read(cache: Path) -> dict[str, dict[str, float]]:
-    """What is there and whole."""
+    """Return the valid entries of the file; none if it is missing or damaged."""
     try:
         said: object = json.loads(cache.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A model as the plan of a map sees it: what is placed together, what it takes where, how long a forward is. Pure."""
+"""The planner's view of a model: groups of blocks placed together, their memory, and the work of a forward. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a block does in one forward.
+    """The cost of a block in one forward.
 
     Attributes:
-        seconds: It computes for so long, its weights being there.
-        peak_bytes: Activations at their peak.
-        kept_bytes: What stays on the device afterwards, such as keys and values.
+        seconds: The compute time with the weights on the device, in seconds.
+        peak_bytes: The bytes of activations at their peak.
+        kept_bytes: The bytes that stay on the device afterwards, such as keys and values.
     """
 
     seconds: float = 0.0
@@ -26,16 +26,16 @@ class Cost:
 
 
 class Groups(NamedTuple):
-    """Blocks that share tensors, placed as one, and those that do not: a list for each thing said of them.
+    """The groups of a model, as one list per property; blocks that share tensors are one group.
 
     Attributes:
-        firsts: The index of the first block.
-        sizes: Bytes of all tensors that may be elsewhere than where they are computed, each once.
-        stays: Bytes of those that are always where they are computed.
-        needs: The window that it takes to bring the group, with what is in use around its parts.
-        peaks: Activations at the peak of any of the blocks.
-        kept: What all of the blocks leave on the device.
-        of_blocks: The index of each block's group; None where each block is one itself.
+        firsts: The index of each group's first block.
+        sizes: The bytes of each group's tensors that may be offloaded, each tensor counted once.
+        stays: The bytes of each group's tensors that always stay on the device that computes.
+        needs: The bytes of window that it takes to fetch a unit of the group, including the units in use around it.
+        peaks: The largest activation peak of each group's blocks, in bytes.
+        kept: The bytes that each group's blocks leave on the device.
+        of_blocks: The index of each block's group; None if every block is a group of its own.
     """
 
     firsts: list[int]
@@ -47,24 +47,24 @@ class Groups(NamedTuple):
     of_blocks: list[int] | None
 
     def by_block(self, values: list[_Value]) -> list[_Value]:
-        """What is said of groups, for each block."""
+        """Return values given for each group as values for each block."""
         return values if self.of_blocks is None else [values[index] for index in self.of_blocks]
 
     def fixed_bytes(self, segment: Sequence[int]) -> int:
-        """What a device holds that computes some groups, wherever their weights are."""
+        """Return the bytes that a device holds to compute some groups, wherever their other weights are."""
         peak = max([self.peaks[group] for group in segment], default=0)
         return peak + sum([self.kept[group] + self.stays[group] for group in segment])
 
 
 def costs_of(blocks: Sequence[Block], costs: Mapping[str, Cost]) -> list[Cost]:
-    """What each block does; one of which nothing is said does nothing."""
+    """Return the cost of each block; a block without an entry costs nothing."""
     nothing = Cost()
     return [costs.get(block.name, nothing) for block in blocks] if costs else [nothing] * len(blocks)
 
 
 def groups_of(blocks: Sequence[Block], costs: Sequence[Cost]) -> Groups:
-    """The groups of a model, in the order of their first blocks."""
-    # No object for each: there may be 100,000 of them.
+    """Return the groups of a model, in the order of their first blocks."""
+    # Lists instead of one object per group: there may be 100,000 of them.
     groups = Groups(
         list(range(len(blocks))),
         [block.size_bytes - block.stay_bytes for block in blocks],
@@ -91,11 +91,11 @@ def groups_of(blocks: Sequence[Block], costs: Sequence[Cost]) -> Groups:
 
 
 def _needs(blocks: Sequence[Block]) -> list[int]:
-    """The window of each block, with that of the units around it, which may come too."""
+    """Return the window that each block needs, including the units around it, which may be fetched too."""
     if all(block.end < 0 for block in blocks):
         return [block.need_bytes for block in blocks]
     needs: list[int] = []
-    # Of the units around the next block: their bytes, and the last block in them.
+    # For each unit around the next block: its bytes, and the last block inside it.
     around: list[tuple[int, int]] = []
     for index, block in enumerate(blocks):
         around = [(size_bytes, end) for size_bytes, end in around if end >= index]
@@ -106,11 +106,11 @@ def _needs(blocks: Sequence[Block]) -> list[int]:
 
 
 class Forward:
-    """One forward of a model, as work for a time line.
+    """A forward of a model, as work for the pipeline model.
 
     Args:
-        blocks: In the order of the forward.
-        costs: What each does.
+        blocks: The blocks in the order of the forward.
+        costs: The cost of each block.
     """
 
     def __init__(self, blocks: Sequence[Block], costs: Sequence[Cost]) -> None:
@@ -126,13 +126,14 @@ class Forward:
     def works(
         self, sources: Sequence[Source], devices: Sequence[int]
     ) -> Iterator[tuple[float, int, Source, int, int | None]]:
-        """Unit by unit, what `timeline.Work` says. The time of a block is that of its units, by their bytes.
+        """Yield the fields of `pipeline_model.Work` for each unit; bytes divide a block's time among its units.
 
         Args:
-            sources: Where each block is.
-            devices: Which device computes each.
+            sources: The place that holds each block's weights.
+            devices: The index of the device that computes each block.
         """
-        around: dict[int, list[tuple[int, int]]] = {}  # of the last blocks inside them: device, bytes
+        # Enclosing units by the last block inside them: device and bytes.
+        around: dict[int, list[tuple[int, int]]] = {}
         for index, (seconds, units, source, device) in enumerate(
             zip(self._seconds, self._units, sources, devices, strict=True)
         ):

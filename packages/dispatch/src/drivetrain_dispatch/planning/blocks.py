@@ -1,4 +1,4 @@
-"""A model as the parts that are placed: each goes to one device as a whole."""
+"""Divide a model into blocks, each of which is placed on one device as a whole."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -14,16 +14,18 @@ from drivetrain_dispatch.planning.placement import running_statistics
 
 
 class Block(NamedTuple):
-    """A part of a model: a module, or a parameter or buffer of a module that is itself divided.
+    """A part of a model that is placed as a whole: a module, or a tensor of a module that is itself divided.
 
     Attributes:
-        name: As the model calls it; `""` is the model itself.
-        size_bytes: Of its tensors; one that an earlier block has too is counted there alone.
-        group: The index of the first block that it shares a tensor with, be it through others; its own without any.
-        units: The bytes of each unit in it, as they come if it does not stay; () for all of it at once.
-        stay_bytes: Of its tensors, those that stay on the device that computes wherever the others are kept.
-        around_bytes: Of units that have others inside them: they come first, and are in use while those are.
-        end: The index of the block with which those leave; -1 for itself.
+        name: The name in the model; `""` is the model itself.
+        size_bytes: The bytes of its tensors; a tensor that an earlier block shares counts only there.
+        group: The index of the first block that shares a tensor with it, directly or through others; its own index if
+            there is none.
+        units: The bytes of each unit in it, fetched one by one if it is offloaded; () to fetch the block at once.
+        stay_bytes: The bytes of its tensors that stay on the device that computes, wherever the others are kept.
+        around_bytes: The bytes of its units that enclose other units: they are fetched before those and stay in use
+            as long as those.
+        end: The index of the block with which the enclosing units are released; -1 for this block.
     """
 
     name: str
@@ -36,12 +38,12 @@ class Block(NamedTuple):
 
     @property
     def coming(self) -> tuple[int, ...]:
-        """The bytes of each unit that comes by itself."""
+        """The bytes of each unit that is fetched separately."""
         return self.units or (self.size_bytes - self.stay_bytes - self.around_bytes,)
 
     @property
     def need_bytes(self) -> int:
-        """The window that it needs to come."""
+        """The bytes of window that it takes to fetch the block."""
         return self.around_bytes + max(self.coming)
 
 
@@ -55,23 +57,23 @@ def blocks_of(
     whole: Collection[str] = (),
     offload_buffers: bool = True,
 ) -> list[Block]:
-    """The blocks of a model, in its order. Pure; works on the meta device.
+    """Return the blocks of a model, in its order. Pure; works on the meta device.
 
-    A module is a block if its class is not to be split, if its weights come at once, or if it has no modules of its
-    own. Of any other, its own tensors and its modules are looked at.
+    A module is a block if its class must not be split, if its weights are fetched all at once, or if it has no
+    submodules. Any other module is divided into its own tensors and its submodules.
 
     Args:
-        model: The model.
-        no_split: Names of module classes that stay whole. A warning names those that the model does not have, as
-            transformers' `_no_split_modules` names classes of every model of a family.
-        dtype: What floating-point and complex tensors will be converted to; None takes them as they are.
-        special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
-        special_sizes: Bytes of single tensors by name, which win over dtypes.
-        whole: Names of module classes whose weights come all at once.
-        offload_buffers: Whether buffers come and go too; else they stay on the device that computes.
+        model: The model to divide.
+        no_split: Names of module classes that stay whole. Names that the model lacks cause a warning, not an error,
+            because transformers' `_no_split_modules` lists the classes of every model of a family.
+        dtype: The dtype that floating-point and complex tensors will be converted to; None for no conversion.
+        special_dtypes: Dtypes of single tensors by name, which take precedence over `dtype`.
+        special_sizes: Bytes of single tensors by name, which take precedence over dtypes.
+        whole: Names of module classes whose weights are fetched all at once.
+        offload_buffers: Whether buffers are offloaded too; otherwise they stay on the device that computes.
 
     Raises:
-        ValueError: A tensor is named that the model does not have, or a class in `whole`.
+        ValueError: The model lacks a named tensor, or a class in `whole`.
     """
     kept = frozenset(listed(no_split))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -83,7 +85,7 @@ def blocks_of(
             stacklevel=2,
         )
     tensors: list[Tensor] = []
-    names_of_tensors: list[str] = []  # two lists and no pairs: of 100,000 the collector would take long
+    names_of_tensors: list[str] = []  # two lists, as 100,000 pairs would slow down the garbage collector
     _append(modules, "_parameters", names_of_tensors, tensors)
     num_parameters = len(tensors)
     _append(modules, "_buffers", names_of_tensors, tensors)
@@ -109,19 +111,19 @@ def _summed(
     bytes_of: Sequence[int],
     units_of: Sequence[str | None],
 ) -> list[Block]:
-    """The blocks, of what is known of each tensor.
+    """Return the blocks, summed over their tensors.
 
     Args:
         found: The names of the blocks.
-        at: The block of each tensor.
-        tensors: All of them.
-        bytes_of: What each takes.
-        units_of: The unit of each; None for one that stays.
+        at: The index of each tensor's block.
+        tensors: All tensors of the model.
+        bytes_of: The bytes of each tensor.
+        units_of: The name of each tensor's unit; None for a tensor that stays.
     """
     sizes, stay_sizes = [0] * len(found), [0] * len(found)
     units: list[dict[str, int]] = [{} for _ in found]
     groups = list(range(len(found)))
-    holders: dict[object, int] = {}  # of each tensor, the first block that has it
+    holders: dict[object, int] = {}  # the first block of each tensor
     for index, tensor, size_bytes, unit in zip(at, tensors, bytes_of, units_of, strict=True):
         key = identity(tensor)
         if key in holders:
@@ -144,7 +146,7 @@ def _summed(
 def _append(
     modules: Mapping[str, nn.Module], attribute: str, names: list[str], tensors: list[Tensor]
 ) -> None:
-    """Append the tensors of modules, and their names: torch's iterators would go through all modules again."""
+    """Append the modules' tensors and names; torch's own iterators would traverse all modules again."""
     for outer, module in modules.items():
         for name, tensor in vars(module)[attribute].items():
             if tensor is not None:
@@ -153,7 +155,7 @@ def _append(
 
 
 def _ends(found: Sequence[str], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of each unit that is around blocks, the index of the last of them."""
+    """Return the index of the last block inside each unit that encloses blocks."""
     wanted = {unit for name, each in zip(found, units, strict=True) for unit in each if unit != name}
     ends: dict[str, int] = {}
     for index in range(len(found) - 1, -1, -1) if wanted else ():
@@ -164,12 +166,12 @@ def _ends(found: Sequence[str], units: Sequence[Mapping[str, int]]) -> dict[str,
 
 
 def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int]) -> Block:
-    """Add to a block which units come in it, and which are around it.
+    """Return a block with its units and the bytes of the units around it.
 
     Args:
-        block: The block, with what stays of it.
+        block: The block, with its sizes.
         units: The bytes of each of its units, by name.
-        ends: For units around blocks, the index of the last block in them.
+        ends: The index of the last block inside each unit that encloses blocks.
     """
     if not units:
         return block
@@ -177,7 +179,7 @@ def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int])
         ((unit, unit_bytes),) = units.items()
         if unit != block.name and not unit.startswith(_prefix(block.name)):
             return block._replace(units=(0,), around_bytes=unit_bytes, end=ends[unit])
-        # A block of one unit alone needs no list: there may be 100,000 of them.
+        # A block of a single unit needs no tuple: there may be 100,000 of them.
         return (
             block
             if unit_bytes + block.stay_bytes == block.size_bytes
@@ -192,11 +194,11 @@ def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int])
 def _numbered(
     names: Sequence[str], undivided: Collection[str], tensors: Sequence[str]
 ) -> tuple[list[str], dict[str, int]]:
-    """The names of the blocks, and the index of the block in which each module and divided module's tensor is.
+    """Return the blocks' names, and the index of the block of each module and of each tensor of divided modules.
 
     Args:
-        names: Of the modules, each followed by those in it; those of one that stands in two places twice.
-        undivided: Those that stay whole.
+        names: The names of all modules, each followed by its submodules; a shared module under each of its names.
+        undivided: The names of the modules that stay whole.
         tensors: The names of all tensors.
     """
     divided = {name for name, after in pairwise(names) if after.startswith(_prefix(name))}
@@ -206,7 +208,7 @@ def _numbered(
             own.setdefault(outer, []).append(name)
     found: list[str] = []
     places: dict[str, int] = {}
-    inside: str | None = None  # how the names begin that are part of the last block
+    inside: str | None = None  # the prefix of names inside the last block
     for name in names:
         if inside is not None and name.startswith(inside):
             places[name] = len(found) - 1
@@ -221,7 +223,7 @@ def _numbered(
 
 
 def _prefix(name: str) -> str:
-    """How the names of what is in a module begin."""
+    """Return the prefix of the names inside a module."""
     return f"{name}." if name else ""
 
 

@@ -1,4 +1,4 @@
-"""What a memory limit of the process's control group leaves, as containers and batch systems set one. Linux alone."""
+"""The memory left under the limit of the process's control group, which containers and batch systems set. Linux."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ _PROCESS = Path("/proc/self/cgroup")
 
 
 class _Files(NamedTuple):
-    """What the files of a version are called, and the counts of file pages in `memory.stat`."""
+    """The file names of a cgroup version, and the keys of `memory.stat` that count file pages."""
 
     limit: str
     used: str
@@ -23,20 +23,20 @@ _FIRST = _Files(
 
 
 def free_of_cgroup(*, root: Path = _ROOT, process: Path = _PROCESS) -> int | None:
-    """What the process may still take in memory, of its control group and those around it; None without a limit.
+    """Return the bytes that the process's control group and its parents still allow; None without a limit.
 
-    The cache of files counts as free: it is given back when memory is asked for.
+    The page cache counts as free, since the kernel reclaims it on demand.
 
     Args:
-        root: Where the groups are mounted: version 2, or version 1 with its folder `memory`.
-        process: Which groups are the process's.
+        root: The folder where the control groups are mounted: version 2, or version 1 with its folder `memory`.
+        process: The file that lists the process's control groups.
     """
     found = [_free_of(folder, files) for folder, files in _groups(root, process)]
     return min((free for free in found if free is not None), default=None)
 
 
 def _groups(root: Path, process: Path) -> Iterator[tuple[Path, _Files]]:
-    """The folders of the groups; a container sees its own as the root, whatever its path is outside."""
+    """Yield the folders of the groups; a container sees its own group as the root, whatever its path outside."""
     yield root, _SECOND
     yield root / "memory", _FIRST
     try:
@@ -54,12 +54,12 @@ def _groups(root: Path, process: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _free_of(folder: Path, files: _Files) -> int | None:
-    """What one group leaves."""
+    """Return the bytes that one group still allows; None without a limit."""
     try:
         limit = (folder / files.limit).read_text().strip()
         used = int((folder / files.used).read_text())
     except OSError:
-        return None  # no group, or the root of all, which has no limit
+        return None  # no such group, or the root group, which has no limit
     if limit == "max":
         return None
     return max(0, int(limit) - used + _of_files(folder / "memory.stat", files))

@@ -1,4 +1,4 @@
-"""What each block of a model does in a forward, measured by one forward without data."""
+"""Measure the cost of each block of a model with one forward on the meta device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,12 +22,12 @@ _BY_HAND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeRate:
-    """How fast a device computes.
+    """The compute rates of a device.
 
     Attributes:
-        flops_per_second: Floating-point operations in a second, in the dtype of the model.
-        bytes_per_second: What it reads and writes of its own memory in a second.
-        operation_seconds: What the start of an operation takes, be it as small as may be.
+        flops_per_second: Floating-point operations per second, in the dtype of the model.
+        bytes_per_second: Bytes of its own memory that the device reads and writes per second.
+        operation_seconds: The launch overhead of one operation, in seconds.
     """
 
     flops_per_second: float
@@ -35,7 +35,7 @@ class ComputeRate:
     operation_seconds: float = 5e-6
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check that the rates are in range."""
         for name in ("flops_per_second", "bytes_per_second"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"ComputeRate: {name}={getattr(self, name)}: must be above 0")
@@ -53,24 +53,25 @@ def measure_costs(
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Cost]:
-    """What each block does in one forward, found by running a copy without data on the meta device.
+    """Measure the cost of each block in one forward, by running a copy of the model on the meta device.
 
-    An operation takes as long as its FLOPs or its bytes do, whichever is longer, and the start of it. What runs
-    between two blocks, such as a residual connection, counts to the one before. What the forward leaves is kept, such
-    as keys and values, or a table that a module makes; but not what it was given or returns as tensors themselves,
-    such as logits. The model and the inputs stay as they are, and neither needs to have data. Autograd is off.
+    An operation takes the longer of its compute time and its memory time, plus the launch overhead. Operations
+    between two blocks, such as a residual connection, count towards the earlier block. Memory that outlives the
+    forward counts as kept, such as keys and values or a table that a module builds, but not the input tensors and
+    output tensors themselves, such as logits. The model and the inputs stay unchanged, and neither needs data.
+    Autograd is off.
 
     Args:
-        model: The model, on any device, also the meta device. It runs in the mode it is in, training or not.
-        args: What its forward takes, in the shapes that are to be planned for. Only shapes and dtypes count.
-        kwargs: The same, by name.
-        blocks: The parts that are asked about, as `blocks_of` gives them.
-        rate: How fast the device computes.
-        dtype: What the model's floating-point and complex tensors will be converted to.
+        model: The model, on any device including the meta device. It runs in its current mode, training or eval.
+        args: The positional arguments of its forward, in the shapes to plan for. Only shapes and dtypes count.
+        kwargs: The keyword arguments of its forward, likewise.
+        blocks: The blocks to measure, as `blocks_of` returns them.
+        rate: The compute rates of the device.
+        dtype: The dtype that the model's floating-point and complex tensors will be converted to.
         special_dtypes: Dtypes of single tensors by name.
 
     Returns:
-        A cost for every block, by its name; one that never ran has none of anything.
+        The cost of every block, by name; a block that never runs costs nothing.
 
     Raises:
         CostError: The forward depends on data, the model or the inputs cannot be copied, or the model is quantised.
@@ -93,7 +94,7 @@ def measure_costs(
             result = copied(*positional, **named)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         if "meta" not in str(error).lower():
-            raise  # as with data
+            raise  # the forward would fail with data too
         raise CostError(
             f"{type(model).__name__}: its forward depends on the values of tensors ({str(error).splitlines()[0]}), "
             f"and a forward without data has none: {_BY_HAND}"
@@ -105,25 +106,25 @@ def measure_costs(
 def _check_plain(model: nn.Module) -> None:
     if packed := [name for name, tensor in named_tensors(model) if is_packed(tensor)]:
         raise CostError(
-            f"{packed[0]!r} is quantised, and computes with data alone: measure the model as it was before; with "
-            "special_sizes=quantized_sizes(...) a map is planned for it as it will be"
+            f"{packed[0]!r} is quantised and cannot compute without data: measure the model before it is quantised, "
+            "and plan with special_sizes=quantized_sizes(...)"
         )
 
 
 def _owner(name: str, places: Mapping[str, int]) -> int | None:
-    """The block that a tensor belongs to."""
+    """Return the index of the block that a tensor belongs to; None if it belongs to none."""
     if name in places:
         return places[name]
     return next((places[outer] for outer in enclosing_modules(name) if outer in places), None)
 
 
 def _watch(model: nn.Module, places: Mapping[str, int], recorder: Recorder) -> None:
-    """Have a recorder know when each block's forward begins and ends."""
+    """Register hooks that tell a recorder when each block's forward begins and ends."""
 
     def ended(*_: object) -> None:
         recorder.end()
 
-    watched: set[int] = set()  # a module that stands in several places runs as the first of them
+    watched: set[int] = set()  # a module with several names runs under the first of them
     for name, module in model.named_modules(remove_duplicate=False):
         if name in places and id(module) not in watched:
             watched.add(id(module))
@@ -139,11 +140,10 @@ def _beginning(recorder: Recorder, block: int) -> Callable[..., None]:
 
 
 def _costs(recorder: Recorder, results: set[int], names: Sequence[str], rate: ComputeRate) -> dict[str, Cost]:
-    """Costs out of what was recorded."""
+    """Return the cost of each block from what a recorder noted."""
     changes = list(recorder.changes)
-    first = next(
-        (change.block for change in changes if change.block >= 0), 0
-    )  # takes what runs before it too
+    # Operations before the first block count towards it.
+    first = next((change.block for change in changes if change.block >= 0), 0)
     kept = kept_memories(changes, results)
     seconds, peak_bytes, kept_bytes = [0.0] * len(names), [0] * len(names), [0] * len(names)
     for operation in recorder.operations:
@@ -162,7 +162,7 @@ def _costs(recorder: Recorder, results: set[int], names: Sequence[str], rate: Co
 
 
 def _direct_tensors(value: object) -> Iterator[Tensor]:
-    """The tensors of an output that stand in it themselves, not in a part of it."""
+    """Yield the tensors at the top level of inputs or outputs, not those nested deeper."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Which part of a model goes where: a dict from names to devices that can be checked, looked up and printed."""
+"""The device map: a dict from names of a model's parts to devices, with validation, lookup and printing."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,26 +12,26 @@ from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
 
-# What users write: the number of an accelerator, or "cuda:1", "cpu", "disk", or torch's own object.
+# A device as users write it: an accelerator's index, a string such as "cuda:1", "cpu" or "disk", or a torch.device.
 Device: TypeAlias = int | str | torch.device
-# The same without choice: "disk" holds what is computed elsewhere.
+# The same in canonical form; "disk" only stores weights, another device computes with them.
 Place: TypeAlias = torch.device | Literal["disk"]
 
 _NUM_SHOWN = 5  # names in an error message
 
 
 class DeviceMap(dict[str, Device]):
-    """Names of modules, parameters or buffers, each with the device that holds it; `""` is the whole model.
+    """A dict from names of modules, parameters or buffers to the devices that hold them; `""` is the whole model.
 
-    The longest name that a tensor's name begins with decides. It is a plain dict, and prints as a table.
+    The longest entry that is a prefix of a tensor's name decides. It is a plain dict, and prints as a table.
 
     Args:
-        devices: Device by name.
-        sizes: Bytes by name, for the table.
-        seconds: Predicted time of one forward by name, for the table.
-        window_bytes: By device, what may be there at once of weights that come and go, those in use among them. A
-            device that is not named keeps room for any three parts that follow each other.
-        rates: How fast weights come, in words, for whoever reads the map.
+        devices: The device of each name.
+        sizes: The bytes of each name, for the table.
+        seconds: The predicted time of each name in one forward, in seconds, for the table.
+        window_bytes: The most bytes of fetched weights that each device may hold at once, including those in use. A
+            device that is left out keeps room for any three consecutive parts.
+        rates: A description of the transfer rates that the plan assumes, for the table.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class DeviceMap(dict[str, Device]):
                 )
 
     def __str__(self) -> str:
-        """Return a table: module, device, size of each, predicted time where any is known; then windows and rates.
+        """Return a table of modules, devices, sizes and predicted times if known, followed by windows and rates.
 
-        Layers that follow each other and are alike share a line, such as `layers.0-21  13 on 0, 9 on cpu`.
+        Consecutive layers that are alike share a line, such as `layers.0-21  13 on 0, 9 on cpu`.
         """
         timed = any(self.seconds.values())
         lines = [["module", "device", "size of each", *(["time"] if timed else [])]]
@@ -82,13 +82,13 @@ class DeviceMap(dict[str, Device]):
 
 
 class Row(NamedTuple):
-    """A line of a map's table.
+    """A row of a device map's table.
 
     Attributes:
         name: The name of a module, or of several: `layers.0-21`.
-        devices: The device of each of them.
-        size_bytes: The bytes of each; None if not known.
-        seconds: The time of each; None if not known.
+        devices: The device of each module.
+        size_bytes: The bytes of each module; None if unknown.
+        seconds: The predicted time of each module, in seconds; None if unknown.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Row(NamedTuple):
     seconds: float | None
 
     def where(self) -> str:
-        """Return where they are: a device, or how many are on each of several."""
+        """Return the device that all modules share, or the number of modules on each device."""
         counts = Counter(map(str, self.devices))
         if len(counts) == 1:
             return str(self.devices[0])
@@ -108,17 +108,17 @@ class Row(NamedTuple):
 def rows_of(
     devices: Mapping[str, Device], sizes: Mapping[str, int], seconds: Mapping[str, float]
 ) -> list[Row]:
-    """Return the lines of a map's table. Pure.
+    """Return the rows of a device map's table. Pure.
 
-    Modules that are numbered one after the other and are alike share a line, until another accelerator computes.
+    Consecutively numbered modules that are alike share a row, as long as the same accelerator computes them.
 
     Args:
-        devices: Device by name.
-        sizes: Bytes by name.
-        seconds: Times by name.
+        devices: The device of each name.
+        sizes: The bytes of each name.
+        seconds: The predicted time of each name, in seconds.
     """
     rows: list[Row] = []
-    stem, last, computing = "", "", None  # of the line before
+    stem, last, computing = "", "", None  # of the previous row
     for name, device in devices.items():
         outer, _, number = name.rpartition(".")
         row = Row(name, (device,), sizes.get(name), seconds.get(name))
@@ -145,7 +145,7 @@ def _close(one: float | None, other: float | None) -> bool:
 
 
 def place_of(device: Device) -> Place:
-    """The device that a user means.
+    """Return the canonical form of a device that a user names.
 
     Raises:
         DeviceMapError: There is no such kind of device.
@@ -158,7 +158,7 @@ def place_of(device: Device) -> Place:
         found = torch.accelerator.current_accelerator()
         return torch.device("cuda" if found is None else found.type, device)
     try:
-        return torch.device(str(device))  # a number below 0 too is none
+        return torch.device(str(device))  # also refuses a negative index
     except RuntimeError as error:
         raise DeviceMapError(
             f"{device!r} is no device: give the number of an accelerator, a name such as 'cuda:0' or 'cpu', or 'disk'"
@@ -166,11 +166,11 @@ def place_of(device: Device) -> Place:
 
 
 def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[str, Place]:
-    """Where each parameter and buffer of a model goes, by every name that it has. Pure.
+    """Return where each parameter and buffer of a model goes, under every name that it has. Pure.
 
     Args:
         model: The model; may be on the meta device.
-        devices: Device by the name of a module, parameter or buffer.
+        devices: The device of each named module, parameter or buffer.
 
     Raises:
         DeviceMapError: A name is not in the model, a tensor has no device, or there is no such kind of device.
@@ -188,7 +188,7 @@ def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[s
     chosen = {name: _longest(name, places) for name in tensors}
     if left := [name for name, key in chosen.items() if key is None]:
         raise DeviceMapError(
-            f'device_map: no device for {_shown(left)}: name them or a module around them; "" is all that is left'
+            f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all others'
         )
     return {name: places[key] for name, key in chosen.items() if key is not None}
 
@@ -197,7 +197,7 @@ def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
     """Check that this machine has the devices that an argument names.
 
     Raises:
-        DeviceMapError: It lacks one.
+        DeviceMapError: This machine lacks one of them.
     """
     for place in dict.fromkeys(places):
         if place == "disk" or place.type in ("cpu", "meta"):
@@ -210,7 +210,7 @@ def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
 
 
 def _longest(name: str, places: Mapping[str, Place]) -> str | None:
-    """The longest name of a map that a tensor's name is or begins with."""
+    """Return the longest entry of a map that is a tensor's name or the name of a module around it."""
     if name in places:
         return name
     return next((outer for outer in reversed(list(enclosing_modules(name))) if outer in places), None)
@@ -227,10 +227,10 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Return a map whose first device computes: that is where pipelines of transformers put inputs.
+    """Return an equivalent map whose first device computes: transformers' pipelines put inputs on that device.
 
-    It plans the same: what the disk keeps before the first accelerator is computed by that one. A map that has the
-    disk alone is shown as the host, which computes.
+    The placement is the same, since weights on disk before the first accelerator are computed by that accelerator. A
+    map with only the disk becomes a map with only the host, which computes then.
     """
     first = next((name for name, device in device_map.items() if device != "disk"), None)
     if first is None:

@@ -1,4 +1,4 @@
-"""How fast hardware is that is not here: its link, its memory and its arithmetic, as its makers say. Pure."""
+"""The link, memory and compute rates of hardware that this machine lacks, as its vendors publish them. Pure."""
 
 import re
 from typing import NamedTuple
@@ -6,21 +6,20 @@ from typing import NamedTuple
 from drivetrain_dispatch.planning.memory_budget import parse_size
 from drivetrain_dispatch.planning.pipeline_model import Rates
 
-DISK_BYTES_PER_SECOND = 3e9  # of an NVMe drive
+DISK_BYTES_PER_SECOND = 3e9  # a typical NVMe drive
 _COUNTED = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?\s*[a-z]+)(?:\s+(.*\S))?\s*", re.IGNORECASE)
 
-_SERIES = re.compile(
-    r"\b(?:nvidia|geforce|quadro|tesla|rtx|gtx|amd|instinct)"
-)  # what stands before a name: rtx4090
+# The prefixes of a model's name, as in rtx4090.
+_SERIES = re.compile(r"\b(?:nvidia|geforce|quadro|tesla|rtx|gtx|amd|instinct)")
 
 
 class Hardware(NamedTuple):
-    """A kind of device.
+    """The rates of a kind of device.
 
     Attributes:
-        link_bytes_per_second: From the host's memory, as far as it is reached: four fifths of what the bus has.
-        memory_bytes_per_second: Of its own memory.
-        tflops: 10^12 operations a second in bfloat16 without sparsity, or in the fastest dtype that it has.
+        link_bytes_per_second: The achievable bandwidth from the host's memory, about four fifths of the bus's peak.
+        memory_bytes_per_second: The bandwidth of the device's own memory.
+        tflops: 10^12 dense operations per second in bfloat16, or in the fastest dtype without bfloat16.
     """
 
     link_bytes_per_second: float
@@ -28,9 +27,9 @@ class Hardware(NamedTuple):
     tflops: float
 
 
-# PCIe 5, 4 and 3 with 16 lanes, as far as copies from pinned memory reach them.
+# PCIe 5, 4 and 3 with 16 lanes: the bandwidth that copies from pinned memory reach.
 _PCIE5, _PCIE4, _PCIE3 = 50e9, 25e9, 12e9
-# By words of the name, the more special first.
+# Keyed by a word of the device's name. The more specific kinds come first, as the first match wins.
 _KINDS = {
     "gh200": Hardware(350e9, 4.0e12, 990),
     "gb200": Hardware(350e9, 8.0e12, 2500),
@@ -56,7 +55,7 @@ _KINDS = {
     "mi300x": Hardware(_PCIE5, 5.3e12, 1300),
     "mi250": Hardware(_PCIE4, 3.2e12, 362),
     "cuda": Hardware(_PCIE4, 1e12, 100),
-    "mps": Hardware(100e9, 0.4e12, 15),  # one memory for both
+    "mps": Hardware(100e9, 0.4e12, 15),  # unified memory
     "xpu": Hardware(_PCIE4, 1e12, 100),
     "npu": Hardware(_PCIE4, 1e12, 200),
     "hpu": Hardware(_PCIE4, 2.4e12, 400),
@@ -65,11 +64,11 @@ _KINDS = {
 
 
 class Described(NamedTuple):
-    """Devices as a user describes them, such as "8x80GB h100".
+    """The devices of a description such as "8x80GB h100".
 
     Attributes:
-        sizes: The memory of each, in bytes.
-        kind: What is said of their kind; "" for nothing.
+        sizes: The memory of each device, in bytes.
+        kind: The kind of the devices; "" if unspecified.
     """
 
     sizes: list[int]
@@ -77,10 +76,10 @@ class Described(NamedTuple):
 
 
 def described(text: str) -> Described:
-    """What a description of devices says: a size, how many there are (`8x80GB`), and their kind (`8x80GB h100`).
+    """Parse a description of devices: a size, optionally with a count (`8x80GB`) and a kind (`8x80GB h100`).
 
     Raises:
-        ValueError: It is none, or the kind is not known.
+        ValueError: The description is invalid, or the kind is unknown.
     """
     match = _COUNTED.fullmatch(text)
     if match is None:
@@ -95,10 +94,10 @@ def described(text: str) -> Described:
 
 
 def hardware_of(kind: str) -> Hardware:
-    """What is known of a kind of device: a type of torch's, or a name that has a known word in it.
+    """Return the rates of a kind of device: a torch device type, or a name that contains a known word.
 
     Raises:
-        ValueError: Nothing is.
+        ValueError: The kind is unknown.
     """
     words = set(re.split(r"[^a-z0-9]+", _SERIES.sub(" ", kind.lower())))
     for name, hardware in _KINDS.items():
@@ -111,7 +110,7 @@ def hardware_of(kind: str) -> Hardware:
 
 
 def assumed_rates(kind: str) -> Rates:
-    """How fast weights come to a kind of device that is not here; one that is not known is taken for a usual one."""
+    """Return the assumed transfer rates of a kind of device that this machine lacks; typical ones if unknown."""
     try:
         link = hardware_of(kind).link_bytes_per_second
     except ValueError:

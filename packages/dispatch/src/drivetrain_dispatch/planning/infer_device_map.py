@@ -1,4 +1,4 @@
-"""A device map from a model's sizes, the devices' budgets, and what each part of a forward costs."""
+"""Infer a device map from a model's sizes, the devices' memory budgets and the cost of each part of a forward."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -36,32 +36,32 @@ def infer_auto_device_map(
 ) -> DeviceMap:
     """Plan where each part of a model goes, and predict how long a forward takes. Nothing is moved or loaded.
 
-    What fits on the accelerators stays there, filled in the order given. Of a larger model, what does not fit goes to
-    `"cpu"`, and beyond its budget to `"disk"`, spread evenly over the forward; accelerators compute it all the same.
-    Without accelerators `"cpu"` computes everything.
+    The accelerators are filled in the order given. The part of a larger model that does not fit goes to `"cpu"`, and
+    beyond the host's budget to `"disk"`, spread evenly over the forward; accelerators still compute it. Without
+    accelerators `"cpu"` computes everything.
 
     Args:
-        model: The model, best on the meta device.
-        max_memory: What each device may hold, such as `{0: "20GB", "cpu": "60GB"}`; None takes what is free now. The
-            disk has no end unless it is among them.
-        rates: How fast weights come from the host and from the disk. None measures it, if something has to come, and
-            keeps it in the user's cache folder: less than a second, once for a machine. For a device that is not here
-            it takes what such devices have; the map says so when it is printed.
+        model: The model, ideally on the meta device.
+        max_memory: The memory budget of each device, such as `{0: "20GB", "cpu": "60GB"}`; None takes what is free
+            now. The disk is unlimited unless it is listed.
+        rates: The transfer rates from the host and from the disk. None measures them if any weight is offloaded, and
+            caches them in the user's cache folder: less than a second, once per machine. A device that this machine
+            lacks gets typical rates of its kind; the printed map says so.
         no_split_module_classes: Names of module classes that stay whole, such as a layer with a residual connection.
-        dtype: What floating-point and complex tensors will be converted to.
+        dtype: The dtype that floating-point and complex tensors will be converted to.
         special_dtypes: Dtypes of single tensors by name.
-        special_sizes: Bytes of single tensors by name, as `quantized_sizes` gives them.
-        costs: What each part does in a forward, by its name.
-        offload_buffers: Whether the model will be dispatched so that buffers are kept away too; else they stay on the
-            device that computes, and take its budget.
-        preload_module_classes: Names of module classes whose weights will come all at once.
+        special_sizes: Bytes of single tensors by name, as `quantized_sizes` returns them.
+        costs: The cost of each part in a forward, by name.
+        offload_buffers: Whether the model will be dispatched with offloaded buffers; otherwise buffers stay on the
+            device that computes, and count towards its budget.
+        preload_module_classes: Names of module classes whose weights will be fetched all at once.
 
     Returns:
-        The map, with sizes, predicted times, and the room that each device keeps for weights that come.
+        The map, with sizes, predicted times, and the window that each device reserves for fetched weights.
 
     Raises:
-        DeviceMapError: The budgets cannot hold the model, and the message says what would.
-        ValueError: A class or tensor is named that the model does not have.
+        DeviceMapError: The budgets cannot hold the model; the message says which would.
+        ValueError: A named class or tensor is not in the model.
     """
     budgets = get_max_memory(max_memory)
     blocks = blocks_of(
@@ -85,7 +85,7 @@ def _planned(
     computing: Sequence[Device],
     rates: Rates | None,
 ) -> DeviceMap:
-    """The map of a plan, with the rates that it was made for, if any were asked for."""
+    """Return the map of a plan, with the rates it was made for if the plan needed any."""
     used: list[_Found] = []
 
     def found() -> Rates:
@@ -99,7 +99,7 @@ def _planned(
 
 
 def shown_rates(rates: Rates, source: str) -> str:
-    """The rates of a plan in a line: what they are, and how that is known."""
+    """Describe the rates of a plan and their source in one line."""
     link, disk = rates.to_device / 1e9, rates.from_disk / 1e9
     return f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})"
 
@@ -107,7 +107,7 @@ def shown_rates(rates: Rates, source: str) -> str:
 def _converts(
     model: nn.Module, dtype: torch.dtype | None, special_dtypes: Mapping[str, torch.dtype] | None
 ) -> bool:
-    """Whether a tensor becomes another dtype: what is on the disk is then computed with as a copy, not in place."""
+    """Return whether any tensor changes dtype: the host then uses copies of weights on disk, not the files' pages."""
     special = special_dtypes or {}
     return (dtype is not None or bool(special)) and any(
         dtype_after(tensor, dtype, special.get(name)) != tensor.dtype for name, tensor in named_tensors(model)
@@ -115,11 +115,11 @@ def _converts(
 
 
 def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
-    """Which devices compute, in the order given, and what each may hold; without accelerators the host computes.
+    """Return the devices that compute, in the order given, and the budgets; without accelerators the host computes.
 
     Args:
-        budgets: Bytes by device.
-        in_place: Whether a host that computes uses weights of the disk where they are.
+        budgets: The bytes that each device may hold.
+        in_place: Whether a host that computes uses weights on disk in place, as pages of the files.
     """
     places = {device: place_of(device) for device in budgets}
     host = sum(budgets[device] for device, place in places.items() if place == _CPU)
@@ -133,7 +133,7 @@ def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[l
 def map_of(
     plan: PlacePlan, blocks: Sequence[Block], computing: Sequence[Device], costs: Mapping[str, Cost]
 ) -> DeviceMap:
-    """A plan as a map with as few names as say it, with sizes and times."""
+    """Return a plan as a device map with as few entries as possible, with sizes and times."""
     elsewhere: dict[str, Device] = {"host": "cpu", "disk": "disk"}
     devices = {
         block.name: elsewhere.get(source, computing[at])
@@ -151,14 +151,14 @@ def map_of(
 
 
 class _Found(NamedTuple):
-    """How fast weights come, and how that is known."""
+    """The transfer rates and a description of their source."""
 
     rates: Rates
     source: str
 
 
 def _found(device: Device) -> _Found:
-    """How fast weights come to a device: measured if it is here, as such devices are if not."""
+    """Return the transfer rates of a device: measured if this machine has it, typical of its kind otherwise."""
     place = place_of(device)
     try:
         check_places([place])
@@ -169,17 +169,16 @@ def _found(device: Device) -> _Found:
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:
-    """Of each name, the outermost one around it whose parts are all on one device."""
-    common: dict[
-        str, Device | None
-    ] = {}  # of each name the device of all its parts; None if they have several
+    """Return for each name the outermost enclosing name whose parts are all on one device."""
+    # The device that all parts of a name share; None if they differ.
+    common: dict[str, Device | None] = {}
     for name, device in devices.items():
         outer: str | None = name
         while outer is not None:
             if outer not in common:
                 common[outer] = device
             elif common[outer] in (None, device):
-                break  # what is further out has it already
+                break  # the names further out are settled already
             else:
                 common[outer] = None
             outer = _around(outer)
@@ -188,7 +187,7 @@ def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:
 
 
 def _furthest(name: str, common: Mapping[str, Device | None], found: dict[str, str]) -> str:
-    """The outermost name around one whose parts are all on one device; `found` remembers."""
+    """Return the outermost name around one whose parts are all on one device, memoised in `found`."""
     if name not in found:
         outer = _around(name)
         found[name] = name if outer is None or common[outer] is None else _furthest(outer, common, found)
@@ -196,5 +195,5 @@ def _furthest(name: str, common: Mapping[str, Device | None], found: dict[str, s
 
 
 def _around(name: str) -> str | None:
-    """The name of the module around a name."""
+    """Return the name of the enclosing module."""
     return name.rpartition(".")[0] if name else None

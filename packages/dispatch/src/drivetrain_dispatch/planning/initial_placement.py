@@ -1,4 +1,4 @@
-"""Placements to begin a plan with: as much as fits stays, the rest is spread evenly over the forward. Pure."""
+"""The initial placements of a plan: as much as fits stays, the rest is spread evenly over the forward. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from typing import NamedTuple
 from drivetrain_dispatch.planning.block_groups import Groups
 from drivetrain_dispatch.planning.pipeline_model import Source
 
-_FEW = 8  # sizes of groups
-_MANY = 2_000  # groups: fewer ways are tried, each of which takes its time
+_FEW = 8  # distinct sizes of groups, each of which is tried as the largest offloaded one
+_MANY = 2_000  # groups; a larger model tries fewer strategies, to save time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """What may be held where, in bytes.
+    """The memory budgets of a plan, in bytes.
 
     Attributes:
-        devices: Each device that computes, in the order of the forward.
-        host: The host's memory, for what is offloaded; with none of `devices` it computes itself.
-        disk: The disk; None for as much as there is.
-        in_place: Whether weights of the disk are used where they are, as the host does: they take no window.
+        devices: The bytes of each device that computes, in the order of the forward.
+        host: The bytes of host memory for offloaded weights; 0 if the host itself computes.
+        disk: The bytes on disk; None for no limit.
+        in_place: Whether weights on disk are used in place, as the host can: they need no window.
     """
 
     devices: tuple[int, ...]
@@ -31,21 +31,21 @@ class Budgets:
 
 
 class Placed(NamedTuple):
-    """Of each group, where it is and the device that computes it."""
+    """The source of each group's weights, and the index of the device that computes the group."""
 
     sources: list[Source]
     devices: list[int]
 
 
 class Way(NamedTuple):
-    """A way to offload.
+    """A strategy for offloading.
 
     Attributes:
-        window_bytes: What each device keeps free for weights that come.
-        largest: No larger group is offloaded.
-        due: How much of a group must be owed before one is offloaded: half of one spreads evenly, a whole one keeps
-            the first on the device.
-        shifts: How many groups further each device's part begins than its budget's share of the bytes has it.
+        window_bytes: The bytes that each device keeps free for fetched weights.
+        largest: The size of the largest group that may be offloaded, in bytes.
+        due: The fraction of a group's bytes that must be owed before the group is offloaded: 0.5 spreads evenly, 1
+            keeps the first groups on the device.
+        shifts: The number of groups by which each device's segment begins later than its share of the bytes implies.
     """
 
     window_bytes: int
@@ -55,7 +55,7 @@ class Way(NamedTuple):
 
 
 def all_stay(groups: Groups, budgets: Sequence[int]) -> Placed | None:
-    """Everything on the devices, filled in their order; None if it does not fit so."""
+    """Return the placement that fills the devices in order and offloads nothing; None if the model does not fit."""
     devices: list[int] = []
     at = held = peak = 0
     for size_bytes, stay_bytes, peak_bytes, kept_bytes in zip(
@@ -74,10 +74,11 @@ def all_stay(groups: Groups, budgets: Sequence[int]) -> Placed | None:
 
 
 def ways_of(groups: Groups, budgets: Budgets) -> list[Way]:
-    """The ways that are tried, the smallest windows first.
+    """Return the strategies to try, the smallest windows first.
 
-    Windows: of the largest unit alone, of a whole group, of several. What is offloaded may be as large as the largest
-    group; or as most are, the few larger ones having to stay. Of a model of few sizes, as each of them.
+    A window holds the largest unit, a whole group, or several groups. The largest group that may be offloaded is the
+    largest of all, or the largest of the smaller nine tenths, so that the few larger ones stay. If the model has few
+    distinct group sizes, each of them is tried.
     """
     ordered = sorted(groups.sizes)
     ways: list[Way] = []
@@ -98,7 +99,7 @@ def ways_of(groups: Groups, budgets: Budgets) -> list[Way]:
 
 
 def some_come(groups: Groups, budgets: Budgets, way: Way) -> Placed | None:
-    """As much as fits on the devices, the rest spread evenly over the forward; None if it does not fit."""
+    """Return a placement that keeps what fits on the devices and spreads the rest evenly; None if there is none."""
     devices = list(budgets.devices)
     while any(devices):
         placed = Placed([], [])
@@ -107,8 +108,8 @@ def some_come(groups: Groups, budgets: Budgets, way: Way) -> Placed | None:
             sources = _spread(groups, segment, room, way, first_stays="device" in placed.sources)
             if sources is None:
                 if not devices[at]:
-                    return None  # its part begins where it was shifted to
-                devices[at] = 0  # too small for its part: the others compute that
+                    return None  # a shift gave groups to a device without memory
+                devices[at] = 0  # too small for its segment: the other devices compute that
                 break
             placed.sources.extend(sources)
             placed.devices.extend([at] * len(sources))
@@ -118,7 +119,7 @@ def some_come(groups: Groups, budgets: Budgets, way: Way) -> Placed | None:
 
 
 def shifted(way: Way, num_devices: int, most: int) -> list[Way]:
-    """The same way with one device's part beginning earlier or later, by a few groups."""
+    """Return variants of a strategy in which one device's segment begins earlier or later by a few groups."""
     return [
         way._replace(shifts=tuple(shift if at == device else 0 for at in range(num_devices)))
         for device in range(1, num_devices)
@@ -127,7 +128,7 @@ def shifted(way: Way, num_devices: int, most: int) -> list[Way]:
 
 
 def _segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] = ()) -> list[range]:
-    """The groups that each device computes: one after the other, by bytes in the proportion of the budgets."""
+    """Return the consecutive groups that each device computes, with bytes proportional to the budgets."""
     passed, whole = list(accumulate(groups.sizes)), sum(budgets)
     total = passed[-1] if passed else 0
     # In integers: shares as floats may miss the last group.
@@ -139,14 +140,15 @@ def _segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] = ()
 
 
 def _spread(groups: Groups, segment: range, room: int, way: Way, *, first_stays: bool) -> list[Source] | None:
-    """What of a device's groups stays, and what comes from the host, evenly between; None if the room is too small.
+    """Return the source of each of a device's groups, offloaded ones spread evenly; None if the room is too small.
 
     Args:
-        groups: All of them.
-        segment: Those that the device computes.
-        room: Bytes for weights, those that stay and those that come.
-        way: How to offload.
-        first_stays: Whether the first one has to stay: a map says by it which device computes those behind it.
+        groups: All groups of the model.
+        segment: The indices of the groups that the device computes.
+        room: The bytes for weights, both resident and fetched.
+        way: The strategy for offloading.
+        first_stays: Whether the first group has to stay, since its entry in the map names the device that computes
+            the groups after it.
     """
     sizes = groups.sizes[segment.start : segment.stop]
     sources: list[Source] = []
@@ -176,7 +178,7 @@ def _spread(groups: Groups, segment: range, room: int, way: Way, *, first_stays:
         else:
             owed -= size_bytes
             sources.append("host")
-    for index, size_bytes in enumerate(sizes):  # what there is room for after all
+    for index, size_bytes in enumerate(sizes):  # fill the room that is left
         if size_bytes <= room and sources[index] == "host":
             room -= size_bytes
             sources[index] = "device"
@@ -184,7 +186,7 @@ def _spread(groups: Groups, segment: range, room: int, way: Way, *, first_stays:
 
 
 def to_disk(sizes: Sequence[int], sources: list[Source], budgets: Budgets, due: float) -> bool:
-    """Send to the disk what the host cannot hold, evenly spread; whether the disk can hold it."""
+    """Move evenly spread groups that the host cannot hold to the disk, and return whether the disk can hold them."""
     coming = [index for index, source in enumerate(sources) if source == "host"]
     total = sum([sizes[index] for index in coming])
     if total <= budgets.host:

@@ -1,4 +1,4 @@
-"""Better placements than an evenly spread one: parts change places as long as that shortens the forward. Pure."""
+"""A local search over placements: groups change places as long as that shortens the predicted forward. Pure."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,21 +9,21 @@ from drivetrain_dispatch.planning.block_groups import Forward, Groups
 from drivetrain_dispatch.planning.initial_placement import Budgets, Placed
 from drivetrain_dispatch.planning.pipeline_model import Rates, Source, forward_seconds
 
-_MOST_UNITS = 250_000  # that are gone through for one plan: a tenth of a second
+_MOST_UNITS = 250_000  # units visited for one plan: a tenth of a second
 _MOST_TRIED = 4_000  # placements of a small model
 _LEAST_TRIED = 20  # fewer are not worth the time
 _AWAY: tuple[Source, ...] = ("host", "disk")
-_NEAREST = 6  # parts that stay on either side of one that comes: which of them might change places with it
+_NEAREST = 6  # resident groups on either side of an offloaded one that are tried in its place
 
 
 class Found(NamedTuple):
-    """A placement that keeps within the budgets.
+    """A placement that respects the budgets.
 
     Attributes:
-        seconds: The predicted time of a forward.
-        coming_bytes: What comes in it.
-        placed: Where everything is.
-        windows: The room for weights that come, of each device: all that is left.
+        seconds: The predicted time of a forward, in seconds.
+        coming_bytes: The bytes that one forward fetches.
+        placed: The placement of every group.
+        windows: The bytes that each device has left for fetched weights, at most what it ever fetches.
     """
 
     seconds: float
@@ -33,18 +33,18 @@ class Found(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Less is better."""
+        """The sort key of a placement; the smallest is the best."""
         return self.seconds, self.coming_bytes
 
 
 class Search:
-    """Predicts placements of one model, and looks for better ones.
+    """A search that predicts the time of placements of one model and improves them.
 
     Args:
-        groups: What is placed.
-        forward: The forward that is to be short.
-        budgets: What may be held where.
-        rates: How fast weights come.
+        groups: The groups of blocks to place.
+        forward: The forward whose time is minimised.
+        budgets: The memory budgets of devices, host and disk.
+        rates: The transfer rates to the device and from the disk.
     """
 
     def __init__(self, groups: Groups, forward: Forward, budgets: Budgets, rates: Rates) -> None:
@@ -56,7 +56,7 @@ class Search:
         self._left = min(most, _MOST_TRIED) if most >= _LEAST_TRIED else 0
 
     def found(self, placed: Placed) -> Found | None:
-        """A placement with its time; None if it does not keep within the budgets."""
+        """Return a placement with its predicted time; None if it exceeds a budget or no device map expresses it."""
         windows = self._windows(placed)
         if windows is None or not self._fits_elsewhere(placed.sources):
             return None
@@ -74,11 +74,11 @@ class Search:
         return Found(seconds, coming, placed, windows)
 
     def improved(self, found: Found, *, share: float = 1.0) -> Found:
-        """The best placement that is reached from one by changes that each shorten the forward.
+        """Return the best placement reached from one by changes that each shorten the forward.
 
         Args:
-            found: The one to begin with.
-            share: Of what is left of the time for this plan, how much may be taken.
+            found: The initial placement.
+            share: The fraction of this plan's remaining trials that the call may use, from 0 to 1.
         """
         least = self._left - int(self._left * share)
         better: Found | None = found
@@ -98,7 +98,7 @@ class Search:
         return self.found(placed)
 
     def _windows(self, placed: Placed) -> tuple[int, ...] | None:
-        """What each device has left for weights that come; None if that is too little, or what stays too much."""
+        """Return the bytes that each device has left for fetched weights; None if a device has too few."""
         groups = self._groups
         count = len(self._budgets.devices)
         held, peaks, needs, coming = [0] * count, [0] * count, [0] * count, [0] * count
@@ -123,7 +123,7 @@ class Search:
         return tuple(min(pair) if pair[1] else 0 for pair in zip(left, map(max, coming, needs), strict=True))
 
     def _fits_elsewhere(self, sources: Sequence[Source]) -> bool:
-        """Whether the host and the disk have room for what is kept there."""
+        """Return whether the host and the disk have room for the offloaded groups."""
         held = {"device": 0, "host": 0, "disk": 0}
         for size, source in zip(self._groups.sizes, sources, strict=True):
             held[source] += size
@@ -131,7 +131,7 @@ class Search:
         return held["host"] <= most.host and (most.disk is None or held["disk"] <= most.disk)
 
     def _changed(self, placed: Placed) -> Iterator[Placed]:
-        """Placements that differ a little: those that are likely to be better first."""
+        """Yield neighbouring placements, the most promising first."""
         sources, devices = placed
         sizes = self._groups.sizes
         coming = [index for index, source in enumerate(sources) if source != "device" and sizes[index]]
@@ -162,7 +162,7 @@ class Search:
             yield self._settled(_with(placed, {index: "host"}), [index])
 
     def _in_place_of_others(self, placed: Placed, index: int, stay: Sequence[int]) -> Iterator[Placed]:
-        """Placements in which a group stays that came, and as many come as take its room."""
+        """Yield placements in which an offloaded group stays, and as many others as make room for it leave."""
         sizes, device = self._groups.sizes, placed.devices[index]
         others = [other for other in stay if placed.devices[other] == device]
         for largest_first in (False, True):
@@ -176,11 +176,11 @@ class Search:
             yield self._settled(_with(placed, changes), list(changes))
 
     def _settled(self, placed: Placed, fixed: Sequence[int]) -> Placed:
-        """The same with all room used: more stays, beside the window that the rest needs; the host is full.
+        """Return a placement with all memory used: more groups stay beside the window of the rest; the host is full.
 
         Args:
-            placed: A placement.
-            fixed: Groups of which it is settled whether they stay.
+            placed: The placement to complete.
+            fixed: The indices of groups that must not move onto their device.
         """
         groups, sources = self._groups, list(placed.sources)
         by_size = sorted(range(len(sources)), key=lambda group: -groups.sizes[group])
@@ -189,7 +189,7 @@ class Search:
             room = budget - groups.fixed_bytes(mine)
             room -= sum([groups.sizes[group] for group in mine if sources[group] == "device"])
             come = [group for group in mine if sources[group] != "device"]
-            needy = sorted(come, key=groups.needs.__getitem__)  # the one that needs the most at the end
+            needy = sorted(come, key=groups.needs.__getitem__)  # the largest window last
             for group in come:
                 if group in fixed or groups.sizes[group] > room:
                     continue
@@ -214,7 +214,10 @@ class Search:
 
 
 def _can_be_said(sources: Sequence[Source], devices: Sequence[int]) -> bool:
-    """Whether a map can say it: what comes is computed by the device that it names before, at first by its first."""
+    """Return whether a device map can express a placement.
+
+    In a map, the nearest device named before an offloaded group computes it; before the first such device, that one.
+    """
     pairs = zip(sources, devices, strict=True)
     current = next((device for source, device in pairs if source == "device"), devices[0])
     for source, device in zip(sources, devices, strict=True):
@@ -233,7 +236,7 @@ def _with(placed: Placed, changes: dict[int, Source]) -> Placed:
 
 
 def _second(needy: list[int], sources: Sequence[Source]) -> list[int]:
-    """Behind the one that needs the most, the next one that comes still, if there is any."""
+    """Return the offloaded group with the second-largest window, in a list; an empty list if there is none."""
     last = len(needy) - 2
     while last >= 0 and sources[needy[last]] == "device":
         last -= 1

@@ -1,4 +1,4 @@
-"""How much memory each device may give to a model: what is free now, what a user says, or as evenly as it goes."""
+"""The memory budget of each device: what is free now, what a user specifies, or an even share."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -18,22 +18,22 @@ _UNITS = {"B": 1} | {
     for base, unit in ((1000, "B"), (1024, "iB"))
     for power, prefix in enumerate("KMGT", start=1)
 }
-_LEFT_FREE = 0.05  # of a device: allocators do not fill it to the last byte
+_LEFT_FREE = 0.05  # the fraction of a device that stays free: allocators do not fill it to the last byte
 
 
 def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
-    """What each device may hold, in bytes.
+    """Return the memory budget of each device, in bytes.
 
     Args:
         max_memory: Sizes such as 10**9, "24GB" (powers of 1000) or "24GiB" (powers of 1024) by device. None takes
-            what is free now of every accelerator of this process and of the host's memory, but for a twentieth.
+            95 % of the memory that is free now on every accelerator visible to this process and on the host.
 
     Returns:
-        Bytes by device, in the order given; accelerators by number, then `"cpu"`.
+        The bytes of each device, in the order given; for None, accelerators by index, then `"cpu"`.
 
     Raises:
         DeviceMapError: There is no such kind of device.
-        ValueError: It is no map, or a size is none.
+        ValueError: `max_memory` is not a mapping, or a size is invalid.
     """
     if max_memory is not None:
         check_budgets(max_memory)
@@ -59,20 +59,20 @@ def get_balanced_memory(
     special_sizes: Mapping[str, int] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """Budgets by which a model is spread evenly over the accelerators, rather than filling the first ones.
+    """Return budgets that spread a model evenly over the accelerators instead of filling the first ones.
 
     Args:
         model: The model; may be on the meta device.
-        max_memory: What each device may hold, as `get_max_memory` takes it.
+        max_memory: The memory budget of each device, as `get_max_memory` takes it.
         no_split_module_classes: Names of module classes that stay whole.
-        dtype: What floating-point and complex tensors will be converted to.
+        dtype: The dtype that floating-point and complex tensors will be converted to.
         special_dtypes: Dtypes of single tensors by name.
-        special_sizes: Bytes of single tensors by name, as `quantized_sizes` gives them.
-        low_zero: Whether the first accelerator gets only what the others cannot hold, for generation for instance,
-            which happens there.
+        special_sizes: Bytes of single tensors by name, as `quantized_sizes` returns them.
+        low_zero: Whether the first accelerator gets only what the others cannot hold, which leaves it memory for
+            generation, for example.
 
     Returns:
-        Bytes by device: never more than `max_memory` says; `"cpu"` and `"disk"` as they were.
+        The bytes of each device, never more than in `max_memory`; `"cpu"` and `"disk"` are unchanged.
     """
     budgets = get_max_memory(max_memory)
     blocks = blocks_of(
@@ -88,7 +88,7 @@ def get_balanced_memory(
         return budgets
     first, *others = spread
     sharing = others if low_zero else spread
-    # A block goes to one device, so that each may get the largest one beyond its even share.
+    # A block goes to one device as a whole, so each device may exceed its even share by the largest block.
     share = -(-total // len(sharing)) + max((block.size_bytes for block in blocks), default=0)
     balanced = dict(budgets)
     for device in sharing[:-1]:
@@ -99,10 +99,10 @@ def get_balanced_memory(
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a size such as 1000, "5GB" (powers of 1000) or "512MiB" (powers of 1024); the case is free.
+    """Return the bytes of a size such as 1000, "5GB" (powers of 1000) or "512MiB" (powers of 1024) in any case.
 
     Raises:
-        ValueError: It is no size.
+        ValueError: The size is invalid.
     """
     if type(size) is int and size >= 0:
         return size
@@ -117,9 +117,9 @@ def parse_size(size: int | str) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a device has free for this process now; None where it does not say.
+    """Return the bytes that a device has free for this process now; None if the device does not report them.
 
-    The host's counts what it can take from the cache of files, and what it can swap out.
+    On the host this includes the reclaimable page cache and the free swap space.
     """
     if device.type == "cpu":
         return free_of_host() + int(psutil.swap_memory().free)
@@ -130,7 +130,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def free_of_host() -> int:
-    """What the host has free for this process: of the machine, and of the container."""
+    """Return the bytes of host memory that are free for this process, within the limits of its container."""
     available = int(psutil.virtual_memory().available)
     of_container = free_of_cgroup()
     return available if of_container is None else min(available, of_container)
@@ -142,10 +142,10 @@ def _is_accelerator(device: Device) -> bool:
 
 
 def _free_of(device: torch.device) -> int:
-    """What an accelerator has free for this process, with what torch keeps of it unused.
+    """Return the bytes that an accelerator has free for this process, including torch's unused cached memory.
 
     Raises:
-        ValueError: It does not say.
+        ValueError: The accelerator does not report its free memory.
     """
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):

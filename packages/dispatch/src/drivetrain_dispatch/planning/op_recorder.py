@@ -1,4 +1,4 @@
-"""What a forward on the meta device does, operation by operation: what it computes, and what memory it takes when."""
+"""Record each operation of a forward on the meta device: its FLOPs, memory traffic and allocations."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,20 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Of these only as much is read or written as comes in or goes out, not the whole table.
+# Operations that touch only the selected rows, not the whole table.
 _PICKING = frozenset({"embedding", "gather", "index", "index_select"})
 _PUTTING = frozenset({"index_copy_", "index_put_", "scatter_", "slice_scatter_"})
-_GROUPED = "_grouped_mm"  # each expert's rows times its matrix; torch 2.15 counts no FLOPs of it
+_GROUPED = "_grouped_mm"  # each expert's rows times its matrix; torch 2.15 does not count its FLOPs
 _NO_MEMORY = -1
 
 
 class Operation(NamedTuple):
-    """What is computed at once.
+    """An operation of a forward.
 
     Attributes:
-        block: The index of the block that does so; -1 before the first.
-        flops: Floating-point operations.
-        size_bytes: That are read and written.
+        block: The index of the block that runs the operation; -1 before the first block.
+        flops: The number of floating-point operations.
+        size_bytes: The bytes that are read and written.
     """
 
     block: int
@@ -35,12 +35,12 @@ class Operation(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Memory that is taken or given back, or, with a size of 0, a block that begins.
+    """An allocation or release of memory, or, with a size of 0, the start of a block.
 
     Attributes:
-        block: The index of the block that does so; -1 before the first.
-        memory: Which; counted from 0 in the order in which they are first seen.
-        size_bytes: Negative when it is given back.
+        block: The index of the running block; -1 before the first block.
+        memory: The number of the storage, from 0 in the order in which storages are first seen; -1 for none.
+        size_bytes: The bytes of the storage; negative for a release.
     """
 
     block: int
@@ -49,17 +49,17 @@ class Change(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operation that runs within it, and the memory that operations use, but for that of weights.
+    """A mode that records every operation that runs under it and the memory that operations use, except weights.
 
-    An operation belongs to the block whose forward is running; between two, to the block whose weights it uses, or
-    else to the one before.
+    An operation belongs to the block whose forward is running; between two blocks, to the block whose weights it
+    uses, otherwise to the earlier block.
 
     Args:
         weights: Each weight with the index of its block.
 
     Attributes:
-        operations: In their order; views are none.
-        changes: Of memory, in their order.
+        operations: The operations in execution order, without views.
+        changes: The changes of memory in execution order.
     """
 
     def __init__(self, weights: Iterable[tuple[Tensor, int]]) -> None:
@@ -76,36 +76,36 @@ class Recorder(TorchDispatchMode):
         self._last = -1
 
     def __enter__(self) -> "Recorder":
-        """Begin to note; torch's own counter, which is asked after each operation, comes first."""
+        """Start to record; torch's FLOP counter is entered first, so that this mode sees operations before it."""
         self._flops.__enter__()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        """Note nothing more."""
+        """Stop recording, in reverse order."""
         super().__exit__(*raised)
         self._flops.__exit__(*raised)
 
     def begin(self, block: int) -> None:
-        """A block's forward begins."""
+        """Record that a block's forward begins."""
         self._running.append(block)
         self._last = block
         self.changes.append(Change(block, _NO_MEMORY, 0))
 
     def end(self) -> None:
-        """The forward that began last ends."""
+        """Record that the innermost running forward ends."""
         self._running.pop()
         if self._running:
             self._last = self._running[-1]
 
     def memories_of(self, tensors: Iterable[Tensor]) -> set[int]:
-        """The numbers of the memory in which tensors are, as far as it has been used."""
+        """Return the numbers of the tensors' storages, as far as an operation used them."""
         found = (self._memories.get(tensor.untyped_storage()) for tensor in tensors)
         return {number for number in found if number is not None}
 
     def note(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, flops: int, size_bytes: int
     ) -> None:
-        """An operation has run."""
+        """Record an operation that has run."""
         if not self._running:
             owners = (self._owners.get(tensor.untyped_storage()) for tensor in inputs)
             self._last = next((owner for owner in owners if owner is not None), self._last)
@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and note it."""
+        """Run an operation and record it."""
         given = _on_meta(args)
         before = self._flops.get_total_flops()
         result = func(*given, **(kwargs or {}))
@@ -149,12 +149,12 @@ class Recorder(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Within it, attention is one operation that keeps no scores, as accelerators compute it.
+    """A mode under which attention is one operation that stores no scores, as in accelerators' fused kernels.
 
-    On the meta device torch would take the way that writes them all out.
+    On the meta device torch would take the unfused path, which materialises all scores.
 
     Args:
-        recorder: What notes it.
+        recorder: The recorder of the operation.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -168,7 +168,7 @@ class FusedAttention(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function, but for attention, of which only the output is made."""
+        """Run a function; for attention, only record it and create its output."""
         said = dict(kwargs or {})
         if func is not F.scaled_dot_product_attention:
             return func(*args, **said)
@@ -185,7 +185,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 def kept_memories(changes: Iterable[Change], results: Collection[int]) -> set[int]:
-    """The memory that is still taken at the end, but for results."""
+    """Return the numbers of the storages that are still allocated at the end, without those of results."""
     left: set[int] = set()
     for change in changes:
         if change.size_bytes < 0:
@@ -196,7 +196,7 @@ def kept_memories(changes: Iterable[Change], results: Collection[int]) -> set[in
 
 
 def peaks(changes: Iterable[Change], kept: Collection[int]) -> dict[int, int]:
-    """The most bytes that are taken at once while each block runs, without what is kept."""
+    """Return the most bytes that are allocated at once while each block runs, without kept storages."""
     live = 0
     most: dict[int, int] = {}
     for change in changes:
@@ -207,13 +207,13 @@ def peaks(changes: Iterable[Change], kept: Collection[int]) -> dict[int, int]:
 
 
 def _touched(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """The bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes."""
     if name in _PICKING:
         return 2 * sum(map(_size_bytes, outputs)) + sum(map(_size_bytes, inputs[1:]))
     if name in _PUTTING:
         return 2 * sum(map(_size_bytes, inputs[1:]))
     sizes = [_size_bytes(tensor) for tensor in inputs]
-    if name == _GROUPED:  # only matrices of experts that have rows are read
+    if name == _GROUPED:  # reads only the matrices of experts that have rows
         sizes[1] = int(sizes[1] * min(1, inputs[0].shape[0] / inputs[1].shape[0]))
     there = {id(tensor.untyped_storage()) for tensor in inputs}
     is_view = not name.endswith("_") and all(id(tensor.untyped_storage()) in there for tensor in outputs)
@@ -221,12 +221,12 @@ def _touched(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> 
 
 
 def _size_bytes(tensor: Tensor) -> int:
-    """Of an expanded tensor, what there is of it."""
+    """Return the bytes of a tensor; for an expanded tensor, at most those of its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors that an operation is given, or gives."""
+    """Yield the tensors in an operation's arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -237,7 +237,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _on_meta(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An operation's tensors, all on the meta device if one is: a small table that stands beside, for instance."""
+    """Return arguments with all tensors on the meta device if any is: a small table may hold data, for example."""
     found = list(_tensors(args))
     if not any(tensor.is_meta for tensor in found) or all(
         tensor.is_meta or not tensor.dim() for tensor in found

@@ -1,4 +1,4 @@
-"""What a forward with offloaded parts will take: computing, copying and reading, each in its turn. Pure."""
+"""Predict the time of a forward with offloaded parts: reads, copies and computation overlap. Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -9,15 +9,15 @@ Source = Literal["device", "host", "disk"]
 
 
 class Work(NamedTuple):
-    """A part of a model that comes at once, or stays, in the order of the forward.
+    """A part of a model that is fetched at once or stays, in the order of the forward.
 
     Attributes:
-        compute_seconds: What it computes, its weights being there.
-        size_bytes: Of its weights.
-        source: Where they are when it is not its turn.
-        device: The one that computes it, by its index.
-        left_bytes: Of weights that came, what the device holds no more when it has been computed; None for its own.
-            A part inside another one leaves that one's weights behind, and the last of them takes them along.
+        compute_seconds: The compute time with the weights on the device.
+        size_bytes: The bytes of its weights.
+        source: The place that holds its weights while it does not compute.
+        device: The index of the device that computes it.
+        left_bytes: The bytes of fetched weights that the device releases after computing the part; None for the
+            part's own. Weights of an enclosing part are released with the last part inside it.
     """
 
     compute_seconds: float
@@ -29,18 +29,18 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Bytes in a second.
+    """The transfer rates of weights, in bytes per second.
 
     Attributes:
-        to_device: From the host's memory to the device.
-        from_disk: From the disk to the host's memory.
+        to_device: The rate from the host's memory to the device.
+        from_disk: The rate from the disk to the host's memory.
     """
 
     to_device: float
     from_disk: float
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check that the rates are positive numbers."""
         for name in ("to_device", "from_disk"):
             rate: object = getattr(self, name)
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
@@ -50,12 +50,12 @@ class Rates:
 
 
 class Turn(NamedTuple):
-    """When a part's weights are read, copied and used: begin and end, in seconds; (0, 0) where that is not needed.
+    """The start and end of a part's read, copy and computation, in seconds; (0, 0) for a step that it skips.
 
     Attributes:
-        read: From the disk to the host's memory.
-        copied: From there to the device.
-        computed: On the device.
+        read: The read from the disk to the host's memory.
+        copied: The copy from the host's memory to the device.
+        computed: The computation on the device.
     """
 
     read: tuple[float, float]
@@ -64,16 +64,16 @@ class Turn(NamedTuple):
 
 
 def play(works: Sequence[Work], rates: Rates, *, windows: Sequence[float]) -> list[Turn]:
-    """The time line of one forward that begins with nothing on its way.
+    """Return the timeline of one forward that begins without transfers in flight.
 
-    Reading, copying and computing go on side by side, each in the order of the works. The weights of an offloaded
-    part are read or copied once its device's window has room beside those that came before and have not left: when
-    enough of them have been computed. One that the window does not hold comes when it is alone there.
+    Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
+    starts once its device's window has room, as earlier parts are computed and release their weights. A part larger
+    than the window is fetched when the window is empty.
 
     Args:
-        works: The parts, in order.
-        rates: How fast weights come.
-        windows: The bytes of coming weights that each device may hold at once.
+        works: The parts in the order of the forward.
+        rates: The transfer rates to the device and from the disk.
+        windows: The most bytes of fetched weights that each device may hold at once.
     """
     turns: list[Turn] = []
     _run(works, rates, windows, turns)
@@ -81,19 +81,19 @@ def play(works: Sequence[Work], rates: Rates, *, windows: Sequence[float]) -> li
 
 
 def seconds_of(turns: Sequence[Turn]) -> float:
-    """How long it takes."""
+    """Return the total time of a timeline, in seconds."""
     return turns[-1].computed[1] if turns else 0.0
 
 
 def forward_seconds(
     works: Iterable[tuple[float, int, Source, int, int | None]], rates: Rates, *, windows: Sequence[float]
 ) -> float:
-    """How long the time line is that `play` gives, found without making it.
+    """Return the total time of the timeline of `play`, in seconds, without building the timeline.
 
     Args:
-        works: What `Work` says of the parts, in order; plain tuples will do.
-        rates: How fast weights come.
-        windows: The bytes of coming weights that each device may hold at once.
+        works: The parts in the order of the forward, as `Work` or as plain tuples of its fields.
+        rates: The transfer rates to the device and from the disk.
+        windows: The most bytes of fetched weights that each device may hold at once.
     """
     return _run(works, rates, windows, None)
 
@@ -104,12 +104,12 @@ def _run(
     windows: Sequence[float],
     turns: list[Turn] | None,
 ) -> float:
-    """Go through a forward and note the turns, if they are asked for; the end of the last one."""
+    """Simulate a forward, append its turns to `turns` unless that is None, and return the time of its end."""
     disk = link = compute = 0.0
     seconds_a_byte, read_seconds_a_byte = 1 / rates.to_device, 1 / rates.from_disk
     held = [0] * len(windows)
-    rooms = [0.0] * len(windows)  # since when each window has had the room that it was last asked for
-    leaving: list[deque[tuple[float, int]]] = [deque() for _ in windows]  # when weights leave, how many bytes
+    rooms = [0.0] * len(windows)  # the time since when each window has had room for its last fetch
+    leaving: list[deque[tuple[float, int]]] = [deque() for _ in windows]  # time and bytes of each release
     for seconds, size_bytes, source, device, left_bytes in works:
         if source == "device":
             if turns is not None:

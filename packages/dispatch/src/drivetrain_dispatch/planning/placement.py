@@ -1,4 +1,4 @@
-"""What a device map means for each tensor: where its values are kept, and which device computes with them. Pure."""
+"""Resolve a device map to each tensor's home and the device that computes with it. Pure."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, TypeGuard
@@ -23,11 +23,11 @@ NORMS = (
 
 
 class Placement(NamedTuple):
-    """Of a tensor.
+    """The placement of a tensor.
 
     Attributes:
-        home: Where its values are when nobody computes with them.
-        device: Where it is computed.
+        home: The place that holds the tensor's values while no forward uses them.
+        device: The device that computes with the tensor.
     """
 
     home: Place
@@ -35,7 +35,7 @@ class Placement(NamedTuple):
 
     @property
     def stays(self) -> bool:
-        """Whether it is always where it is computed."""
+        """True if the tensor always stays on the device that computes with it."""
         return self.home == self.device
 
 
@@ -46,27 +46,26 @@ def placements_of(
     main_device: Device | None = None,
     offload_buffers: bool = False,
 ) -> dict[str, Placement]:
-    """Where each parameter and buffer of a model is kept and computed, by every name that it has.
+    """Return where each parameter and buffer of a model is kept and computed, under every name that it has.
 
-    What is kept on the host or the disk is computed by the accelerator that the map names before it; at its
-    beginning, by the main one. Without any accelerator the host computes. A tensor of several names is kept in one
-    place: on the first device of its names that computes, else in memory rather than on the disk.
+    The accelerator named last before an offloaded entry computes it; the main device computes offloaded entries at
+    the beginning of the map. Without any accelerator the host computes. A tied tensor has one home: the first
+    computing device among its names, otherwise the host rather than the disk.
 
     Args:
         model: The model; may be on the meta device.
-        device_map: Device by the name of a module, parameter or buffer, in the order of the forward.
-        main_device: The first accelerator unless said.
-        offload_buffers: Whether buffers are kept away from the device that computes too, but for those that torch's
-            norms write to.
+        device_map: The device of each named module, parameter or buffer, in the order of the forward.
+        main_device: The device that computes offloaded entries at the beginning; None for the first accelerator.
+        offload_buffers: Whether buffers are offloaded too, except those that torch's norms write to.
 
     Raises:
         DeviceMapError: A name is not in the model, a tensor has no device, there is no such kind of device, or
-            several would compute with one tensor.
+            several devices would compute with one tensor.
     """
     homes = places_of_tensors(model, device_map)
     places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
     if main_device is None and isinstance(device_map, DeviceMap) and not any(map(_computes, places.values())):
-        # A plan by which everything comes names its device by the window alone.
+        # A plan that offloads everything names its computing device only in its windows.
         main_device = next(iter(device_map.window_bytes), None)
     main = None if main_device is None else place_of(main_device)
     if main == "disk":
@@ -83,7 +82,7 @@ def placements_of(
 
 
 def running_statistics(model: nn.Module) -> set[str]:
-    """The buffers that torch's norms write to in a forward, which no version counter of torch tells. Pure."""
+    """Return the buffers that torch's norms write to in a forward without raising their version counters. Pure."""
     return {
         f"{name}.{buffer}" if name else buffer
         for name, module in model.named_modules(remove_duplicate=False)
@@ -93,7 +92,7 @@ def running_statistics(model: nn.Module) -> set[str]:
 
 
 def _devices_of(places: Mapping[str, Place], main: torch.device | None) -> dict[str, torch.device]:
-    """The device that computes each entry of a map."""
+    """Return the device that computes each entry of a map."""
     current = next(filter(_computes, places.values()), _CPU) if main is None else main
     devices: dict[str, torch.device] = {}
     for name, place in places.items():
@@ -108,12 +107,12 @@ def _computes(place: Place) -> TypeGuard[torch.device]:
 
 
 def _inwards_reversed(name: str) -> Collection[str]:
-    """A name and the modules around it, the innermost first."""
+    """Return a name and the modules around it, the innermost first."""
     return [name, *reversed(list(enclosing_modules(name)))]
 
 
 def _tied(model: nn.Module, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """The same with one home for the names of one tensor."""
+    """Return placements in which all names of a tied tensor have one home."""
     names: dict[int, list[str]] = {}
     for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)

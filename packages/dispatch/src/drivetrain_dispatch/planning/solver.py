@@ -1,4 +1,4 @@
-"""Which block of a model stays on a device and which comes when it is needed: the plan of a device map. Pure."""
+"""Plan which blocks of a model stay on a device and which are fetched on demand. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,23 +20,21 @@ from drivetrain_dispatch.planning.initial_placement import (
 from drivetrain_dispatch.planning.local_search import Found, Search
 from drivetrain_dispatch.planning.pipeline_model import Rates, Source, forward_seconds
 
-_UNUSED = Rates(to_device=inf, from_disk=inf)  # of a forward to which nothing comes
-_NUM_IMPROVED = 8  # placements that better ones are looked for from
-_FEW, _SHIFTED = (
-    200,
-    4,
-)  # groups of a model for which other parts of it for each device are tried: how far off
+_UNUSED = Rates(to_device=inf, from_disk=inf)  # for a forward that fetches nothing
+_NUM_IMPROVED = 8  # placements from which the local search starts
+# A model of at most this many groups also tries device segments shifted by up to this many groups.
+_FEW, _SHIFTED = 200, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePlan:
-    """Where each block is and where it computes.
+    """The home and the computing device of each block.
 
     Attributes:
-        sources: Where each block's weights are when it is not its turn.
-        devices: The device that computes each, by its index in `Budgets.devices`.
-        windows: What each device may hold at once of weights that come, in bytes.
-        seconds: The predicted time of a forward.
+        sources: The place that holds each block's weights while it does not compute.
+        devices: The device that computes each block, as an index into `Budgets.devices`.
+        windows: The most bytes of fetched weights that each device may hold at once.
+        seconds: The predicted time of one forward, in seconds.
     """
 
     sources: tuple[Source, ...]
@@ -51,23 +49,23 @@ def plan_places(
     budgets: Budgets,
     rates: Rates | Callable[[], Rates],
 ) -> PlacePlan:
-    """Plan where the blocks of a model are, within every budget at its peak.
+    """Plan where the blocks of a model are kept, so that peak memory stays within every budget.
 
-    If everything can stay, the devices are filled in their order, so that activations go from one to the next seldom.
-    Otherwise as much as possible stays, and what does not is spread evenly between: the weights of one unit come
-    while those before it compute, as many as find room in the device's window. Several windows are tried, parts
-    change places as long as that helps, and the shortest predicted forward is taken; where weights come slower than
-    they are used, small windows win, for more stays then. What is left of a budget is the window's too. A device that
-    has no room for the largest unit that would come computes nothing.
+    If the whole model fits, the devices are filled in order, so that activations seldom change devices. Otherwise as
+    many blocks as possible stay on the devices, and the offloaded ones are spread evenly between them: units are
+    prefetched while earlier ones compute, as many as fit into the device's window. The plan tries several window
+    sizes, improves the best placements by local search, and takes the shortest predicted forward. If transfers are
+    slower than computation, small windows win, because more blocks stay. The rest of a budget extends the window. A
+    device without room for the largest unit that it would fetch computes nothing.
 
     Args:
-        blocks: In the order of the forward. Those of a group stay together.
-        costs: What each block does, by its name; one that is missing does nothing.
-        budgets: What may be held where.
-        rates: How fast weights come. A function is called only if some have to.
+        blocks: The blocks in the order of the forward. Blocks of a group are placed together.
+        costs: The cost of each block, by name; a missing block costs nothing.
+        budgets: The memory budgets of devices, host and disk.
+        rates: The transfer rates, or a function that returns them, called only if some weights are offloaded.
 
     Raises:
-        DeviceMapError: The budgets cannot hold the model, or not its largest unit; the message says what would do.
+        DeviceMapError: The budgets cannot hold the model or its largest unit; the message says what would suffice.
     """
     each = costs_of(blocks, costs)
     groups, forward = groups_of(blocks, each), Forward(blocks, each)
@@ -92,14 +90,14 @@ def predicted_seconds(
     *,
     in_place: bool = False,
 ) -> float:
-    """The predicted time of a forward under a plan, be it another forward than the one it was made for.
+    """Predict the time of a forward under a plan, in seconds; the plan may have been made for another forward.
 
     Args:
-        plan: Where the blocks are.
-        blocks: In the order of the forward.
-        costs: What each does in this forward, by its name.
-        rates: How fast weights come.
-        in_place: Whether weights of the disk are used where they are.
+        plan: The plan, which places the blocks.
+        blocks: The blocks in the order of the forward.
+        costs: The cost of each block in this forward, by name.
+        rates: The transfer rates to the device and from the disk.
+        in_place: Whether the host computes with weights on disk in place, as pages of the files.
     """
     works = Forward(blocks, costs_of(blocks, costs)).works(plan.sources, plan.devices)
     if in_place:
@@ -108,7 +106,7 @@ def predicted_seconds(
 
 
 def _begun(search: Search, groups: Groups, budgets: Budgets) -> list[Found]:
-    """Placements to begin with, each another one: of every way, and of the best one with the first groups staying."""
+    """Return distinct initial placements: those of every strategy, and variants of the best one."""
     found: list[tuple[Found, Way]] = []
     seen: list[Placed] = []
 
@@ -127,7 +125,7 @@ def _begun(search: Search, groups: Groups, budgets: Budgets) -> list[Found]:
         for way in shifted(best, len(budgets.devices), _SHIFTED):
             look(way)
     for at, size_bytes in enumerate(budgets.devices):
-        if not found and len(budgets.devices) > 1:  # one computes everything
+        if not found and len(budgets.devices) > 1:  # a single device computes everything
             alone = [size_bytes if other == at else 0 for other in range(len(budgets.devices))]
             for way in ways:
                 look(way, replace(budgets, devices=tuple(alone)))
@@ -142,7 +140,7 @@ def _plan(groups: Groups, found: Found) -> PlacePlan:
 
 
 def _why_not(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
-    """What is missing."""
+    """Return an error message that says which budget is too small and what would suffice."""
     total = sum(groups.sizes) + sum(groups.stays)
     held = sum(budgets.devices) + budgets.host + (budgets.disk or 0)
     if budgets.disk is not None and held < total:

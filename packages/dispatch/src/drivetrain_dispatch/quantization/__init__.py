@@ -1,1 +1,1 @@
-"""Quantise the weights of linear layers, by the libraries that do it."""
+"""Quantise the weights of linear layers with bitsandbytes and torchao, or keep a checkpoint's fp8 weights."""

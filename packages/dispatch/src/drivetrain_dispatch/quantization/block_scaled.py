@@ -1,4 +1,4 @@
-"""fp8 weights with one scale for each block of 128 x 128 elements, as DeepSeek-V3 is published."""
+"""The fp8 weights with one scale per block of 128 x 128 elements, as in DeepSeek-V3's checkpoints."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
@@ -8,48 +8,48 @@ from torch import Tensor
 
 from drivetrain_dispatch.errors import OffloadedError
 
-BLOCK = 128  # rows and columns of a block, in every checkpoint that was published so
+BLOCK = 128  # rows and columns of a block, in every published checkpoint of this format
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def grid_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight: one for each block of its last two dims, cut ones at the edges."""
+    """Return the shape of a weight's scales: one per block of the last two dims, including partial edge blocks."""
     return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
 
 
 def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a weight in full: each block times its scale, computed in fp32.
+    """Return a dequantised weight: each block times its scale, computed in fp32.
 
     Args:
-        values: Of shape (..., rows, columns), fp8.
-        scales: Of shape (..., ceil(rows / 128), ceil(columns / 128)).
+        values: The fp8 values, of shape (..., rows, columns).
+        scales: The scales, of shape (..., ceil(rows / 128), ceil(columns / 128)).
         dtype: The dtype of the result.
     """
     rows, columns = values.shape[-2:]
     full = values.to(torch.float32)
     spread = scales.to(torch.float32).repeat_interleave(BLOCK, -1)[..., :columns]
-    for index, start in enumerate(range(0, rows, BLOCK)):  # the scales are never held at the weight's size
+    for index, start in enumerate(range(0, rows, BLOCK)):  # the scales are never expanded to the full shape
         full[..., start : start + BLOCK, :] *= spread[..., index : index + 1, :]
     return full.to(dtype)
 
 
 class BlockScaledTensor(Tensor):
-    """A weight that is kept in fp8 with its scales, and is dequantised by each operation that computes with it.
+    """A weight in fp8 with its scales, which each operation that computes with it dequantises.
 
-    To select one of several matrices (an expert of a stack) dequantises nothing.
+    Selecting one of several matrices (an expert of a stack) dequantises nothing.
 
     Args:
-        values: Of shape (..., rows, columns), fp8.
-        scales: Of shape (..., ceil(rows / 128), ceil(columns / 128)).
-        dtype: What it is computed in, and says that it is.
+        values: The fp8 values, of shape (..., rows, columns).
+        scales: The scales, of shape (..., ceil(rows / 128), ceil(columns / 128)).
+        dtype: The dtype that the tensor reports and computes in.
     """
 
-    values: Tensor  # type: ignore[assignment] a sparse tensor's method
+    values: Tensor  # type: ignore[assignment] Tensor.values is a method of sparse tensors
     scales: Tensor
 
     @staticmethod
     def __new__(cls: type, values: Tensor, scales: Tensor, dtype: torch.dtype) -> "BlockScaledTensor":
-        """Make the tensor around its two parts."""
+        """Create the tensor around its two parts."""
         made = cast(
             "BlockScaledTensor",
             Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage] torch's documented name
@@ -66,14 +66,14 @@ class BlockScaledTensor(Tensor):
         return f"BlockScaledTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        """Return the names of the parts, and what else it takes to make it of them."""
+        """Return the names of the parts, and the dtype to rebuild the tensor with."""
         return ["values", "scales"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(
         parts: Mapping[str, Tensor], dtype: torch.dtype, size: object, stride: object
     ) -> "BlockScaledTensor":
-        """Make it of other parts."""
+        """Rebuild the tensor from other parts."""
         return BlockScaledTensor(parts["values"], parts["scales"], dtype)
 
     @classmethod
@@ -84,7 +84,7 @@ class BlockScaledTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Move or select parts; dequantise for whatever else."""
+        """Apply moves, copies and selections to the parts; dequantise for any other operation."""
         given = dict(kwargs or {})
         if func._schema.is_mutable and isinstance(args[0], BlockScaledTensor):
             raise OffloadedError(
@@ -113,7 +113,7 @@ def _moved(
     non_blocking: bool = False,
     **_: object,
 ) -> BlockScaledTensor:
-    """Move the parts; another dtype is what it is computed in from then on."""
+    """Move the parts; a new dtype changes only the dtype to compute in."""
     values, scales = (
         part.to(device, non_blocking=non_blocking, copy=True) for part in (tensor.values, tensor.scales)
     )
@@ -121,7 +121,7 @@ def _moved(
 
 
 def _selected(tensor: BlockScaledTensor, dim: int, index: int) -> BlockScaledTensor | None:
-    """Select one of several matrices."""
+    """Select one of several matrices; None if `dim` is one of a matrix's own dims."""
     if dim % tensor.dim() >= tensor.dim() - 2:
         return None
     values, scales = (part.select(dim % tensor.dim(), index) for part in (tensor.values, tensor.scales))
@@ -139,7 +139,7 @@ _ON_PARTS: dict[object, Callable[..., BlockScaledTensor | None]] = {
 
 
 def _dequantised(value: Any) -> Any:
-    """Return arguments with every such weight among them in full."""
+    """Return arguments with every `BlockScaledTensor` among them dequantised."""
     if isinstance(value, BlockScaledTensor):
         return dequantise(value.values, value.scales, value.dtype)
     if isinstance(value, (tuple, list)):

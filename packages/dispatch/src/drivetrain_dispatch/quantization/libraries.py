@@ -1,4 +1,4 @@
-"""The libraries that pack weights: bitsandbytes in 8 and 4 bits, and torchao as its configurations say."""
+"""Pack weights with bitsandbytes in 8 and 4 bits, or with torchao's configurations."""
 
 import math
 from collections.abc import Collection
@@ -12,43 +12,43 @@ from torch import Tensor, nn
 from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.model.tensor_subclass import is_packed, size_in_bytes
 
-_BLOCK, _BLOCK_OF_SCALES = 64, 256  # bitsandbytes': weights with a scale of 4 bits, and scales with one of 8
+_BLOCK, _BLOCK_OF_SCALES = 64, 256  # in bitsandbytes: 4-bit weights per scale, and 8-bit scales per scale
 _TABLE_OF_4_BITS, _TABLE_OF_8_BITS = 16 * 4, 256 * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BitsAndBytes8Bit:
-    """Weights of 8 bits with a scale for each row, computed by bitsandbytes (LLM.int8()).
+    """The 8-bit quantisation of bitsandbytes with a scale per row (LLM.int8()).
 
     Attributes:
-        threshold: Columns of the input with a value beyond it are computed in 16 bits; 0 for none.
-        skip_modules: What stays as it is; None for `lm_head` alone.
+        threshold: The magnitude above which a column of the input is computed in 16 bits; 0 for no such columns.
+        skip_modules: The names of modules that are not quantised; None for `lm_head` only.
     """
 
     threshold: float = 6.0
     skip_modules: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check that it can be done."""
+        """Check the arguments, and that the library is installed."""
         _check_installed("bitsandbytes", "BitsAndBytes8Bit")
         threshold: Any = self.threshold
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
             raise ValueError(f"threshold={threshold!r}: must be a number, 0 or more")
 
     def size_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What a weight takes when it is packed."""
+        """Return the bytes of a packed weight of this shape and original dtype."""
         del dtype
         return math.prod(shape) + 4 * shape[0]
 
     def pack(self, weight: Tensor) -> nn.Parameter:
-        """The packed weight, on the device of the weight."""
+        """Return the packed weight, on the device of the weight."""
         values, scales, _ = _bitsandbytes().functional.int8_vectorwise_quant(weight.to(torch.float16))
         return _bitsandbytes().nn.Int8Params(
             values, requires_grad=False, has_fp16_weights=False, CB=values, SCB=scales
         )
 
     def layer(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Module | None:
-        """The layer of bitsandbytes that takes the place of another."""
+        """Return the layer of bitsandbytes that replaces `linear`."""
         new = _bitsandbytes().nn.Linear8bitLt(
             linear.in_features,
             linear.out_features,
@@ -62,13 +62,13 @@ class BitsAndBytes8Bit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BitsAndBytes4Bit:
-    """Weights of 4 bits with a scale for each 64, computed by bitsandbytes (as QLoRA has it).
+    """The 4-bit quantisation of bitsandbytes with a scale per 64 weights (as in QLoRA).
 
     Attributes:
-        quant_type: The 16 values there are: "nf4" for weights that are spread normally, or "fp4".
+        quant_type: The 4-bit data type: "nf4" for normally distributed weights, or "fp4".
         double_quant: Whether the scales are quantised too.
-        compute_dtype: What layers compute in; None for the dtype that the weight had.
-        skip_modules: What stays as it is; None for `lm_head` alone.
+        compute_dtype: The dtype that layers compute in; None for the original dtype of the weight.
+        skip_modules: The names of modules that are not quantised; None for `lm_head` only.
     """
 
     quant_type: Literal["nf4", "fp4"] = "nf4"
@@ -77,7 +77,7 @@ class BitsAndBytes4Bit:
     skip_modules: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check that it can be done."""
+        """Check the arguments, and that the library is installed."""
         _check_installed("bitsandbytes", "BitsAndBytes4Bit")
         if self.quant_type not in ("nf4", "fp4"):
             raise ValueError(f"quant_type={self.quant_type!r}: must be 'nf4' or 'fp4'")
@@ -85,7 +85,7 @@ class BitsAndBytes4Bit:
             check_dtype("compute_dtype", self.compute_dtype)
 
     def size_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What a weight takes when it is packed."""
+        """Return the bytes of a packed weight of this shape and original dtype."""
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(
                 f"BitsAndBytes4Bit packs weights of fp32, fp16 and bf16, not of {dtype}: give dtype=..."
@@ -94,11 +94,11 @@ class BitsAndBytes4Bit:
         values, scales = -(-numel // 2), -(-numel // _BLOCK)
         if not self.double_quant:
             return values + 4 * scales + _TABLE_OF_4_BITS
-        of_scales = 4 * -(-scales // _BLOCK_OF_SCALES) + _TABLE_OF_8_BITS + 4  # and their mean
+        of_scales = 4 * -(-scales // _BLOCK_OF_SCALES) + _TABLE_OF_8_BITS + 4  # 4 bytes for their mean
         return values + scales + of_scales + _TABLE_OF_4_BITS
 
     def pack(self, weight: Tensor) -> nn.Parameter:
-        """The packed weight, on the device of the weight."""
+        """Return the packed weight, on the device of the weight."""
         values, state = _bitsandbytes().functional.quantize_4bit(
             weight.contiguous(),
             blocksize=_BLOCK,
@@ -116,7 +116,7 @@ class BitsAndBytes4Bit:
         )
 
     def layer(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Module | None:
-        """The layer of bitsandbytes that takes the place of another."""
+        """Return the layer of bitsandbytes that replaces `linear`."""
         packed: Any = weight
         new = _bitsandbytes().nn.Linear4bit(
             linear.in_features,
@@ -133,19 +133,19 @@ class BitsAndBytes4Bit:
 
 @dataclass(frozen=True, slots=True)
 class TorchAO:
-    """Weights packed by torchao, as one of its weight-only configurations says.
+    """A quantisation by one of torchao's weight-only configurations.
 
     Args:
-        config: Such as `torchao.quantization.Int8WeightOnlyConfig()`, `Int4WeightOnlyConfig()` or
+        config: The configuration, such as `torchao.quantization.Int8WeightOnlyConfig()`, `Int4WeightOnlyConfig()` or
             `Float8WeightOnlyConfig()`.
-        skip_modules: What stays as it is; None for `lm_head` alone.
+        skip_modules: The names of modules that are not quantised; None for `lm_head` only.
     """
 
     config: Any
     skip_modules: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check that it can be done."""
+        """Check the arguments, and that the library is installed."""
         _check_installed("torchao", "TorchAO")
         if isinstance(self.config, str | type) or not type(self.config).__module__.startswith("torchao"):
             raise ValueError(
@@ -154,14 +154,14 @@ class TorchAO:
             )
 
     def size_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What a weight takes when it is packed."""
+        """Return the bytes of a packed weight of this shape and original dtype."""
         return size_in_bytes(self.pack(torch.empty(shape, dtype=dtype, device="meta")))
 
     def pack(self, weight: Tensor) -> nn.Parameter:
-        """The packed weight, on the device of the weight.
+        """Return the packed weight, on the device of the weight.
 
         Raises:
-            ValueError: torchao cannot pack it, and the message says why.
+            ValueError: torchao cannot pack the weight; the message says why.
         """
         from torchao.quantization import quantize_
 
@@ -183,7 +183,7 @@ class TorchAO:
         return linear.weight
 
     def layer(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Module | None:
-        """None: torchao's weights compute by themselves."""
+        """Return None, since `nn.Linear` computes with torchao's weights."""
         del linear, weight
         return None
 

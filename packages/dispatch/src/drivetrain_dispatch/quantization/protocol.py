@@ -1,6 +1,6 @@
-"""Quantised weights: which layers keep theirs in fewer bits, how many bytes those take, and who packs them.
+"""The protocol of a quantisation: which layers it packs, how many bytes packed weights take, and how to pack one.
 
-A checkpoint in full precision is read weight by weight, and each is packed as it comes.
+A load reads a checkpoint in full precision weight by weight, and packs each weight as it is read.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,42 +14,42 @@ from drivetrain_dispatch.model.sizes import dtype_after, enclosing_modules, list
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.model.units import REACH_INSIDE
 
-_OUTPUT_HEADS = ("lm_head",)  # what few bits hurt most: skipped where nothing else is said
+_OUTPUT_HEADS = ("lm_head",)  # skipped by default, since the output head suffers most from few bits
 
 
 class Quantization(Protocol):
-    """How the weights of `nn.Linear` are kept. Another kind is a class with these names.
+    """A protocol for packing the weights of `nn.Linear`; any class with these members is a quantisation.
 
     Attributes:
-        skip_modules: Names of modules, or of parts of them, such as "lm_head", wherever they stand: what is in them
-            stays as it is. None skips `lm_head` alone.
+        skip_modules: The modules that are not quantised, as full names or single components of names, such as
+            "lm_head" at any depth; None for `lm_head` only.
     """
 
     @property
     def skip_modules(self) -> Collection[str] | None:
-        """What stays as it is."""
+        """The names of modules that are not quantised."""
         ...
 
     def size_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What a weight of this shape and dtype takes when it is packed."""
+        """Return the bytes of a packed weight of this shape and original dtype."""
         ...
 
     def pack(self, weight: Tensor) -> nn.Parameter:
-        """The packed weight, on the device of the weight."""
+        """Return the packed weight, on the device of the weight."""
         ...
 
     def layer(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Module | None:
-        """What computes with a packed weight in place of a layer, with its bias; None where the layer itself does."""
+        """Return a layer that replaces `linear`, with its bias and the packed weight; None to keep `linear`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFP8:
-    """Keep fp8 weights with block scales as the checkpoint has them, as DeepSeek-V3 is published.
+    """A setting that keeps fp8 weights with block scales as the checkpoint stores them, as in DeepSeek-V3.
 
-    They take half of what bf16 takes, wherever they are kept, and each operation dequantises what it computes with: a
-    matrix at a time of stacked experts, where the model selects one after the other. They do not learn. Weights whose
-    blocks the model would cut are dequantised while they are read.
+    They take half the memory of bf16 on every device and on disk. Each operation dequantises the weights that it
+    computes with; of stacked experts, only one matrix at a time if the model selects them one by one. The weights are
+    frozen. Weights whose blocks do not fit the model's shapes are dequantised while they are read.
     """
 
 
@@ -60,17 +60,16 @@ def quantized_sizes(
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, int]:
-    """The bytes of each weight that a load will pack, as `special_sizes` of a map's inference takes them.
+    """Return the bytes of each weight that a load will pack, for `special_sizes` of `infer_auto_device_map`.
 
     Args:
-        model: The model, best on the meta device.
-        quantization: How weights are kept.
-        dtype: What floating-point tensors are converted to before.
-        special_dtypes: Dtypes of single tensors by name; these are not packed.
+        model: The model, ideally on the meta device.
+        quantization: The quantisation that packs the weights.
+        dtype: The dtype that floating-point tensors are converted to before they are packed.
+        special_dtypes: Dtypes of single tensors by name; these tensors are not packed.
 
     Raises:
-        ValueError: There is nothing to pack, a module is named that the model does not have, or a weight cannot be
-            packed.
+        ValueError: No weight can be packed, the model lacks a named module, or packing a weight fails.
     """
     sizes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
     found: dict[str, int] = {}
@@ -85,19 +84,20 @@ def quantized_sizes(
 def layers_to_pack(
     model: nn.Module, quantization: Quantization, special_dtypes: Collection[str] = ()
 ) -> dict[str, nn.Linear]:
-    """The layers whose weights are packed, by every name of those weights. Pure; works on the meta device.
+    """Return the layers whose weights are packed, by every name of those weights. Pure; works on the meta device.
 
-    Those are `nn.Linear` itself, not classes of it, outside of modules of torch that use the weights of such layers
-    without calling them; with weights that no other module has, that get no dtype of their own.
+    These are layers of class `nn.Linear`, not of subclasses, except those inside modules of torch that use their
+    weights without calling them, those with tied or non-floating-point weights, and those whose weights have a
+    special dtype.
 
     Args:
-        model: The model.
-        quantization: What is skipped.
-        special_dtypes: Names of tensors that get a dtype of their own.
+        model: The model whose layers are selected.
+        quantization: The quantisation, which names the modules to skip.
+        special_dtypes: The names of tensors with a special dtype.
 
     Raises:
-        ValueError: There is none, a module is to be skipped that the model does not have, or a layer has hooks, which
-            would be lost with it.
+        ValueError: No layer is left, the model lacks a module to skip, or a layer has hooks, which would be lost with
+            the layer.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     skipped = listed(_OUTPUT_HEADS if quantization.skip_modules is None else quantization.skip_modules)
@@ -126,13 +126,13 @@ def layers_to_pack(
     }
     if not found:
         raise ValueError(
-            f"{type(quantization).__name__}: the model has no weight to pack: they are those of nn.Linear inside of "
-            "it (not of classes of it), but for tied ones and what skip_modules and special dtypes name"
+            f"{type(quantization).__name__}: the model has no weight to pack: only untied weights of nn.Linear "
+            "submodules (not of its subclasses) are packed, except those that skip_modules or special_dtypes names"
         )
     for name, linear in found.items():
         if any(value for key, value in vars(linear).items() if key.endswith("_hooks") or key == "forward"):
             raise ValueError(
-                f"{name!r}: its layer has hooks or a forward of its own, which could be lost: register them after it "
-                "is loaded, or name it in skip_modules"
+                f"{name!r}: its layer has hooks or a forward of its own, which could be lost: register them after "
+                "the load, or name it in skip_modules"
             )
     return found
