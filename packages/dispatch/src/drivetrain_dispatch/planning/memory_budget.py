@@ -119,10 +119,11 @@ def parse_size(size: int | str) -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that a device has free for this process now; None if the device does not report them.
 
-    On the host this includes the reclaimable page cache and the free swap space.
+    On the host this includes the reclaimable page cache, and the free swap space unless a control group has a limit.
     """
     if device.type == "cpu":
-        return free_of_host() + int(psutil.swap_memory().free)
+        of_swap = int(psutil.swap_memory().free) if free_of_cgroup() is None else 0
+        return free_of_host() + of_swap
     try:
         return _free_of(device)
     except ValueError:
