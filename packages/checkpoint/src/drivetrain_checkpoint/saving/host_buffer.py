@@ -159,7 +159,7 @@ class _Beside:
 
 
 def _is_accelerated(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the machine's accelerator, which copies asynchronously from and to pinned memory."""
+    """Return whether a tensor is on the machine's accelerator, which copies to pinned memory asynchronously."""
     if tensor.device.type == "cpu":
         return False
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -69,7 +69,9 @@ class AgreedStep:
         self._asked.append(reason)
 
     def reached(self, step: int) -> Decision | None:
-        """Return the decision if this is the agreed step, else None. Called on all ranks, by the main thread, per step.
+        """Return the decision if this is the agreed step, else None.
+
+        Called on all ranks, by the main thread, once per step.
 
         Raises:
             OtherRankFailedError: A rank did not answer within `patience_seconds`.
@@ -117,7 +119,7 @@ class AgreedStep:
                 self._changed.notify_all()
 
     def _take_turn(self, store: Store, whole: Store) -> bool:
-        """Publish this rank's requests, and answer if any rank has asked; return whether an agreement was completed."""
+        """Publish this rank's requests; if any rank has asked, agree on a step, reach it and return True."""
         if self._asked:
             asked, self._asked = self._asked, []
             for reason in asked:

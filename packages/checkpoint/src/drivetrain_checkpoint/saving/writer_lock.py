@@ -1,4 +1,4 @@
-"""Allow one writer per directory of checkpoints, by a locked file that names the writer and that all ranks must see."""
+"""Allow one writer per directory of checkpoints: a locked file names the writer, and all ranks must see it."""
 
 import json
 import logging
@@ -138,7 +138,7 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
 
 
 def _forget_in_children(lease: Lease) -> None:
-    """Close the lease file in forked children: an flock is held until every process that has the file open closes it."""
+    """Close the lease file in forked children: an flock lasts until every process that has the file open closes it."""
     parents = ref(lease)
 
     def forget() -> None:
