@@ -132,12 +132,15 @@ def holds_checkpoints(context: Context, folder: Place) -> bool:
 
 
 def newest(context: Context, directory: Place) -> Place | None:
-    """Return the folder of the newest checkpoint with a valid manifest and file sizes, or None. Called on all ranks."""
+    """Return the folder of the newest checkpoint with a valid manifest and file sizes, or None.
+
+    Called on all ranks.
+    """
     return next(iter(_candidates(context, directory, [])), None)
 
 
 def _candidates(context: Context, directory: Place, problems: list[str]) -> list[Place]:
-    """Return the folders of valid checkpoints that rank 0 sees, newest first; add the others' faults to `problems`."""
+    """Return the valid checkpoints that rank 0 sees, newest first; add the faults of the others to `problems`."""
 
     # Exchanges names rather than places: a place may hold credentials of its host.
     def look() -> tuple[list[str], list[str]]:
@@ -156,7 +159,7 @@ def _candidates(context: Context, directory: Place, problems: list[str]) -> list
 
 
 def _try(context: Context, folder: Place, how: Reading) -> Loaded | CorruptCheckpointError:
-    """Return the states of this rank if every rank could read its own; else the error of this rank or of the first."""
+    """Read the states of this rank; if any rank fails, return this rank's error or the first of another rank."""
     loaded: Loaded | None = None
     damage: CorruptCheckpointError | None = None
 

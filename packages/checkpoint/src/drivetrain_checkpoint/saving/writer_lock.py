@@ -138,7 +138,7 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
 
 
 def _forget_in_children(lease: Lease) -> None:
-    """Close the lease file in forked children: an flock lasts until every process that has the file open closes it."""
+    """Close the lease file in forked children: an flock lasts until every process with the file open closes it."""
     parents = ref(lease)
 
     def forget() -> None:

@@ -132,7 +132,7 @@ def _read_scaler(path: Path) -> dict[str, float | int]:
 def _read_generators(
     files: AccelerateFiles, rank: int, local_rank: int, left_out: list[str]
 ) -> tuple[dict[str, Any] | None, int | None]:
-    """Read a rank's generators and accumulation count; on failure add to `left_out`: a run can resume without them."""
+    """Read a rank's generators and accumulation count, or note in `left_out` why not: a run can do without them."""
     path = files.generators.get(rank)
     if path is None:
         return None, None
