@@ -73,9 +73,9 @@ class StoreTalk:
         return outcomes
 
     def close(self) -> None:
-        """Delete the keys on rank 0, after waiting for the other ranks to read the last answer: it may host the store.
+        """Wait on rank 0, which may host the store, until the others have read the last answer; delete the keys.
 
-        Errors of the store are ignored: the outcome of the save is known.
+        Errors of the store are ignored: the outcome of the save is already known.
         """
         if self._rank or not self._is_answered:
             return

@@ -1,6 +1,6 @@
 """Plan which rank writes which part of which tensor: each element once, bytes balanced across ranks. Pure.
 
-torch's DCP has planners for this too, but they do not support flat shards, pickle the metadata, and have no checksums.
+torch's DCP has planners for this too, but they do not support flat shards, pickle the metadata and have no checksums.
 This format needs only the greedy choice below, and file headers that are known before anything is written.
 """
 
