@@ -62,7 +62,7 @@ def rank_part(rank: int) -> str:
 
 
 def path_in_state(part: str, name: str) -> str | None:
-    """Return the path of a tensor in the caller's states, such as `"models/model/fc.weight"`; None for per-rank states.
+    """Return the path of a tensor in the caller's states, such as `"models/model/fc.weight"`; None if it is per-rank.
 
     Args:
         part: The part of the checkpoint that holds the tensor.

@@ -143,7 +143,7 @@ class Room:
 
 
 def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> Room:
-    """Allocate CPU memory for a tensor: this rank's shard if `like` is sharded and has the same shape, else all of it."""
+    """Allocate CPU memory for a tensor: for this rank's shard if `like` is sharded and of its shape, else for all."""
     if like is not None and tuple(like.shape) == tuple(shape):
         if is_flat_shard(like):
             start, elements = cast("FlatShard", like).flat_range()

@@ -151,7 +151,7 @@ class _Encoder:
         return {"$dict": self.pairs(values, path)}
 
     def name_of(self, leaf: Leaf, path: Path) -> str:
-        """Record a tensor and return the name it is stored under: that of an earlier tensor of the same memory, if any."""
+        """Record a tensor and return its stored name: the name of an earlier tensor of the same memory, if any."""
         self._check_leaf(leaf, path)
         name = self._new_name(path)
         self.leaves[name] = leaf

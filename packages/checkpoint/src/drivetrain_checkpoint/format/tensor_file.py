@@ -1,8 +1,8 @@
 """The layout of safetensors files, and the bytes of their tensors.
 
 The files are plain safetensors, which any reader of the format accepts. They are not written by the library's
-`save_file`, for two reasons: each byte is copied off the device, hashed and written in one pass, and the offset of each
-tensor is known before the file is written.
+`save_file`, for two reasons: each byte is copied off the device, hashed and written in one pass, and the offset of
+each tensor is known before the file is written.
 """
 
 import ctypes

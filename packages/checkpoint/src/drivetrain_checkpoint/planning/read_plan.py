@@ -53,7 +53,7 @@ def plan_reads(wanted: Iterable[tuple[Sequence[Piece], Sequence[Shard]]]) -> dic
 def _reads(piece: Piece, shard: Shard, common: Box) -> list[Read]:
     """Return the reads that cover the overlap of a piece and a shard."""
     target = shard.data[common.slices(within=shard.box)]
-    # Contiguous in the file: the wanted range of the first dimension longer than 1, and all of the piece's inner ones.
+    # Contiguous in the file: the wanted range of the first dimension longer than 1, and the inner ones in full.
     axis = next((axis for axis, size in enumerate(common.sizes) if size > 1), len(common.sizes))
     run = Box(
         offsets=(*common.offsets[: axis + 1], *piece.box.offsets[axis + 1 :]),
