@@ -17,7 +17,7 @@ from drivetrain_checkpoint.export.writer import TIES
 from drivetrain_checkpoint.format.tensor_file import dtype_of
 from drivetrain_checkpoint.storage.base import on_disk
 
-# With a variant in the name, as diffusers and transformers write it: x.safetensors.index.fp16.json, x.fp16.index.json.
+# Also with a variant, as diffusers and transformers name it: x.safetensors.index.fp16.json, x.fp16.index.json.
 _OTHER_INDEX = re.compile(r"(?!.*\.bin\.index\.).+\.index(\.[^.]+)?\.json")
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}(\.[^.]+)?\.safetensors$")
 
@@ -77,9 +77,9 @@ class ExportedTensors(Mapping[str, Tensor]):
 def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> ExportedTensors:
     """Open an export that `save_model`, transformers' `save_pretrained`, diffusers or safetensors wrote.
 
-    Opens `model.safetensors` if it exists, else `model.safetensors.index.json`, else the only index or file of another
-    name, such as `diffusion_pytorch_model.safetensors.index.json`. Checks the headers of all files, and reads no
-    tensor yet.
+    Opens `model.safetensors` if it exists, else `model.safetensors.index.json`, else the only index or file with
+    another name, such as `diffusion_pytorch_model.safetensors.index.json`. Checks the headers of all files, and reads
+    no tensor yet.
 
     Args:
         folder: The folder with a safetensors file, or with shards and their index; or the path of a file or index.
