@@ -15,7 +15,7 @@ _FAREWELL_SECONDS = 30.0
 
 
 class StoreTalk:
-    """One rank's end of the exchange about one save. Used by one thread only.
+    """A rank's end of the exchange about one save. Used by one thread only.
 
     Args:
         store: A connection to the store, used by this thread alone.

@@ -14,7 +14,7 @@ from drivetrain_checkpoint.storage.base import Place
 from drivetrain_checkpoint.storage.threads import in_threads
 
 BLOCK_BYTES = 16 * 2**20
-_MOST_VIEWS = 64  # to read a block into directly; for more, and so smaller, views one read and copies are cheaper
+_MOST_VIEWS = 64  # views to read a block into directly; for more, one read and copies are cheaper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
 from drivetrain_checkpoint.storage.threads import in_threads
 
-_MOST_AT_ONCE = 8  # a request to an object store takes tens of milliseconds, and a run keeps hundreds of checkpoints
+# A request to an object store takes tens of milliseconds, and a run may keep hundreds of checkpoints.
+_MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class _EndedError(Exception):
 
 
 class AgreedStep:
-    """One rank's end of an agreement on a step.
+    """A rank's end of an agreement on a step.
 
     Any rank may ask for a step. A thread on every rank then publishes the rank's next step and holds the rank there
     until all ranks have published theirs; the ranks agree on the latest of them. Until a rank asks, a step costs a

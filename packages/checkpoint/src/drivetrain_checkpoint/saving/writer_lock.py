@@ -116,7 +116,7 @@ def check_shared(directory: Place, token: str, rank: int) -> None:
 
 
 def _lock(descriptor: int, directory: Path) -> bool:
-    """Try to lock a file and return whether this process now holds the lock; without locks, always True."""
+    """Try to lock a file, and return whether no other process holds the lock; without lock support, always True."""
     if fcntl is None:
         return True
     try:

@@ -26,7 +26,7 @@ _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 class Writer(Protocol):
-    """A writer of a new file: any number of `write`s, then `finish`, then `close`; `close` without `finish` aborts."""
+    """A writer of a new file: call `write` repeatedly, `finish`, then `close`; `close` without `finish` aborts."""
 
     def write(self, data: memoryview) -> None:
         """Append `data`, which may be changed afterwards."""
@@ -164,7 +164,7 @@ def is_folder(folder: Place) -> bool:
 
 
 def sees(folder: Place) -> bool:
-    """Return whether this process sees a folder that another process made; for an object store, whether it can list it."""
+    """Return whether this process sees a folder that another one made; in an object store, whether it may list it."""
     return disk.sees(folder) if isinstance(folder, Path) else remote.sees(folder)
 
 

@@ -36,7 +36,7 @@ class DiskWriter:
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
         self._passes_cache = _pass_cache(self._file, True)
-        # Anonymous mmap is shared with forked children: a fork during a direct write must not copy the buffer's pages.
+        # Anonymous mmap is shared with forked children: a fork during a direct write must not copy its pages.
         self._gathered = mmap(-1, BUFFER_BYTES)
         self._size_bytes = 0  # filled so far in the current buffer
         self._spare: mmap | None = None

@@ -108,7 +108,7 @@ def folders_in(directory: Path) -> list[str]:
 
 
 def sees(folder: Path) -> bool:
-    """Return whether a folder exists, by listing its parent: a network file system may have cached that it did not."""
+    """Return whether a folder exists, by listing its parent: a network file system may have cached its absence."""
     return folder.parent.is_dir() and folder in folder.parent.iterdir()
 
 

@@ -1,4 +1,4 @@
-"""Access an object store by its URL, through fsspec: no renames, no folders, and objects appear only when complete."""
+"""Access an object store by URL, through fsspec: no renames, no folders, and objects appear only when complete."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -12,8 +12,8 @@ Item = TypeVar("Item")
 class Task(Generic[Value]):
     """A call that runs in a thread of its own, also at interpreter shutdown, when a background save may still run.
 
-    If no thread can be started, the constructor runs the call itself: the process has reached its limit of threads, or
-    is shutting down and its Python (3.12.0 and 3.12.1) starts no more.
+    If no thread can be started, the constructor runs the call itself. This happens if the process has reached its
+    limit of threads, or is shutting down under Python 3.12.0 or 3.12.1, which then start no more.
 
     Args:
         call: The function to call.

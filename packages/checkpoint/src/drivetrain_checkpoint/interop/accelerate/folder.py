@@ -42,7 +42,7 @@ _KINDS = {
 _INDICES = (INDEX, PICKLED_INDEX)
 _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _SCALER = "scaler.pt"
-_TELLING = ("optimizers", "schedulers", "generators")  # kinds that identify a state; a model alone is an export
+_TELLING = ("optimizers", "schedulers", "generators")  # they identify a state; a model alone is an export
 _NAMED_BY_NUMBER = re.compile(r"checkpoint_(\d+)")
 _DIVIDED_MODEL = re.compile(r"(pytorch_model(_fsdp)?|optimizer)_\d+")
 _ENGINE_FOLDER = re.compile(r"pytorch_model(_\d+)?")
@@ -50,7 +50,7 @@ _ENGINE_FOLDER = re.compile(r"pytorch_model(_\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerateFiles:
-    """The files of such a folder by content, in the order in which Accelerate prepared or registered the objects.
+    """The files of a state by content, in the order in which Accelerate prepared or registered the objects.
 
     Attributes:
         models: The weights of each model: one file, or the index of several.
@@ -77,7 +77,8 @@ def find_accelerate_state(directory: Path) -> Path | None:
     """Find a folder that Accelerate's `save_state` wrote: `directory` itself, or the last numbered one in it.
 
     Args:
-        directory: Such a folder, or a folder of `checkpoint_0`, `checkpoint_1`, ... without drivetrain checkpoints.
+        directory: A folder of `save_state`, or a folder of `checkpoint_0`, `checkpoint_1`, ... that holds no
+            drivetrain checkpoints.
 
     Returns:
         The folder found, or None.

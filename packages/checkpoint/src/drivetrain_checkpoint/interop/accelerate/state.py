@@ -25,7 +25,7 @@ _ACCELERATOR_SEEDS = re.compile(r"torch_(?P<kind>\w+)_manual_seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerateState:
-    """The content of such a folder, on the CPU, not yet applied to any object.
+    """The content of a state that Accelerate saved, on the CPU, not yet applied to any object.
 
     Tuples are in the order in which Accelerate prepared or registered the objects.
 
