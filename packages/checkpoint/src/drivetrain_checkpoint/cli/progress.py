@@ -1,4 +1,4 @@
-"""Show the progress of long work on stderr, as bytes and rate: one updated line on a terminal, else a line at times."""
+"""Show the progress of long work on stderr as bytes and rate: one updated line on a terminal, else periodic lines."""
 
 import sys
 import time

@@ -136,7 +136,7 @@ def _say(plan: PrunePlan, doing: str) -> None:
         if one.is_valid:
             sys.stdout.write(f"keep {one.folder.name}\n")
         else:
-            # Damaged checkpoints are kept: they may be all there is.
+            # A damaged checkpoint, or without a valid one also an incomplete save: they may be all there is.
             sys.stdout.write(f"keep {one.folder.name}, to be looked at: {one.problem}\n")
     freed = size_text(sum(plan.sizes))
     sys.stdout.write(f"{doing} {counted(len(plan.going), 'folder')}, {freed}\n")

@@ -110,12 +110,13 @@ def match_export(
     if strict and (missing or unexpected):
         raise ValueError(
             f"the export is not of this {kind}: missing {_some(missing)}, unexpected {_some(unexpected)}; build the "
-            "model it is of, or pass strict=False to load the rest"
+            "model that was exported, or pass strict=False to load the rest"
         )
     for name, source in sources.items():
         if (found := exported.places[source].info.shape) != tuple(shapes[name]):
             raise ValueError(
-                f"{kind}: {name} is of shape {tuple(shapes[name])}, in the export {found}; build the model it is of"
+                f"{kind}: {name} is of shape {tuple(shapes[name])}, in the export {found}; build the model that was "
+                "exported"
             )
     return ExportMatch(sources=sources, incompatible=IncompatibleNames(missing, unexpected))
 
@@ -127,7 +128,7 @@ def _check_loadable(kind: str, name: str, value: Tensor) -> None:
         )
     if hasattr(value, "full_tensor"):
         raise ValueError(
-            f"{kind}: of {name} this rank holds a part; use Accelerator.load_model, or load before it is sharded"
+            f"{kind}: {name} is sharded across ranks; use Accelerator.load_model, or load before it is sharded"
         )
 
 

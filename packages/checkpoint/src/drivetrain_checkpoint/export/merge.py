@@ -116,7 +116,7 @@ def _names_of(folder: Place, manifest: Manifest, model: str) -> ModelNames:
     names = names_in(read_tree(folder, manifest, model_part(model), on_block=lambda: None))
     if names.others:
         logger.warning(
-            "left out of the export, for an export holds tensors alone: %s",
+            "left out of the export, which holds only tensors: %s",
             ", ".join(map(repr, names.others)),
         )
     return names

@@ -251,8 +251,8 @@ def _check(manifest: Manifest) -> None:
     for record in manifest.files.values():
         if len(record.checksums) != -(-record.size_bytes // BLOCK_BYTES) or record.size_bytes < 0:
             raise ValueError(
-                f"{record.name} has {len(record.checksums)} checksums for {record.size_bytes} bytes, one is for each "
-                f"{BLOCK_BYTES}"
+                f"{record.name} has {len(record.checksums)} checksums for {record.size_bytes} bytes, instead of one "
+                f"for each {BLOCK_BYTES}"
             )
     for part, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():

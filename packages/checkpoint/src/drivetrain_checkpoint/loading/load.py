@@ -173,7 +173,7 @@ def _try(context: Context, folder: Place, how: Reading) -> Loaded | CorruptCheck
             damage = error
             return None, str(error)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno != errno.EIO:  # a failing disk counts as damage, other errors do not
                 raise
             damage = CorruptCheckpointError(f"{folder} cannot be read: {error}; load another checkpoint")
             return None, str(damage)
@@ -219,4 +219,4 @@ def _read(context: Context, folder: Place, manifest: Manifest, how: Reading) -> 
 
 
 def _why_missing(saved: int, now: int) -> str:
-    return f"{saved} ranks saved and {now} load: what each rank had of its own fits no other number of them"
+    return f"{saved} ranks saved and {now} load: per-rank states can only be loaded by as many ranks as saved them"

@@ -139,7 +139,7 @@ class Saver:
         Raises:
             FolderInUseError: Another run writes into the directory.
         """
-        if self._spared is None:
+        if self._spared is None:  # at the first save only: later on, this run's own checkpoints are there too
             self._spared = frozenset() if continues else self._of_an_earlier_run()
         token = self._lease.take() if self._lease is not None else None
         folder = step_folder(self._directory, step)

@@ -142,8 +142,8 @@ class Overlap:
             if changed:
                 raise ChangedWhileCopiedError(
                     f"a tensor of shape {tuple(tensor.shape)} changed while it was copied for the save, outside "
-                    "optimizer.step(): staging='overlap' takes it that only steps change weights and optimizer "
-                    "states. Change them after the next step, call wait_for_save() before, or say staging='copy'"
+                    "optimizer.step(): staging='overlap' assumes that only steps change weights and optimizer "
+                    "states. Change them after the next step, call wait_for_save() before, or set staging='copy'"
                 )
 
 

@@ -126,7 +126,7 @@ class AgreedStep:
                 store.set(f"reason/{store.add('reasons', 1)}", reason)
         if not store.add("reasons", 0):
             return False
-        with self._changed:
+        with self._changed:  # reached() holds the main thread at this step until the ranks have agreed
             self._gate = self._step + 1
         store.set(f"gate/{self._rank}", str(self._gate))
         if self._rank == 0:

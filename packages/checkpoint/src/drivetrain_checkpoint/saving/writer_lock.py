@@ -56,6 +56,7 @@ class Lease:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not _lock(descriptor, self._directory):
             holder = _read(self._directory)
+            # Another Lease of this process holds the lock. Compare pids too: forked children inherit _PROCESS.
             if (holder.get("process"), holder.get("pid")) == (_PROCESS, os.getpid()):
                 return str(holder["token"])
             if time.monotonic() > deadline:

@@ -71,6 +71,7 @@ class DiskWriter:
     def _set_off(self) -> None:
         self._arrive()
         full = self._gathered
+        # The spare buffer is free: _arrive() has waited for its write.
         self._under_way = Task(lambda: self._put(memoryview(full)))
         self._gathered, self._spare = self._spare or mmap(-1, BUFFER_BYTES), full
         self._size_bytes = 0

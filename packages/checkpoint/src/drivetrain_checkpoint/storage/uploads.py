@@ -56,7 +56,7 @@ class S3Upload:
             self._upload_id = None
 
     def close(self) -> None:
-        """Abort the upload unless it is finished, after all parts have ended: S3 would keep a part that arrives later."""
+        """Abort the upload unless it is finished; wait for its parts first: S3 would keep one that arrives later."""
         for task in self._on_their_way:
             task.wait()
         if self._upload_id is not None:
