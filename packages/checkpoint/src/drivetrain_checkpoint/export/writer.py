@@ -82,8 +82,8 @@ def write_export(
 
     All files are written under temporary names and synced to the disk before they replace an earlier export in the
     folder: until then, an error or a kill leaves the earlier export untouched. If the process is killed during the
-    brief renames, the folder holds the earlier export, the new one, or, if both have the same file names, none that can be
-    read; never a mixture. Saving again repairs the folder and deletes leftovers.
+    brief renames, the folder holds the earlier export, the new one, or, if both have the same file names, none that
+    can be read; never a mixture. Saving again repairs the folder and deletes leftovers.
 
     Args:
         plan: The plan, as `plan_export` returns it.

@@ -183,7 +183,7 @@ class Saver:
         return frozenset(names)
 
     def _next_sequence(self, folder: Place) -> int:
-        """Return the number after the highest of all checkpoints in the directory; read each manifest only once."""
+        """Return the next sequence number of the directory; read the manifest of each checkpoint only once."""
         for one in step_folders(self._directory):
             if one.name not in self._sequences:
                 self._sequences[one.name] = inspect(one).sequence

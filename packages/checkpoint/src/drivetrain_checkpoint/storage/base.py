@@ -51,7 +51,7 @@ class Reader(Protocol):
 
     @property
     def size_bytes(self) -> int | None:
-        """The size of the file in bytes; None if opening it did not tell."""
+        """The size of the file in bytes; None if unknown after opening."""
         ...
 
     def read_at(self, start: int, views: Sequence[memoryview]) -> int:

@@ -40,7 +40,7 @@ class RemoteReader:
         path: The path of the object.
 
     Attributes:
-        size_bytes: The size is None: it would take another request, and the listing of the folder has told it.
+        size_bytes: Always None: the size would take another request, and the listing of the folder has given it.
         num_readers: The number of concurrent requests beyond which reads do not get faster.
     """
 
