@@ -114,9 +114,7 @@ def test_what_is_no_tensor_is_left_out_with_a_warning(tmp_path: Path, context: C
     state = {"weight": torch.ones(2), "_extra_state": {"scale": torch.ones(1)}, "version": 3}
     merge_shards(save(context, tmp_path, state), tmp_path / "out")
     assert list(exported(tmp_path / "out")) == ["weight"]
-    assert caplog.messages == [
-        "left out of the export, for an export holds tensors alone: '_extra_state', 'version'"
-    ]
+    assert caplog.messages == ["left out of the export, which holds only tensors: '_extra_state', 'version'"]
 
 
 def test_a_model_is_named_where_there_are_several(tmp_path: Path, context: Context) -> None:

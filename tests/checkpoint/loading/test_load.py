@@ -160,7 +160,7 @@ def test_with_another_world_size_per_rank_states_are_missing_with_a_reason(
 
 def test_one_rank_saves_and_two_load(run_ranks, tmp_path: Path, context: Context) -> None:
     save(Checkpointer(context, tmp_path), 6)
-    why = "1 ranks saved and 2 load: what each rank had of its own fits no other number of them"
+    why = "1 ranks saved and 2 load: per-rank states can only be loaded by as many ranks as saved them"
     assert run_ranks(two_ranks_load, str(tmp_path)) == [(6, None, why)] * 2
 
 

@@ -1,8 +1,8 @@
 """Training checkpoints without pickle, committed by a manifest that is written last.
 
-`Checkpointer.save` writes models, what is the same on all ranks and what each rank has of its own, as safetensors and
-JSON, and leaves either a whole checkpoint or none. `Checkpointer.load` finds the newest good one and checks every
-byte of it. `save_model` and `load_model` write and read a model alone, as Hugging Face's libraries do.
+`Checkpointer.save` writes models, replicated states and per-rank states as safetensors and JSON, and leaves either a
+complete checkpoint or none. `Checkpointer.load` finds the newest valid checkpoint and verifies every byte it reads.
+`save_model` and `load_model` write and read a model alone, in the layout of Hugging Face's libraries.
 """
 
 from typing import TYPE_CHECKING
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.saving.schedule import SaveSchedule as SaveSchedule
     from drivetrain_checkpoint.settings import CheckpointSettings as CheckpointSettings
 
-# Public name -> the file it stands in.
+# Public name -> the module that defines it.
 _ROOMS = {
     "PickleNotAllowedError": "errors",
     "AccelerateState": "interop.accelerate.state",

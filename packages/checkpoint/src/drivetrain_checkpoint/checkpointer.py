@@ -1,6 +1,6 @@
-"""The checkpoints of one directory: save, load, and which is the newest.
+"""Save and load the checkpoints of one directory.
 
-What reads and writes is imported at its first use: a run that saves nothing starts without it.
+The modules that read and write are imported at first use, so that a run that saves nothing starts without them.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,29 +23,30 @@ if TYPE_CHECKING:
 
 
 def _whole(name: str) -> None:
-    """No tensor is divided."""
+    """Return None for every tensor: load it whole."""
     del name
 
 
 class Checkpointer:
-    """The checkpoints of one directory. One object saves them all: what a save has found out serves the next.
+    """The checkpoints of one directory. Use one object for all saves: each save reuses the plan of the one before.
 
     Args:
-        context: This process among the others.
-        directory: Their folder, seen by every host, or a URL as fsspec knows them, such as `s3://bucket/run`; None
-            takes `settings.directory`.
+        context: The context of this process.
+        directory: The folder of the checkpoints, visible to every host, or an fsspec URL such as `s3://bucket/run`;
+            None takes `settings.directory`.
         settings: The `checkpoint` section.
 
     Raises:
-        ValueError: Neither names a directory.
-        ImportError: What the URL needs is not installed; the message names it.
+        ValueError: Neither `directory` nor the settings name a directory.
+        ImportError: A package that the URL needs is not installed; the message names it.
 
     Attributes:
         directory: The folder of the checkpoints: a `Path`, or for a URL a `upath.UPath`.
         settings: The `checkpoint` section.
-        continues: Whether this run goes on from what the directory held before it, which retention may then delete;
-            a load from it says so.
-        after_commit: Called with a checkpoint's folder once it is committed, on all ranks, by the thread that wrote.
+        continues: Whether this run resumed from a checkpoint of the directory, so that retention may delete the
+            checkpoints of earlier runs; a load from the directory sets it.
+        after_commit: Callbacks for a committed checkpoint; each gets its folder, on all ranks, in the thread that
+            wrote it.
     """
 
     def __init__(
@@ -82,35 +83,37 @@ class Checkpointer:
     ) -> Place:
         """Save a checkpoint. Called on all ranks, by the main thread.
 
-        When this returns it is committed and on the disk. In the background, it returns when what this rank is to
-        write has been copied to the host's memory: as many bytes again, kept for the next save. A thread then writes
-        and commits, before the interpreter ends; the next call of any method waits for it and raises what went wrong.
+        A foreground save returns once the checkpoint is committed and on the disk. A background save returns once
+        the tensors that this rank writes are copied to host memory, which takes as many bytes again and is kept for
+        the next save. A thread then writes and commits before the interpreter exits; the next call of any method
+        waits for the thread and raises its error.
 
         A state may hold tensors, NumPy arrays and plain values in any nesting of dicts, lists, tuples and sets; also
-        DTensors and what is a `FlatShard` or a `Replica`, of which each rank writes parts. Until the commit earlier
-        checkpoints are untouched, one of the same step too. Old ones are deleted after it.
+        DTensors, `FlatShard`s and `Replica`s, of which each rank writes a part. Earlier checkpoints, including one of
+        the same step, stay untouched until the commit. Old checkpoints are deleted after it.
 
         Args:
             step: The optimizer step, the same on all ranks; it names the folder.
-            models: Each model's `state_dict()` by the model's name; rank 0's are written.
+            models: The `state_dict()` of each model, by the model's name; rank 0's are written.
             replicated: States that are the same on all ranks, by name; rank 0's are written.
-            per_rank: States that each rank has of its own, by name.
+            per_rank: States that belong to one rank each, by name.
             plan: The effective plan of the run, without secrets: plain values, for the manifest.
-            metrics: Numbers that tell how good it is, for `settings.keep_best`; the same on all ranks.
-            background: Whether training goes on while it is written; None takes `settings.background`.
-            changes_in_step: Whether a tensor, by its name as in `load`, stays as it is until `wait_for_copies` was
-                called: with `settings.staging="overlap"` the thread copies it, and a change before is its error.
+            metrics: Metrics of the checkpoint by name, for `settings.keep_best`; the same on all ranks.
+            background: Whether training continues while the checkpoint is written; None takes `settings.background`.
+            changes_in_step: A function that returns whether a tensor, by its name as in `load`, stays unchanged until
+                `wait_for_copies` is called. With `settings.staging="overlap"` the thread copies these tensors; one
+                that changes earlier fails the save.
 
         Returns:
             The checkpoint's folder, `DIRECTORY/step-STEP`.
 
         Raises:
-            StateError: A state holds something that cannot be stored: its path, type and a way out.
-            ValueError: `metrics` lacks the one that tells the best, or the ranks mean different steps.
+            StateError: A state holds a value that cannot be stored; the message names its path, its type and a fix.
+            ValueError: `metrics` lacks `settings.best_metric`, or the ranks save different steps.
             OtherRankFailedError: Another rank failed; the message holds its error, and nothing was saved.
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             FolderInUseError: Another run writes into the directory.
-            OSError: The disk is full, or the folder cannot be written; nothing was saved.
+            OSError: The disk is full, or the folder is not writable; nothing was saved.
         """
         from drivetrain_checkpoint.planning.save_content import Content
 
@@ -130,20 +133,19 @@ class Checkpointer:
         return self._write(save)
 
     def _agree(self, step: int, content: "Content") -> "Save":
-        """Agree on a save with the other ranks."""
         from drivetrain_checkpoint.saving.coordinator import Saver
 
         self._saver = self._saver or Saver(self._context, self.directory)
         return self._saver.prepare(step, content, continues=self.continues)
 
     def _write(self, save: "Save") -> Place:
-        """Write at once."""
+        """Write the save in the calling thread."""
         from drivetrain_checkpoint.saving.transaction import run_save
 
         return self._tell(run_save(self._context, save, keep=self._keep(), on_block=self._mark))
 
     def _tell(self, path: Place) -> Place:
-        """Say that a checkpoint is committed."""
+        """Call the callbacks for a committed checkpoint."""
         for call in self.after_commit:
             call(path)
         return path
@@ -157,7 +159,7 @@ class Checkpointer:
         return Keep.of(self.settings)
 
     def _start(self, save: "Save", changes_in_step: Callable[[str], bool] | None) -> Place:
-        """Copy what this rank writes, or have it copied, and write it in a thread."""
+        """Stage the tensors that this rank writes, now or in the thread, and write them in a thread."""
         from drivetrain_checkpoint.coordination.store_gather import StoreTalk
         from drivetrain_checkpoint.saving.host_buffer import HostBuffer
         from drivetrain_checkpoint.saving.transaction import by_tensor, run_save, stage_save
@@ -193,33 +195,32 @@ class Checkpointer:
                 return run()
             finally:
                 if staged.overlap is not None:
-                    staged.overlap.give_up()  # where it failed before it copied
+                    staged.overlap.give_up()  # a save that failed before the copies would block wait_for_copies()
 
         self._background.start(run_and_let_go, name=f"the save of step {save.step}")
-        self._overlap = (
-            staged.overlap
-        )  # once a thread makes the copies: nobody waits for one that did not start
+        # Set after the thread has started: wait_for_copies() would wait forever for one that did not.
+        self._overlap = staged.overlap
         return save.folder
 
     @property
     def is_copying(self) -> bool:
-        """Whether `wait_for_copies` must be called before what was saved may change."""
+        """True if `wait_for_copies` must be called before the saved tensors may change."""
         return self._overlap is not None
 
     def wait_for_copies(self) -> None:
-        """Wait until what the save in the background was given may change; it may still be writing then.
+        """Wait until the tensors of the background save may change; the save may still be writing then.
 
-        Does nothing where all was copied as the save began. What went wrong is raised by `wait`.
+        Does nothing if `save` copied all tensors itself. `wait` raises the errors of the save.
         """
         if self._overlap is not None:
             self._overlap.wait()
             self._overlap = None
 
     def wait(self) -> Place | None:
-        """Wait for the save in the background, if there is one; its folder. Called on all ranks.
+        """Wait for the background save, if any, and return its folder. Called on all ranks.
 
         Raises:
-            Exception: What went wrong with it, as `save` would have raised it; once.
+            Exception: The error of the save, as `save` would have raised it; raised once.
         """
         try:
             return self._background.wait()
@@ -227,10 +228,10 @@ class Checkpointer:
             self._overlap = None  # the thread that copies has ended
 
     def close(self) -> None:
-        """Wait for the save in the background, give its memory back, and let others write. Called on all ranks.
+        """Wait for the background save, free its host memory and release the directory. Called on all ranks.
 
         Raises:
-            Exception: What went wrong with it.
+            Exception: The error of the save.
         """
         try:
             self.wait()
@@ -240,24 +241,24 @@ class Checkpointer:
                 self._saver.close()
 
     def load(self, path: Place | str | None = None, *, like: "Like | None" = None) -> "Loaded":
-        """Read a checkpoint, everything that is read checked, and apply nothing. Called on all ranks.
+        """Read a checkpoint, verify all bytes read, and return its states without applying them. Called on all ranks.
 
-        A rank reads the parts of files that it needs. They are whole tensors unless `like` says otherwise; how they
-        were divided when they were saved does not matter.
+        Each rank reads only the byte ranges it needs. Tensors are loaded whole unless `like` shards them; how they
+        were sharded when they were saved does not matter.
 
         Args:
-            path: The folder or URL of a checkpoint, or of a folder of checkpoints; None takes this one's. Of a folder
-                of them, the one that was saved last and is good is taken; one that is damaged is passed over on all
-                ranks together, with a warning.
-            like: Gives, for a name such as `"models/model/fc.weight"` or `"replicated/optimizer/state/0/exp_avg"`, a
-                DTensor or `FlatShard` as which this rank's part is to be divided; None for the whole tensor. One of
-                another shape counts as None.
+            path: The folder or URL of a checkpoint, or of a directory of checkpoints; None takes `self.directory`. Of
+                a directory, the newest valid checkpoint is loaded; all ranks skip a damaged one together, with a
+                warning.
+            like: A function that returns, for a name such as `"models/model/fc.weight"` or
+                `"replicated/optimizer/state/0/exp_avg"`, a DTensor or `FlatShard` that has this rank's sharding of
+                the tensor, or None for the whole tensor. One of another shape counts as None.
 
         Raises:
-            NoCheckpointError: There is none.
-            CorruptCheckpointError: The one that was named is damaged; the message names the file.
+            NoCheckpointError: There is no checkpoint to load.
+            CorruptCheckpointError: The checkpoint at `path` is damaged; the message names the file.
             FolderNotSharedError: The ranks see different checkpoints under the same path.
-            PickleNotAllowedError: It holds a pickle, and `settings.allow_pickle` is not set.
+            PickleNotAllowedError: The checkpoint holds a pickle, and `settings.allow_pickle` is not set.
         """
         from drivetrain_checkpoint.loading.load import Reading, holds_checkpoints, load_from, load_newest
 
@@ -270,9 +271,9 @@ class Checkpointer:
         return loaded
 
     def latest(self) -> Place | None:
-        """The folder of the newest checkpoint, by manifest and file sizes; None if there is none.
+        """Return the folder of the newest checkpoint with a valid manifest and file sizes, or None.
 
-        Called on all ranks; it is what rank 0 sees.
+        Called on all ranks; rank 0 looks, and all ranks get its result.
         """
         from drivetrain_checkpoint.loading.load import newest
 

@@ -1,37 +1,37 @@
-"""What can go wrong with a checkpoint, as exceptions that name the file or the value and the way out."""
+"""The exceptions of checkpoints; their messages name the file or value and the fix."""
 
 
 class StateError(ValueError):
-    """A state holds something that no checkpoint can hold; the message names its path and type."""
+    """A state holds a value that a checkpoint cannot store; the message names its path and type."""
 
 
 class ChangedWhileCopiedError(RuntimeError):
-    """A tensor changed before a save in the background had copied it, outside the steps that the save knows of."""
+    """A tensor changed outside the optimizer step, before a background save had copied it."""
 
 
 class CorruptCheckpointError(RuntimeError):
-    """A checkpoint is not what was written: a file is missing, too short or changed; the message names it."""
+    """A checkpoint is damaged: a file is missing, truncated or changed; the message names it."""
 
 
 class NoCheckpointError(RuntimeError):
-    """There is nothing to load where a checkpoint was looked for."""
+    """A path holds no checkpoint to load."""
 
 
 class OtherRankFailedError(RuntimeError):
-    """Another rank failed, so this one gave up too; the message holds that rank's error."""
+    """Another rank failed, so this rank aborted too; the message holds that rank's error."""
 
 
 class FolderNotSharedError(RuntimeError):
-    """The ranks do not see the same folder: it lies on a disk of one host."""
+    """The ranks do not see the same folder: it is on a disk local to one host."""
 
 
 class FolderInUseError(RuntimeError):
-    """Another run writes into the same folder; the message says which process on which host."""
+    """Another run writes into the same folder; the message names its process and host."""
 
 
 class ForeignStateError(ValueError):
-    """What another library saved is in a form that is not taken over; the message names the file and a way out."""
+    """A state saved by another library has an unsupported form; the message names the file and a fix."""
 
 
 class PickleNotAllowedError(RuntimeError):
-    """A checkpoint holds a pickle, whose loading runs code, and nobody has allowed that."""
+    """A checkpoint holds a pickle, which runs code when loaded, and pickles are not allowed."""

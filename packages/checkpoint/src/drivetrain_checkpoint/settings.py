@@ -1,4 +1,4 @@
-"""What can be set about checkpoints."""
+"""The settings of checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ Staging: TypeAlias = Literal["copy", "overlap"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """The `checkpoint` section: where checkpoints go, and how many stay."""
+    """The `checkpoint` section: where checkpoints are saved, when, and how many are kept."""
 
     directory: str | Path | None = field(
         default=None,

@@ -1,1 +1,1 @@
-"""Look at checkpoints, verify them, merge a model's shards, delete what is old."""
+"""The `drivetrain checkpoint` commands: list, show and verify checkpoints, merge shards, delete old checkpoints."""

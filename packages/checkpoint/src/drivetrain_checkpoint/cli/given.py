@@ -1,4 +1,4 @@
-"""What a command line gives: folders that must be checkpoints or hold some, and errors as one line."""
+"""Check the folders and URLs given on the command line, and report errors as one line."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
 from drivetrain_config import ConfigError, resolve
 
-# What the shell is told of a command that cannot be carried out, and of one that found something wrong.
+# The exit codes of a command that cannot run, and of one that has found damage or could not finish.
 USAGE = 2
 WRONG = 1
 
@@ -33,7 +33,7 @@ Arguments = TypeVar("Arguments")
 
 
 def told(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
-    """A command of which what cannot be done is a line on stderr and the exit code 2, not a traceback."""
+    """Wrap a command so that an error is one line on stderr and exit code 2 rather than a traceback."""
 
     @wraps(run)
     def telling(arguments: Arguments) -> int:
@@ -48,12 +48,12 @@ def told(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
 
 
 def place_of(text: str) -> Place:
-    """The folder or URL that a user names; a store's options are those of the `checkpoint` section.
+    """Return the place of a folder or URL; the storage options are those of the `checkpoint` section.
 
     Raises:
-        ImportError: What its kind of URL needs is not installed.
-        ValueError: It is no URL that can be known.
-        NoCheckpointError: Nothing is there.
+        ImportError: A package that the URL needs is not installed.
+        ValueError: The URL's protocol is unknown.
+        NoCheckpointError: The folder does not exist.
     """
     options = resolve(CheckpointSettings, section="checkpoint").value.storage_options
     place = storage.locate(text, options)
@@ -65,10 +65,10 @@ def place_of(text: str) -> Place:
 
 
 def directory_of(text: str) -> Place:
-    """A folder that holds checkpoints, be they good or not.
+    """Return the place of a folder that holds checkpoints, valid or not.
 
     Raises:
-        NoCheckpointError: It holds none, or is one itself.
+        NoCheckpointError: The folder holds no checkpoints, or is a checkpoint itself.
     """
     place = place_of(text)
     if storage.is_file(place / MANIFEST) or step_of(place) is not None:
@@ -83,10 +83,10 @@ def directory_of(text: str) -> Place:
 
 
 def checkpoint_of(text: str) -> Place:
-    """A folder in which there is a manifest, be it good or not.
+    """Return the place of a folder that has a manifest, valid or not.
 
     Raises:
-        NoCheckpointError: It is none.
+        NoCheckpointError: The folder has no manifest.
     """
     place = place_of(text)
     if storage.is_file(place / MANIFEST):

@@ -19,7 +19,7 @@ _HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListArguments:
-    """What `drivetrain checkpoint list` is told."""
+    """The arguments of `drivetrain checkpoint list`."""
 
     directory: str = field(metadata={"positional": True, "help": DIRECTORY_HELP})
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
@@ -27,7 +27,7 @@ class ListArguments:
 
 @told
 def run(arguments: ListArguments) -> int:
-    """Print what there is, the last saved first; saves that were never completed come last."""
+    """Print the checkpoints, last saved first; incomplete saves come last."""
     found = find_checkpoints(directory_of(arguments.directory))
     newest = next((one for one in found if one.is_valid), None)
     if arguments.json:
@@ -69,7 +69,7 @@ def _as_text(found: Sequence[Found], newest: Found | None, now: datetime) -> str
 
 
 def _size_bytes(one: Found) -> int:
-    """By the manifest; without one, of what is there."""
+    """Return the size by the manifest; without a manifest, the size of the files in the folder."""
     return sum(storage.sizes_in(one.folder).values()) if one.manifest is None else one.manifest.size_bytes
 
 

@@ -15,7 +15,7 @@ from drivetrain_config import Command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeArguments:
-    """What `drivetrain checkpoint merge` is told."""
+    """The arguments of `drivetrain checkpoint merge`."""
 
     checkpoint: str = field(metadata={"positional": True, "help": CHECKPOINT_HELP})
     output: str = field(
@@ -34,7 +34,7 @@ class MergeArguments:
 
 @told
 def run(arguments: MergeArguments) -> int:
-    """Write the export, and print what it consists of."""
+    """Write the export, and print its files and ties."""
     folder = checkpoint_of(arguments.checkpoint)
     manifest = read_manifest(folder)
     model = choose_model(manifest, arguments.model)

@@ -1,4 +1,4 @@
-"""Sizes, ages and tables as a terminal shows them."""
+"""Format sizes, ages and tables for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -9,7 +9,7 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes in the largest unit that keeps the number at 1 or above, by powers of 1000: "1.5 GB"."""
+    """Format a size in the largest unit that keeps the number at 1 or above, by powers of 1000: "1.5 GB"."""
     size, unit = float(size_bytes), 0
     while size >= 999.95 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
@@ -17,19 +17,19 @@ def size_text(size_bytes: int) -> str:
 
 
 def age_text(saved_at: str, now: datetime) -> str:
-    """How long ago a manifest's time was, in its largest unit: "3 h"."""
+    """Format the time since a manifest's `saved_at` in its largest unit: "3 h"."""
     seconds = max(0, int((now - datetime.fromisoformat(saved_at)).total_seconds()))
     length, unit = next(((length, unit) for length, unit in _AGES if seconds >= length), _AGES[-1])
     return f"{seconds // length} {unit}"
 
 
 def time_text(saved_at: str) -> str:
-    """A manifest's time as people write it: "2026-01-31 12:00:00 UTC"."""
+    """Format a manifest's `saved_at` for people: "2026-01-31 12:00:00 UTC"."""
     return f"{datetime.fromisoformat(saved_at):%Y-%m-%d %H:%M:%S %Z}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, a line a row, its columns as wide as they must be; it ends with a line break."""
+    """Format a table with one line per row and columns as wide as needed; it ends with a line break."""
     lines = [tuple(name.upper() for name in header), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "".join(
@@ -39,10 +39,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun: "1 file", "2 files"."""
+    """Format a number with its noun: "1 file", "2 files"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def metrics_as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics for programs: JSON has no infinity and no NaN, which are null."""
+    """Return metrics for JSON, which has no infinity and no NaN: they become null."""
     return {name: value if isfinite(value) else None for name, value in metrics.items()}

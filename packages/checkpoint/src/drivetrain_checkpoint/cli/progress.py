@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: bytes and rate, in one line that is written again, or a line now and then."""
+"""Show the progress of long work on stderr as bytes and rate: one updated line on a terminal, else periodic lines."""
 
 import sys
 import time
@@ -12,11 +12,11 @@ _LINE_SECONDS = 10.0  # where stderr is a file
 
 
 class Progress:
-    """Shows how much of some work is done.
+    """A progress display on stderr.
 
     Args:
-        doing: What is done, such as "verify step-100".
-        total_bytes: How much there is to do.
+        doing: The name of the work, such as "verify step-100".
+        total_bytes: The number of bytes to process.
     """
 
     def __init__(self, doing: str, total_bytes: int) -> None:
@@ -27,7 +27,7 @@ class Progress:
         self._redraws = sys.stderr.isatty()
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes as done."""
+        """Count bytes as done, and update the display at intervals."""
         self._done_bytes += num_bytes
         now = time.monotonic()
         if now - self._shown >= (_REDRAW_SECONDS if self._redraws else _LINE_SECONDS):
@@ -37,7 +37,7 @@ class Progress:
         self._shown = now
         rate = int(self._done_bytes / max(now - self._began, 1e-6))
         text = f"{self._doing}: {size_text(self._done_bytes)} of {size_text(self._total_bytes)}, {size_text(rate)}/s"
-        # Spaces cover what is left of a longer line.
+        # Padding with spaces overwrites the rest of a longer line.
         sys.stderr.write(f"\r{text:<79}" if self._redraws else f"{text}\n")
         sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""Delete old checkpoints of a folder, and what is left of saves that were never completed."""
+"""Delete the old checkpoints of a folder and the leftovers of incomplete saves."""
 
 import sys
 from collections.abc import Generator, Sequence
@@ -19,7 +19,7 @@ from drivetrain_config import Command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneArguments:
-    """What `drivetrain checkpoint prune` is told."""
+    """The arguments of `drivetrain checkpoint prune`."""
 
     directory: str = field(metadata={"positional": True, "help": DIRECTORY_HELP})
     keep_last: int = field(metadata={"help": "Number of valid checkpoints to keep, those saved last."})
@@ -38,12 +38,16 @@ class PruneArguments:
     dry_run: bool = field(default=False, metadata={"help": "Say what would be deleted, and delete nothing."})
 
     def __post_init__(self) -> None:
-        """Check the rules, which are those of the section's fields."""
+        """Check the rules as the `checkpoint` section does.
+
+        Raises:
+            ValueError: A value is outside its range; the message begins with the field's name.
+        """
         _ = self.keep
 
     @property
     def keep(self) -> Keep:
-        """What stays."""
+        """The rules for which checkpoints to keep."""
         return Keep.of(
             CheckpointSettings(
                 keep_last=self.keep_last,
@@ -57,10 +61,10 @@ class PruneArguments:
 
 @told
 def run(arguments: PruneArguments) -> int:
-    """Delete what retention says, and print it.
+    """Delete the checkpoints that the rules do not keep, and print them.
 
     Returns:
-        0; 1 if something could not be deleted whole.
+        The exit code: 0, or 1 if a folder could not be deleted completely.
     """
     directory = directory_of(arguments.directory)
     if arguments.dry_run:
@@ -75,12 +79,12 @@ def run(arguments: PruneArguments) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What goes and what stays.
+    """The plan of which checkpoints to delete and which to keep.
 
     Attributes:
-        going: What is deleted.
-        staying: What is kept.
-        sizes: The bytes of each folder that goes.
+        going: The checkpoints to delete.
+        staying: The checkpoints to keep.
+        sizes: The size in bytes of each folder to delete.
     """
 
     going: Sequence[Found]
@@ -89,10 +93,10 @@ class PrunePlan:
 
 
 def plan_of(directory: Place, keep: Keep) -> PrunePlan:
-    """Look at a directory, and decide.
+    """Plan which checkpoints of a directory to delete.
 
     Raises:
-        ValueError: No checkpoint has the metric that is to tell the best.
+        ValueError: The rules keep the best checkpoints, and none has the metric.
     """
     found = find_checkpoints(directory)
     known = {name for one in found if one.manifest for name in one.manifest.metrics}
@@ -112,7 +116,7 @@ def plan_of(directory: Place, keep: Keep) -> PrunePlan:
 
 @contextmanager
 def _writing(directory: Place) -> Generator[None]:
-    """Be the directory's one writer: what a run is just saving looks like a save that was never completed."""
+    """Run the block as the directory's only writer: the save of a running job looks like an incomplete save."""
     lease = lease_of(directory)
     if lease is None:
         yield
@@ -132,7 +136,7 @@ def _say(plan: PrunePlan, doing: str) -> None:
         if one.is_valid:
             sys.stdout.write(f"keep {one.folder.name}\n")
         else:
-            # Without a valid checkpoint nothing goes: what is damaged may be all there is.
+            # A damaged checkpoint, or without a valid one also an incomplete save: they may be all there is.
             sys.stdout.write(f"keep {one.folder.name}, to be looked at: {one.problem}\n")
     freed = size_text(sum(plan.sizes))
     sys.stdout.write(f"{doing} {counted(len(plan.going), 'folder')}, {freed}\n")

@@ -1,4 +1,4 @@
-"""Show what a checkpoint consists of: when, by how many ranks and what it was saved, its files and tensors."""
+"""Show the content of a checkpoint: when and by how many ranks it was saved, its models, files and tensors."""
 
 import json
 import sys
@@ -21,12 +21,12 @@ from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.base import Place
 from drivetrain_config import Command
 
-_NUM_SHOWN = 10  # tensors of a part, where not all are asked for
+_NUM_SHOWN = 10  # tensors per part, without --tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowArguments:
-    """What `drivetrain checkpoint show` is told."""
+    """The arguments of `drivetrain checkpoint show`."""
 
     checkpoint: str = field(metadata={"positional": True, "help": CHECKPOINT_HELP})
     tensors: bool = field(
@@ -37,7 +37,7 @@ class ShowArguments:
 
 @told
 def run(arguments: ShowArguments) -> int:
-    """Print what the manifest says, and whether the files are there in their sizes."""
+    """Print the content of the manifest, and whether all files are there in full size."""
     folder = checkpoint_of(arguments.checkpoint)
     manifest = read_manifest(folder)
     problem = inspect(folder).problem
@@ -119,7 +119,7 @@ def _tensors(part: str, tensors: Mapping[str, StoredTensor], most: int | None) -
 
 
 def _flattened(plan: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The values of a plan, each with the way to it."""
+    """Yield the dotted path and text of each value in a plan."""
     for key, value in plan.items():
         if isinstance(value, Mapping) and value:
             yield from _flattened(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""Read a checkpoint, or all of a folder, whole, and check every block: what is damaged is told by file and byte."""
+"""Verify every block of a checkpoint, or of all checkpoints in a folder, and report damage by file and byte."""
 
 import sys
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from drivetrain_config import Command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyArguments:
-    """What `drivetrain checkpoint verify` is told."""
+    """The arguments of `drivetrain checkpoint verify`."""
 
     folder: str = field(
         metadata={"positional": True, "help": "Folder of a checkpoint, or of several, or its URL."}
@@ -27,10 +27,10 @@ class VerifyArguments:
 
 @told
 def run(arguments: VerifyArguments) -> int:
-    """Verify what is there, the last saved first, and print all that is wrong.
+    """Verify the checkpoints, last saved first, and print all damage.
 
     Returns:
-        0 if all is good; 1 if something is damaged.
+        The exit code: 0 if all checkpoints are intact, 1 if any is damaged.
     """
     place = place_of(arguments.folder)
     if storage.is_file(place / MANIFEST) or step_of(place) is not None:
@@ -39,12 +39,12 @@ def run(arguments: VerifyArguments) -> int:
     for one in found:
         if not one.committed:
             sys.stdout.write(f"{one.folder.name}: not completed, so no checkpoint; nothing to verify\n")
-    are_good = [_verify(one.folder) for one in found if one.committed]  # all of them, also after a bad one
+    are_good = [_verify(one.folder) for one in found if one.committed]  # a list, so that all are verified
     return 0 if all(are_good) else WRONG
 
 
 def _verify(folder: Place) -> bool:
-    """Read one checkpoint, and print what is wrong; whether all is good."""
+    """Verify one checkpoint, print all damage, and return whether it is intact."""
     try:
         manifest = read_manifest(folder)
     except CorruptCheckpointError as error:

@@ -1,1 +1,1 @@
-"""Have all ranks succeed or fail together, without a collective."""
+"""Make all ranks succeed or fail together, over the process group or the store."""

@@ -1,4 +1,4 @@
-"""All ranks or none: an action that fails on one rank fails on every rank."""
+"""Run actions that succeed on all ranks or fail on all."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from drivetrain_state import Context, gather_object
 Value = TypeVar("Value")
 
 
-# What became of an action on a rank: its result, or the error in words.
+# The outcome of an action on a rank: its result, and the text of its error or None.
 Outcome: TypeAlias = tuple[object, str | None]
 
 
@@ -21,26 +21,27 @@ def on_all_ranks(
     doing: str,
     gather: Callable[[Outcome], list[Outcome]] | None = None,
 ) -> list[Value]:
-    """Do something on every rank and wait until all have done it. Called on all ranks.
+    """Run an action on every rank and gather the results. Called on all ranks.
 
     Args:
-        context: This process among the others.
-        action: What this rank does; its result travels to the other ranks.
-        doing: What it is, for the message.
-        gather: How outcomes travel; None: by the process group, which the main thread alone may use.
+        context: The context of this process.
+        action: The action of this rank; its result is sent to the other ranks.
+        doing: The name of the action, for error messages.
+        gather: A function that gathers the outcomes of all ranks; None gathers them with the process group, which
+            only the main thread may use.
 
     Returns:
         The results of all ranks, in rank order.
 
     Raises:
-        Exception: Whatever `action` raised on this rank.
-        OtherRankFailedError: It raised on another rank; the message holds that rank's error.
+        Exception: The error that `action` raised on this rank.
+        OtherRankFailedError: `action` raised on another rank; the message holds that rank's error.
     """
     result: Value | None = None
     failure: Exception | None = None
     try:
         result = action()
-    except Exception as error:  # noqa: BLE001 - raised below, as soon as every rank knows of it
+    except Exception as error:  # noqa: BLE001 - raised below, after the gather: the other ranks wait in it
         failure = error
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
     outcomes = (gather or partial(gather_object, context))((result, told))
@@ -55,14 +56,14 @@ def on_all_ranks(
 
 
 def on_each_rank(context: Context, action: Callable[[], Value], *, doing: str) -> Value:
-    """Do something on every rank and wait until all have done it; each keeps its own result. Called on all ranks.
+    """Run an action on every rank and wait for all; each rank keeps its own result. Called on all ranks.
 
     Returns:
-        This rank's result.
+        The result of this rank.
 
     Raises:
-        Exception: Whatever `action` raised on this rank.
-        OtherRankFailedError: It raised on another rank; the message holds that rank's error.
+        Exception: The error that `action` raised on this rank.
+        OtherRankFailedError: `action` raised on another rank; the message holds that rank's error.
     """
     results: list[Value] = []
     on_all_ranks(context, lambda: results.append(action()), doing=doing)
@@ -70,14 +71,14 @@ def on_each_rank(context: Context, action: Callable[[], Value], *, doing: str) -
 
 
 def on_main(context: Context, action: Callable[[], Value], *, doing: str) -> Value:
-    """Do something on rank 0 while the others wait for its result. Called on all ranks.
+    """Run an action on rank 0 and broadcast its result. Called on all ranks.
 
     Returns:
-        Rank 0's result, on every rank.
+        The result of rank 0, on every rank.
 
     Raises:
-        Exception: Whatever `action` raised on rank 0, there.
-        OtherRankFailedError: The same elsewhere; the message holds that error.
+        Exception: On rank 0, the error that `action` raised.
+        OtherRankFailedError: On the other ranks, if `action` raised; the message holds the error.
     """
     is_main = context.topology.is_main
     return cast("Value", on_all_ranks(context, lambda: action() if is_main else None, doing=doing)[0])

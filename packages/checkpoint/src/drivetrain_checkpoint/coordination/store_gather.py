@@ -1,4 +1,4 @@
-"""How the ranks' writing threads tell each other what became of a save: through the store, beside the training."""
+"""Gather the outcomes of a save among the ranks' writing threads, through the store and without the process group."""
 
 import json
 import time
@@ -15,14 +15,14 @@ _FAREWELL_SECONDS = 30.0
 
 
 class StoreTalk:
-    """One rank's end of the talk about one save. Used by one thread.
+    """A rank's end of the exchange about one save. Used by one thread only.
 
     Args:
-        store: A connection of this thread's own.
-        save_id: Of the save: keys of different saves differ.
-        rank: This rank.
-        world_size: How many there are.
-        stall_seconds: After how long without a sign of progress from any rank it is given up.
+        store: A connection to the store, used by this thread alone.
+        save_id: The id of the save, which keeps the keys of different saves apart.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        stall_seconds: The time without progress on any rank, in seconds, after which a `gather` fails.
 
     Raises:
         OtherRankFailedError: From `gather`: a rank has not answered, or the store is gone.
@@ -36,20 +36,20 @@ class StoreTalk:
         self._world_size = world_size
         self._stall_seconds = stall_seconds
         self._round = 0
-        self._is_answered = False  # the last round, by all ranks
+        self._is_answered = False  # whether all ranks have answered in the last round
 
     def progress(self) -> None:
-        """Say that this rank goes on."""
+        """Signal that this rank makes progress."""
         self._store.add("progress", 1)
 
     def gather(self, outcome: Outcome) -> list[Outcome]:
-        """Tell the other ranks what became of an action, and hear of theirs.
+        """Gather the outcomes of an action on all ranks.
 
         Args:
-            outcome: Plain values that JSON can hold, or what went wrong.
+            outcome: The outcome on this rank; JSON must be able to hold its value.
 
         Returns:
-            The outcomes of all ranks on rank 0; elsewhere what went wrong, without the values.
+            The outcomes of all ranks, in rank order; on ranks other than 0, errors only, with None for the values.
         """
         try:
             return self._gather(outcome)
@@ -73,9 +73,9 @@ class StoreTalk:
         return outcomes
 
     def close(self) -> None:
-        """Let rank 0 stay until the others have heard the end, since it may host the store; forget the keys.
+        """Wait on rank 0, which may host the store, until the others have read the last answer; delete the keys.
 
-        Nothing that fails here concerns the save any more.
+        Errors of the store are ignored: the outcome of the save is already known.
         """
         if self._rank or not self._is_answered:
             return
@@ -96,7 +96,7 @@ class StoreTalk:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _wait(self, key: str, rank: int) -> object:
-        """What a rank says under a key, as long as some rank makes progress."""
+        """Wait for the value that a rank sets under a key, as long as any rank makes progress."""
         seen, since = self._store.add("progress", 0), time.monotonic()
         pause = _FIRST_PAUSE_SECONDS
         while not self._store.check([key]):

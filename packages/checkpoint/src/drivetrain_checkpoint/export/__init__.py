@@ -1,1 +1,1 @@
-"""Write and read models alone, as Hugging Face's libraries lay them out."""
+"""Write and read models alone, in the layout of Hugging Face's libraries."""

@@ -1,4 +1,4 @@
-"""An export into a model: what belongs to what is settled first, then each file is loaded in its turn."""
+"""Load an export into a model: match all names first, then load one file at a time."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from drivetrain_checkpoint.export.reader import ExportedTensors, open_export
 
 
 class IncompatibleNames(NamedTuple):
-    """What a load with `strict=False` passed over, as `load_state_dict` tells it.
+    """The names that a load with `strict=False` skipped, as `load_state_dict` returns them.
 
     Attributes:
-        missing_keys: The model's names that the export has not; they keep their values.
-        unexpected_keys: The export's names that the model has not.
+        missing_keys: The model's names that the export lacks; their tensors keep their values.
+        unexpected_keys: The export's names that the model lacks.
     """
 
     missing_keys: list[str]
@@ -27,11 +27,11 @@ class IncompatibleNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportMatch:
-    """Which of a model's tensors is loaded from which of an export's.
+    """The mapping from the tensors of a model to those of an export.
 
     Attributes:
-        sources: The model's names, with the export's name for each.
-        incompatible: The names on one side alone.
+        sources: The export's name for each of the model's names.
+        incompatible: The names that only the model or only the export has.
     """
 
     sources: Mapping[str, str]
@@ -43,23 +43,23 @@ def load_model(
 ) -> IncompatibleNames:
     """Load an export into a model, one file at a time; values are converted to the model's dtypes.
 
-    A weight that the model ties is loaded under any of its names. Where the export has one tensor for several names
-    and the model a parameter for each, each gets the value.
+    A tied weight of the model is loaded from any of its names. If the export ties names for which the model has
+    separate parameters, each parameter gets the value.
 
     Args:
-        model: On a real device.
-        folder: Where the export is.
-        strict: Whether the names must be the same.
-        device: Where a file's tensors are read to, on their way.
+        model: The model, not on the meta device and not sharded.
+        folder: The folder of the export.
+        strict: Whether the names of the model and the export must be the same.
+        device: The device onto which the tensors of a file are read before they are copied into the model.
 
     Returns:
-        The names on one side alone; none if `strict`.
+        The names that only the model or only the export has; none if `strict`.
 
     Raises:
         NoCheckpointError: There is no export in the folder.
         CorruptCheckpointError: A file is missing or damaged; the message names it.
-        ValueError: Names or shapes are not the model's, or the model has no memory to load into. In all of these
-            cases nothing was loaded.
+        ValueError: Names or shapes differ from the model's, or the model is on the meta device or sharded. In all of
+            these cases nothing was loaded.
     """
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     kind = type(model).__name__
@@ -72,7 +72,7 @@ def load_model(
     for name, source in match.sources.items():
         by_file[exported.places[source].file].append(name)
     for names in by_file.values():
-        # Strictness was settled above; torch would tell of the names in other files.
+        # match_export has checked strictness; with strict=True torch would report the names in other files.
         model.load_state_dict({name: exported[match.sources[name]] for name in names}, strict=False)
     return match.incompatible
 
@@ -85,17 +85,17 @@ def match_export(
     strict: bool = True,
     kind: str = "model",
 ) -> ExportMatch:
-    """Find what a model's tensors are loaded from.
+    """Match the tensors of a model with those of an export.
 
     Args:
-        exported: Of `open_export`.
-        shapes: Of the model's tensors, by name.
-        ties: The model's names that are the same tensor as another: name to first name.
-        strict: Whether the names must be the same.
-        kind: What the message calls the model.
+        exported: The export, as `open_export` returns it.
+        shapes: The shapes of the model's tensors, by name.
+        ties: The model's names that share a tensor with an earlier name: name to first name.
+        strict: Whether the names of the model and the export must be the same.
+        kind: The name of the model in error messages.
 
     Raises:
-        ValueError: Names or shapes differ, or what is one tensor in the model has several values.
+        ValueError: Names or shapes differ, or the export has different values for one tensor of the model.
     """
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in shapes:
@@ -110,12 +110,13 @@ def match_export(
     if strict and (missing or unexpected):
         raise ValueError(
             f"the export is not of this {kind}: missing {_some(missing)}, unexpected {_some(unexpected)}; build the "
-            "model it is of, or pass strict=False to load the rest"
+            "model that was exported, or pass strict=False to load the rest"
         )
     for name, source in sources.items():
         if (found := exported.places[source].info.shape) != tuple(shapes[name]):
             raise ValueError(
-                f"{kind}: {name} is of shape {tuple(shapes[name])}, in the export {found}; build the model it is of"
+                f"{kind}: {name} is of shape {tuple(shapes[name])}, in the export {found}; build the model that was "
+                "exported"
             )
     return ExportMatch(sources=sources, incompatible=IncompatibleNames(missing, unexpected))
 
@@ -127,12 +128,12 @@ def _check_loadable(kind: str, name: str, value: Tensor) -> None:
         )
     if hasattr(value, "full_tensor"):
         raise ValueError(
-            f"{kind}: of {name} this rank holds a part; use Accelerator.load_model, or load before it is sharded"
+            f"{kind}: {name} is sharded across ranks; use Accelerator.load_model, or load before it is sharded"
         )
 
 
 def _check_one_value(exported: ExportedTensors, names: Sequence[str], kind: str) -> None:
-    """Refuse an export that has several values for what is one tensor in the model: all but one would be lost."""
+    """Refuse an export that has different values for names that the model ties: all but one would be lost."""
     for other in names[1:]:
         is_same = exported.places[other] == exported.places[names[0]]
         if not is_same and not _is_equal(exported[names[0]], exported[other]):
@@ -143,7 +144,7 @@ def _check_one_value(exported: ExportedTensors, names: Sequence[str], kind: str)
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether the bits are, so that NaN equals itself and fp8 can be compared."""
+    """Return whether two tensors are bitwise equal: NaNs are equal, and fp8 can be compared."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

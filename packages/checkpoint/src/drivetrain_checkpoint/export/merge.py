@@ -1,4 +1,4 @@
-"""A model of a checkpoint, in whatever parts it was saved, as Hugging Face's libraries read it."""
+"""Export a model from a checkpoint, however it was sharded, in the layout of Hugging Face's libraries."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -31,26 +31,26 @@ def merge_shards(
     max_shard_size: int | str = "5GB",
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> ExportPlan:
-    """Write a model of a checkpoint as `save_model` would have written it, without building the model.
+    """Write a model of a checkpoint as `save_model` would write it, without building the model.
 
-    One process does it, whatever the number of ranks that saved. The tensors of one file of the export are in memory
-    at a time; every block that is read is checked. Names that share a tensor are ties of the export. What is no
-    tensor, such as a module's extra state, has no place in an export: a warning lists it.
+    Runs in one process, whatever the number of ranks that saved. Holds the tensors of one file of the export at a
+    time, and verifies every block it reads. Names that share a tensor are tied in the export. Values other than
+    tensors, such as a module's extra state, are left out, with a warning that lists them.
 
     Args:
-        folder: The checkpoint's, or its URL.
-        output: The folder of the export; one that is there is replaced, see `write_export`.
-        model: Which model; None for the only one.
-        max_shard_size: What one file's tensors may take together, in bytes or as "5GB", "512MiB".
-        on_bytes: Called with the number of bytes of tensors that were read since the last call.
+        folder: The checkpoint's folder or URL.
+        output: The folder of the export; an export in it is replaced, see `write_export`.
+        model: The name of the model; None for the only one.
+        max_shard_size: The largest total size of the tensors in one file, in bytes or as "5GB", "512MiB".
+        on_bytes: A function called with the number of bytes of tensors read since the last call.
 
     Returns:
-        What was written.
+        The plan of the export that was written.
 
     Raises:
         CorruptCheckpointError: The checkpoint is damaged; the message names the file, and nothing was written.
         StateError: A tensor cannot be exported.
-        ValueError: There is no such model or size, or `output` is the checkpoint's folder.
+        ValueError: The checkpoint has no such model, the size is invalid, or `output` is the checkpoint's folder.
     """
     place = storage.locate(folder)
     if place == storage.on_disk(output).absolute():
@@ -65,10 +65,10 @@ def merge_shards(
 
 
 def choose_model(manifest: Manifest, model: str | None) -> str:
-    """The model that a user names, or the only one.
+    """Return the name of the chosen model, or of the only one.
 
     Raises:
-        ValueError: There is no such model, or none was named where there are several.
+        ValueError: There is no such model, or `model` is None and there is not exactly one.
     """
     names = ", ".join(manifest.models) or "none"
     if model is None and len(manifest.models) == 1:
@@ -80,11 +80,11 @@ def choose_model(manifest: Manifest, model: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNames:
-    """The entries of a model's state.
+    """The names of the entries in a model's state.
 
     Attributes:
-        stored: The names that a tensor has in the state, and the name that it is stored under.
-        others: The names of what is no tensor.
+        stored: The stored name of each tensor, by its name in the state.
+        others: The names of entries other than tensors.
     """
 
     stored: Mapping[str, str]
@@ -92,7 +92,7 @@ class ModelNames:
 
 
 def names_in(tree: Json) -> ModelNames:
-    """The entries that a model's tagged JSON tells of. Pure."""
+    """Return the names of the entries in a model's tagged JSON. Pure."""
     stored: dict[str, str] = {}
     others: list[str] = []
     for name, value in _entries(tree):
@@ -116,7 +116,7 @@ def _names_of(folder: Place, manifest: Manifest, model: str) -> ModelNames:
     names = names_in(read_tree(folder, manifest, model_part(model), on_block=lambda: None))
     if names.others:
         logger.warning(
-            "left out of the export, for an export holds tensors alone: %s",
+            "left out of the export, which holds only tensors: %s",
             ", ".join(map(repr, names.others)),
         )
     return names
@@ -125,12 +125,12 @@ def _names_of(folder: Place, manifest: Manifest, model: str) -> ModelNames:
 def plan_names(
     names: ModelNames, tensors: Mapping[str, StoredTensor], *, max_shard_size: int | str
 ) -> ExportPlan:
-    """Plan the export of a model: what shares a stored tensor is tied to the first of its names. Pure.
+    """Plan the export of a model; names that share a stored tensor are tied to the first of them. Pure.
 
     Raises:
-        CorruptCheckpointError: The state names a tensor that the manifest does not.
+        CorruptCheckpointError: The state names a tensor that the manifest does not list.
         StateError: A tensor cannot be exported.
-        ValueError: No such size.
+        ValueError: The size is invalid.
     """
     first: dict[str, str] = {}
     for name, stored in names.stored.items():
@@ -161,7 +161,7 @@ def _read(
     plan: ExportPlan,
     on_bytes: Callable[[int], None],
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the plan in its order, read for one file of it at a time and let go of as they are taken."""
+    """Yield the tensors of the plan in its order; read those of one file at a time, and release each once yielded."""
     for names in plan.files.values():
         count = _Count(sum(plan.tensors[name].size_bytes for name in names), on_bytes)
         wanted = [stored[name] for name in names]
@@ -172,7 +172,7 @@ def _read(
 
 
 class _Count:
-    """Tells blocks that were read as bytes of tensors, of which they hold a few less, or some for a second time."""
+    """A counter that reports blocks as bytes of tensors, of which blocks may hold fewer, or some a second time."""
 
     def __init__(self, num_bytes: int, on_bytes: Callable[[int], None]) -> None:
         self._left = num_bytes

@@ -1,4 +1,4 @@
-"""Which file of an export holds which tensor: pure, from names, shapes and dtypes alone."""
+"""Plan which file of an export holds which tensor, from names, shapes and dtypes alone. Pure."""
 
 import math
 import re
@@ -25,26 +25,26 @@ _UNITS = {"B": 1} | {
 
 
 class Shaped(Protocol):
-    """Anything with a shape and a dtype: a tensor, a part of one, or a description."""
+    """An object with a shape and a dtype: a tensor, a shard, or a description."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole tensor."""
+        """The shape of the whole tensor."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of the elements."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What is known of a tensor before it is there.
+    """The description of a tensor.
 
     Attributes:
-        shape: That of the whole tensor.
-        dtype: Of its elements.
+        shape: The shape of the whole tensor.
+        dtype: The dtype of the elements.
     """
 
     shape: tuple[int, ...]
@@ -52,18 +52,18 @@ class TensorInfo:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in a file."""
+        """The size of the tensor in a file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlan:
-    """Which file holds which tensor.
+    """The plan of which file holds which tensor.
 
     Attributes:
-        files: The names of each file's tensors, by the file's name, in the order they are written.
-        tensors: What each stored tensor is, by name.
-        ties: The names that are not stored because another is the same tensor: name to stored name.
+        files: The names of the tensors in each file, by file name, in the order in which they are written.
+        tensors: The description of each stored tensor, by name.
+        ties: The names that are not stored because they share the tensor of another name: name to stored name.
     """
 
     files: Mapping[str, tuple[str, ...]]
@@ -72,17 +72,17 @@ class ExportPlan:
 
     @property
     def total_size(self) -> int:
-        """The bytes of all stored tensors."""
+        """The size of all stored tensors in bytes."""
         return sum(info.size_bytes for info in self.tensors.values())
 
     @property
     def weight_map(self) -> dict[str, str]:
-        """The file of each stored tensor."""
+        """The file name of each stored tensor."""
         return {name: file for file, names in self.files.items() for name in names}
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there is more than one file, and so an index."""
+        """True if there is more than one file, and so an index."""
         return len(self.files) > 1
 
 
@@ -92,17 +92,17 @@ def plan_export(
     max_shard_size: int | str = "5GB",
     ties: Mapping[str, str] | None = None,
 ) -> ExportPlan:
-    """Plan an export: the files are filled in the order of the names.
+    """Plan an export; files are filled in the order of `tensors`.
 
     Args:
-        tensors: What will be stored, by name: tensors, or descriptions of those that come later.
-        max_shard_size: What the tensors of one file may take together, in bytes or as "5GB", "512MiB". A tensor above
-            it gets a file of its own.
-        ties: Names that are the same tensor as another: name to the name it is stored under.
+        tensors: The tensors to store, by name, or descriptions of them.
+        max_shard_size: The largest total size of the tensors in one file, in bytes or as "5GB", "512MiB". A larger
+            tensor gets a file of its own.
+        ties: The names that share the tensor of another name: name to stored name.
 
     Raises:
-        StateError: A tensor cannot be stored: its name, its dtype, or what it is a tie of.
-        ValueError: No such size.
+        StateError: A tensor cannot be stored, because of its name, its dtype or its tie.
+        ValueError: The size is invalid.
     """
     limit = parse_size(max_shard_size)
     ties = dict(ties or {})
@@ -126,12 +126,12 @@ def plan_export(
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names whose tensor is, element for element, the same memory as that of an earlier name.
+    """Find the names whose tensor is exactly the same memory as the tensor of an earlier name.
 
-    Views that overlap and differ are no ties.
+    Views that overlap but differ are not ties.
 
     Returns:
-        Name to the first name of the same memory.
+        The ties: name to the first name of the same memory.
     """
     first: dict[object, str] = {}
     ties: dict[str, str] = {}
@@ -153,10 +153,10 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a size such as 1000, "5GB" (powers of 1000) or "512MiB" (powers of 1024); the case is free.
+    """Parse a size such as 1000, "5GB" (powers of 1000) or "512MiB" (powers of 1024) to bytes; case does not matter.
 
     Raises:
-        ValueError: It is no size above 0; the message says what is allowed.
+        ValueError: The size is invalid or not above 0; the message says what is allowed.
     """
     size_bytes = 0
     if isinstance(size, str):

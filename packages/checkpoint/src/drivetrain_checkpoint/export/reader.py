@@ -1,4 +1,4 @@
-"""An export as a mapping: names and shapes are known, each tensor is read when it is asked for."""
+"""Read an export as a mapping: names and shapes are known at once, each tensor is read on access."""
 
 import json
 import re
@@ -17,19 +17,19 @@ from drivetrain_checkpoint.export.writer import TIES
 from drivetrain_checkpoint.format.tensor_file import dtype_of
 from drivetrain_checkpoint.storage.base import on_disk
 
-# With a variant's name, as diffusers and transformers put it: x.safetensors.index.fp16.json, x.fp16.index.json.
+# Also with a variant, as diffusers and transformers name it: x.safetensors.index.fp16.json, x.fp16.index.json.
 _OTHER_INDEX = re.compile(r"(?!.*\.bin\.index\.).+\.index(\.[^.]+)?\.json")
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}(\.[^.]+)?\.safetensors$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor is stored.
+    """The location of a stored tensor.
 
     Attributes:
-        file: The name of its file.
-        name: What it is called there.
-        info: Its shape and dtype.
+        file: The name of the file.
+        name: The name of the tensor in the file.
+        info: The shape and dtype of the tensor.
     """
 
     file: str
@@ -38,14 +38,14 @@ class Place:
 
 
 class ExportedTensors(Mapping[str, Tensor]):
-    """The tensors of an export, each read when it is asked for.
+    """The tensors of an export by name, each read on access.
 
     Args:
-        readers: The files by their names.
-        places: Where each tensor is. Tied ones are at one place.
+        readers: The open files by name.
+        places: The location of each tensor; tied names have the same.
 
     Attributes:
-        places: The same.
+        places: The location of each tensor.
     """
 
     def __init__(self, readers: Mapping[str, Any], places: Mapping[str, Place]) -> None:
@@ -53,7 +53,11 @@ class ExportedTensors(Mapping[str, Tensor]):
         self._readers = readers
 
     def renamed(self, sources: Mapping[str, str]) -> Self:
-        """Some of the tensors under other names: new name to the name here."""
+        """Return a selection of the tensors under new names.
+
+        Args:
+            sources: The current name for each new name.
+        """
         return type(self)(self._readers, {name: self.places[source] for name, source in sources.items()})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -61,7 +65,7 @@ class ExportedTensors(Mapping[str, Tensor]):
         return self._readers[place.file].get_tensor(place.name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.places  # Mapping's own would read it
+        return name in self.places  # Mapping's default would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
@@ -71,20 +75,20 @@ class ExportedTensors(Mapping[str, Tensor]):
 
 
 def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> ExportedTensors:
-    """Open what `save_model`, transformers' `save_pretrained`, diffusers or safetensors wrote into a folder.
+    """Open an export that `save_model`, transformers' `save_pretrained`, diffusers or safetensors wrote.
 
-    `model.safetensors` is taken, or else `model.safetensors.index.json`; or else the one index or file of another
-    name, such as `diffusion_pytorch_model.safetensors.index.json`. The headers of all files are checked; of the
-    tensors nothing is read yet.
+    Opens `model.safetensors` if it exists, else `model.safetensors.index.json`, else the only index or file with
+    another name, such as `diffusion_pytorch_model.safetensors.index.json`. Checks the headers of all files, and reads
+    no tensor yet.
 
     Args:
-        folder: It holds a safetensors file, or shards and their index. Or the path of such a file or index.
-        device: Where tensors are read to.
+        folder: The folder with a safetensors file, or with shards and their index; or the path of a file or index.
+        device: The device onto which tensors are read.
 
     Raises:
         NoCheckpointError: There is no export in the folder.
         CorruptCheckpointError: A file is missing or damaged; the message names it.
-        ValueError: There are several, none of them of the usual name; the message lists them.
+        ValueError: The folder holds several exports, none with a default name; the message lists them.
     """
     chosen = _choose(on_disk(folder))
     folder, single = chosen.parent, chosen
@@ -118,14 +122,14 @@ def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> Ex
 
 
 def open_tensor_file(path: Path | str, *, device: torch.device | str = "cpu") -> ExportedTensors:
-    """Open one safetensors file, of whatever name; its header is checked, of the tensors nothing is read yet.
+    """Open one safetensors file of any name; check its header, and read no tensor yet.
 
     Args:
-        path: The file.
-        device: Where tensors are read to.
+        path: The path of the file.
+        device: The device onto which tensors are read.
 
     Raises:
-        CorruptCheckpointError: It is missing or damaged.
+        CorruptCheckpointError: The file is missing or damaged.
     """
     path = Path(path)
     reader = _open_file(path, device, listed_in=None)
@@ -137,7 +141,7 @@ def open_tensor_file(path: Path | str, *, device: torch.device | str = "cpu") ->
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The file of each tensor, and the ties.
+    """Read the file name of each tensor and the ties from an index.
 
     Raises:
         CorruptCheckpointError: The index is damaged, or names files outside its folder.
@@ -171,15 +175,15 @@ def _names_to_names(value: object) -> dict[str, str]:
 
 
 def _choose(path: Path) -> Path:
-    """The file that holds an export, or the index that lists its files.
+    """Return the file that holds an export, or the index that lists its files.
 
     Raises:
-        NoCheckpointError: There is none.
-        ValueError: There are several, and none is what readers look for first.
+        NoCheckpointError: There is no export.
+        ValueError: There are several exports, none with a default name.
     """
     if path.is_file():
         return path
-    for name in (SINGLE_FILE, INDEX):  # in the order in which transformers looks for them
+    for name in (SINGLE_FILE, INDEX):  # the order of transformers
         if (path / name).is_file():
             return path / name
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []

@@ -1,14 +1,13 @@
-"""Models as other programs read them: safetensors in one file, or in several with an index, as Hugging Face has it.
+"""Export models for other programs: as one safetensors file, or as shards with an index, in Hugging Face's layout.
 
 ```text
-model.safetensors                                    all tensors, where they fit into one file
+model.safetensors                                    all tensors, if they fit into one file
 model-00001-of-00002.safetensors, model-00002-of-... the tensors in several files
 model.safetensors.index.json                         which file holds which tensor
 ```
 
-A tensor with several names is stored under the first; the key "tied_weights" says which names are meant by it (in
-the one file's header, as JSON; of several files, in the index's `metadata`). Readers that do not know it tie by
-themselves.
+A tensor with several names is stored under the first. The key "tied_weights" maps the others to it: as JSON in the
+header of a single file, or in the `metadata` of the index. Readers that do not know the key tie weights themselves.
 """
 
 import json
@@ -46,21 +45,21 @@ def save_model(
 ) -> ExportPlan:
     """Write a model as `from_pretrained` and other readers of safetensors expect it.
 
-    For tensors that come one at a time, see `plan_export` and `write_export`.
+    To write tensors one at a time, see `plan_export` and `write_export`.
 
     Args:
-        model: A module, or whole tensors by name. Names of the same memory are stored once; views that overlap
-            and differ are stored in full each.
-        folder: Where; it is made where it is missing. An export in it is replaced, see `write_export`.
-        max_shard_size: What one file's tensors may take together, in bytes or as "5GB", "512MiB".
-        metadata: Written into the header of every file, beside `{"format": "pt"}`.
+        model: A module, or whole tensors by name. Tensors that are the same memory are stored once; views that
+            overlap but differ are each stored in full.
+        folder: The folder of the export, created if missing. An export in it is replaced, see `write_export`.
+        max_shard_size: The largest total size of the tensors in one file, in bytes or as "5GB", "512MiB".
+        metadata: Strings to add to the header of every file, beside `{"format": "pt"}`.
 
     Returns:
-        What was written.
+        The plan of the export that was written.
 
     Raises:
-        StateError: Something cannot be stored; nothing was written.
-        ValueError: No such size, or `metadata` has a key that is taken.
+        StateError: A tensor cannot be stored; nothing was written.
+        ValueError: The size is invalid, or `metadata` has a reserved key.
     """
     tensors: Mapping[str, Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
     for name, tensor in tensors.items():
@@ -79,23 +78,23 @@ def write_export(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write planned tensors as they come, holding those of one file at a time.
+    """Write the planned tensors from an iterable, holding those of one file at a time.
 
-    Everything is written under other names and forced to the disk before it replaces an earlier export in the folder:
-    until then, an error or a kill leaves that export as it was. The renames take the shortest time. Killed in that
-    time, the folder holds the earlier export or the new one; or, where both have the same file names, none that could
-    be read, never a mixture. Saving again mends it, and deletes what was left over.
+    All files are written under temporary names and synced to the disk before they replace an earlier export in the
+    folder: until then, an error or a kill leaves the earlier export untouched. If the process is killed during the
+    brief renames, the folder holds the earlier export, the new one, or, if both have the same file names, none that
+    can be read; never a mixture. Saving again repairs the folder and deletes leftovers.
 
     Args:
-        plan: Of `plan_export`.
-        tensors: Names with whole tensors of any device and strides, in the plan's order. A name that the plan has as
-            a tie may come too, and is passed over.
-        folder: Where; it is made where it is missing.
-        metadata: Written into the header of every file, beside `{"format": "pt"}`.
+        plan: The plan, as `plan_export` returns it.
+        tensors: Pairs of a name and a whole tensor, on any device and with any strides, in the plan's order. Names
+            that the plan ties may be included, and are skipped.
+        folder: The folder of the export, created if missing.
+        metadata: Strings to add to the header of every file, beside `{"format": "pt"}`.
 
     Raises:
-        StateError: A tensor is not what was planned, or cannot be stored.
-        ValueError: The names are not the plan's, or `metadata` has a key that is taken.
+        StateError: A tensor differs from the plan, or cannot be stored.
+        ValueError: The names differ from the plan's, or `metadata` has a reserved key.
         NotADirectoryError: The folder is a file.
     """
     folder = on_disk(folder)
@@ -120,9 +119,9 @@ def write_tensor_file(
     """Write one safetensors file of any name; an earlier one is replaced once the new one is on the disk.
 
     Args:
-        path: The file, in a folder that is there.
-        tensors: Whole tensors by name, on any device.
-        metadata: Written into its header, beside `{"format": "pt"}`.
+        path: The path of the file, in an existing folder.
+        tensors: The whole tensors by name, on any device.
+        metadata: Strings to add to the header, beside `{"format": "pt"}`.
 
     Raises:
         StateError: A tensor cannot be stored; nothing was written.
@@ -141,7 +140,7 @@ def write_tensor_file(
 
 
 def _header(plan: ExportPlan, metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """What every file's header says beside its tensors."""
+    """Return the metadata for the header of every file."""
     given = dict(metadata or {})
     for key, value in given.items():
         if key in _OWN_METADATA or not isinstance(key, str) or not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -168,7 +167,7 @@ def _write_files(
 
 
 def _take(stored: Iterator[tuple[str, Tensor]], expected: str) -> Tensor:
-    """The next tensor, which must be of this name."""
+    """Return the next tensor, which must have the expected name."""
     name, tensor = next(stored, (None, None))
     if name != expected or tensor is None:
         raise ValueError(
@@ -179,7 +178,7 @@ def _take(stored: Iterator[tuple[str, Tensor]], expected: str) -> Tensor:
 
 
 def _staged(name: str, tensor: Tensor, plan: ExportPlan, memory: set[int]) -> Tensor:
-    """A tensor as the library takes it: dense, on the CPU, in memory that no other one of its file is in."""
+    """Return a tensor as the library accepts it: dense, on the CPU, in memory shared with no other of its file."""
     _check_whole(name, tensor)
     planned = plan.tensors[name]
     if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
@@ -195,10 +194,10 @@ def _staged(name: str, tensor: Tensor, plan: ExportPlan, memory: set[int]) -> Te
 
 
 def _check_whole(name: str, tensor: Tensor) -> None:
-    """Refuse tensors without dense data of their own.
+    """Check that a tensor is whole and has dense data of its own.
 
     Raises:
-        StateError: It is one.
+        StateError: The tensor is a shard, on the meta device, or not dense.
     """
     if hasattr(tensor, "full_tensor"):
         raise StateError(f"{name!r} is this rank's part of a tensor: gather it first, with full_tensor()")
@@ -215,7 +214,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) 
     with path.open("wb") as file:
         mode = os.fstat(file.fileno()).st_mode
     save_file(tensors, path, metadata=header)
-    path.chmod(mode)  # the library's files are their owner's alone (safetensors 0.8)
+    path.chmod(mode)  # the library makes files that only their owner can read (safetensors 0.8)
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -232,9 +231,9 @@ def _write_index(plan: ExportPlan, folder: Path) -> None:
 
 
 def _replace(plan: ExportPlan, folder: Path) -> None:
-    """Put a complete new export in the place of an earlier one: shards, then the index, then what is left goes."""
+    """Replace an earlier export by the complete new one: rename the shards, then the index, then delete leftovers."""
     if plan.is_sharded and any((folder / file).exists() for file in plan.files):
-        # Its index would list a mixture while they are renamed one by one.
+        # The old index would list a mixture of old and new shards during the renames.
         (folder / INDEX).unlink(missing_ok=True)
         sync_folder(folder)
     for file in plan.files:
@@ -243,7 +242,7 @@ def _replace(plan: ExportPlan, folder: Path) -> None:
     if plan.is_sharded:
         (folder / f"{INDEX}{_UNFINISHED}").replace(folder / INDEX)
         sync_folder(folder)
-    # What readers would still take for the export goes before the shards of an earlier one.
+    # Delete the earlier export's entry file before its shards: readers would still open it.
     (folder / (SINGLE_FILE if plan.is_sharded else INDEX)).unlink(missing_ok=True)
     sync_folder(folder)
     for path in folder.iterdir():

@@ -1,1 +1,1 @@
-"""Define the files of a checkpoint: names, manifest, tensors, checksums and plain values."""
+"""The file format of checkpoints: names, manifest, tensors, checksums and plain values."""

@@ -1,6 +1,6 @@
-"""Parts of a tensor as boxes: what a rank holds, and what two parts have in common. Pure.
+"""Describe parts of a tensor as boxes, and intersect them. Pure.
 
-Shards of DTensors are boxes; ZeRO's are ranges of a flattened tensor, which cut rows: such a range is a few boxes.
+A DTensor's shard is a box. A ZeRO shard is a range of the flattened tensor, which may cut rows: a few boxes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A part of a tensor.
+    """A rectangular part of a tensor.
 
     Attributes:
-        offsets: Its first element, along each dimension.
-        sizes: Its elements, along each dimension.
+        offsets: The index of its first element, per dimension.
+        sizes: The number of elements, per dimension.
     """
 
     offsets: tuple[int, ...]
@@ -21,18 +21,18 @@ class Box(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """How many it holds; 1 without dimensions."""
+        """The number of elements; 1 without dimensions."""
         return prod(self.sizes)
 
     def slices(self, *, within: "Box | None" = None) -> tuple[slice, ...]:
-        """Where it lies in the tensor, or in another box that contains it."""
+        """Return the slices that select it from the tensor, or from another box that contains it."""
         starts = self.offsets if within is None else map(int.__sub__, self.offsets, within.offsets)
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     def cut(self, num_elements: int) -> "Iterator[Box]":
-        """Itself in pieces along its first dimension that is longer than 1, each of so many elements at most.
+        """Yield pieces of at most `num_elements` elements, cut along the first dimension longer than 1.
 
-        Rows are not cut: one that holds more is a piece.
+        A single index of that dimension is never cut: one with more elements is a piece of its own.
         """
         axis = next((axis for axis, size in enumerate(self.sizes) if size > 1), None)
         if axis is None or self.num_elements <= num_elements:
@@ -51,12 +51,12 @@ class Box(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Return the box of a whole tensor."""
     return Box(offsets=(0,) * len(shape), sizes=tuple(shape))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two parts of a tensor have in common; None if nothing."""
+    """Return the intersection of two boxes of the same tensor, or None if they are disjoint."""
     offsets: list[int] = []
     sizes: list[int] = []
     for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True):
@@ -69,9 +69,9 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that a range of a tensor's elements, in row-major order, consists of, in that order.
+    """Yield the boxes that make up a range of a tensor's elements, both in row-major order.
 
-    At most `2 * ndim - 1`: of each dimension the cut rows at either end, and whole rows between.
+    There are at most `2 * ndim - 1` boxes: cut rows at either end for each dimension, and whole rows between.
     """
     if start >= stop:
         return

@@ -1,4 +1,4 @@
-"""Files that are hashed as they pass: written and read block by block."""
+"""Read and write files block by block, with a checksum for each block."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ from drivetrain_checkpoint.storage.base import Place
 from drivetrain_checkpoint.storage.threads import in_threads
 
 BLOCK_BYTES = 16 * 2**20
-_MOST_VIEWS = 64  # that a block is read into one by one; smaller ones are cheaper to copy out of one read
+_MOST_VIEWS = 64  # views to read a block into directly; for more, one read and copies are cheaper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What the manifest says of a file.
+    """The record of a file in the manifest.
 
     Attributes:
-        name: Its name in the checkpoint's folder.
-        size_bytes: Its size.
-        checksums: The XXH3 (64 bit, hexadecimal) of each `BLOCK_BYTES` of it; the last block may be shorter.
+        name: The name of the file in the checkpoint's folder.
+        size_bytes: The size of the file in bytes.
+        checksums: The XXH3 (64 bit, hexadecimal) of each block of `BLOCK_BYTES`; the last block may be shorter.
     """
 
     name: str
@@ -33,14 +33,14 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The record of which JSON has kept the fields."""
+        """Return the record with the fields that JSON holds."""
         return cls(
             name=content["name"], size_bytes=content["size_bytes"], checksums=tuple(content["checksums"])
         )
 
 
 class _BlockHash:
-    """The checksum of each block of a stream that comes in pieces."""
+    """The checksums of the blocks of a stream that arrives in pieces."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -48,11 +48,11 @@ class _BlockHash:
         self._hash = xxhash.xxh3_64()
 
     def room(self) -> int:
-        """Bytes left in the block."""
+        """Return the number of bytes left in the current block."""
         return BLOCK_BYTES - self.size_bytes % BLOCK_BYTES
 
     def update(self, piece: memoryview) -> bool:
-        """Take a piece no longer than `room()`; whether it completed a block."""
+        """Hash a piece no longer than `room()`, and return whether it completed a block."""
         self._hash.update(piece)
         self.size_bytes += len(piece)
         if self.size_bytes % BLOCK_BYTES:
@@ -61,7 +61,7 @@ class _BlockHash:
         return True
 
     def finish(self) -> bool:
-        """End the last, shorter block; whether there was one."""
+        """End the last, shorter block, and return whether there was one."""
         if self.size_bytes % BLOCK_BYTES == 0:
             return False
         self._end_block()
@@ -73,11 +73,11 @@ class _BlockHash:
 
 
 class HashedWriter:
-    """A new file, hashed as it is written, whole and durable once it has been recorded.
+    """A writer of a new file, which it hashes as it writes. The file is complete and durable once `record` returns.
 
     Args:
-        path: Where; it must not exist.
-        on_block: Called after each block, as a sign of progress.
+        path: The path of the file; it must not exist.
+        on_block: A function called after each block, as a sign of progress.
     """
 
     def __init__(self, path: Place, *, on_block: Callable[[], None] = lambda: None) -> None:
@@ -97,7 +97,7 @@ class HashedWriter:
                 self._on_block()
 
     def record(self) -> FileRecord:
-        """Make the file whole and durable, and say what it holds."""
+        """Make the file complete and durable, and return its record."""
         with self._named():
             self._file.finish()
         self._hash.finish()
@@ -109,7 +109,7 @@ class HashedWriter:
 
     @contextmanager
     def _named(self) -> Generator[None]:
-        """Have an error of the operating system, such as a full disk, say which file it met."""
+        """Run the block and add the file's name to an `OSError` without one, such as that of a full disk."""
         try:
             yield
         except OSError as error:
@@ -127,12 +127,12 @@ class HashedWriter:
 
 
 class HashedReader:
-    """Ranges of a file of a checkpoint, every block that they touch checked against its record.
+    """A reader of ranges of a checkpoint's file, which verifies every block that they touch.
 
     Args:
-        path: Where it is.
-        record: What the manifest says of it.
-        on_block: Called after each block, as a sign of progress.
+        path: The path of the file.
+        record: The record of the file in the manifest.
+        on_block: A function called after each block, as a sign of progress.
 
     Raises:
         CorruptCheckpointError: From any method, when the file differs from its record.
@@ -144,7 +144,7 @@ class HashedReader:
         self._path = path
         self._record = record
         self._on_block = on_block
-        self._scratch: list[memoryview] = []  # for blocks that are wanted in pieces; one a thread
+        self._scratch: list[memoryview] = []  # buffers for blocks that are wanted in pieces, one per thread
         with self._checked_presence():
             self._file = storage.open_to_read(path)
         if (size_bytes := self._file.size_bytes) is not None and size_bytes != record.size_bytes:
@@ -152,17 +152,17 @@ class HashedReader:
             check_size(path, size_bytes, record)
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each view with the file's bytes from a place on, in one pass over the blocks that hold them.
+        """Fill buffers with ranges of the file, in one pass over the blocks that hold them.
 
         Args:
-            ranges: The first byte in the file, and a writable buffer of single bytes; ordered by the first byte. What
-                the buffers hold is good when this has returned.
+            ranges: Pairs of the first byte in the file and a writable buffer of single bytes, ordered by the first
+                byte. The content of the buffers is verified once this returns.
         """
         for _ in in_threads(self._fill_from_block, _by_block(ranges), most=self._file.num_readers):
             self._on_block()
 
     def read_all(self) -> bytes:
-        """The whole file."""
+        """Return the content of the whole file."""
         content = bytearray(self._record.size_bytes)
         self.read_ranges([(0, memoryview(content))])
         return bytes(content)
@@ -177,7 +177,7 @@ class HashedReader:
             return
         try:
             scratch = self._scratch.pop()
-        except IndexError:  # another thread has it
+        except IndexError:  # other threads use all buffers
             scratch = memoryview(bytearray(BLOCK_BYTES))
         whole = scratch[: end - start]
         self._read_block(index, start, [whole])
@@ -217,7 +217,7 @@ class HashedReader:
 
 
 def _by_block(ranges: Sequence[tuple[int, memoryview]]) -> list[tuple[int, list[tuple[int, memoryview]]]]:
-    """The ranges that touch each block, the blocks in order."""
+    """Return the ranges that touch each block, by block index in ascending order."""
     blocks: dict[int, list[tuple[int, memoryview]]] = {}
     for at, view in ranges:
         if len(view):
@@ -227,13 +227,13 @@ def _by_block(ranges: Sequence[tuple[int, memoryview]]) -> list[tuple[int, list[
 
 
 def _within(start: int, end: int, at: int, view: memoryview) -> tuple[int, memoryview]:
-    """What of a range lies in a block."""
+    """Return the part of a range that lies in a block: its first byte in the file, and its view."""
     first, last = max(at, start), min(at + len(view), end)
     return first, view[first - at : last - at]
 
 
 def _cover(start: int, end: int, ranges: Sequence[tuple[int, memoryview]]) -> bool:
-    """Whether ranges are a block without a gap and without a byte twice, so that it can be read into them."""
+    """Return whether ranges cover a block without gaps or overlaps, so that it can be read into them directly."""
     for at, view in ranges:
         if at != start:
             return False
@@ -242,15 +242,15 @@ def _cover(start: int, end: int, ranges: Sequence[tuple[int, memoryview]]) -> bo
 
 
 def check_size(path: Place, size_bytes: int | None, record: FileRecord) -> None:
-    """Refuse a file that is missing or has another size than its record.
+    """Check the size of a file against its record.
 
     Args:
-        path: The file.
-        size_bytes: Its size; None if it is not there.
-        record: What the manifest says of it.
+        path: The path of the file.
+        size_bytes: The size of the file in bytes; None if it is missing.
+        record: The record of the file in the manifest.
 
     Raises:
-        CorruptCheckpointError: If so.
+        CorruptCheckpointError: The file is missing or has another size.
     """
     if size_bytes is None:
         raise CorruptCheckpointError(f"{path} is missing, though the manifest lists it")

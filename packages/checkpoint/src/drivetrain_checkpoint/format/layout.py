@@ -1,19 +1,19 @@
-"""Where things lie: `DIRECTORY/step-N/`, and the names of the files in it.
+"""The names of a checkpoint's folder, `DIRECTORY/step-N/`, and of the files in it.
 
 ```text
 checkpoints/
   step-1200/
-    weights-model.json             one model's names, ties and whatever is no tensor
-    weights-model.r0.safetensors   the part of its tensors that rank 0 wrote; another rank's is .r1, and so on
-    state.json                     what is the same on all ranks: optimizers, schedulers, loaders, custom objects
+    weights-model.json             one model's names, ties and values other than tensors
+    weights-model.r0.safetensors   the part of its tensors that rank 0 wrote; rank 1's is .r1, and so on
+    state.json                     replicated states: optimizers, schedulers, loaders, custom objects
     state.r0.safetensors
-    rank-0.json                    what a rank has of its own: random number generators
+    rank-0.json                    per-rank states: random number generators
     rank-0.r0.safetensors
     manifest.json                  written last: without it there is no checkpoint
 ```
 
-A step that is saved again goes beside the committed files (`state.1.json`, ...), and the new manifest replaces the
-old one in one piece; then the old files go.
+A step that is saved again is written beside the committed files (`state.1.json`, ...). The new manifest replaces the
+old one atomically; then the old files are deleted.
 """
 
 import re
@@ -35,38 +35,38 @@ STATE_PART = "state"
 
 
 def step_folder(directory: Place, step: int) -> Place:
-    """The folder of the checkpoint of `step`."""
+    """Return the folder of the checkpoint of `step`."""
     return directory / f"step-{step}"
 
 
 def step_of(folder: Place) -> int | None:
-    """The step that a folder's name says; None if it is not the name of a checkpoint."""
+    """Return the step in a folder's name, or None if it is not the name of a checkpoint."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def step_folders(directory: Place) -> list[Place]:
-    """The folders of `directory` that are named as checkpoints, by step."""
+    """Return the folders in `directory` with the name of a checkpoint, sorted by step."""
     steps = (step_of(directory / name) for name in storage.folders_in(directory))
     return [step_folder(directory, step) for step in sorted(step for step in steps if step is not None)]
 
 
 def model_part(name: str) -> str:
-    """The part of the checkpoint that holds a model."""
+    """Return the name of the part of a checkpoint that holds a model."""
     return f"weights-{name}"
 
 
 def rank_part(rank: int) -> str:
-    """The part of the checkpoint that holds what a rank has of its own."""
+    """Return the name of the part of a checkpoint that holds a rank's own states."""
     return f"rank-{rank}"
 
 
 def path_in_state(part: str, name: str) -> str | None:
-    """Return how a caller names a tensor, such as `"models/model/fc.weight"`; None for what a rank has of its own.
+    """Return the path of a tensor in the caller's states, such as `"models/model/fc.weight"`; None if it is per-rank.
 
     Args:
-        part: The part of the checkpoint that holds it.
-        name: Its name in there.
+        part: The part of the checkpoint that holds the tensor.
+        name: The name of the tensor in that part.
     """
     if part == STATE_PART:
         return f"replicated/{name}"
@@ -75,10 +75,10 @@ def path_in_state(part: str, name: str) -> str | None:
 
 
 def check_model_names(names: Iterable[str]) -> None:
-    """Check that models' names can be files'.
+    """Check that the names of models can be file names.
 
     Raises:
-        StateError: One cannot, or two of them differ in case alone.
+        StateError: A name cannot, or two names differ in case alone.
     """
     met: set[str] = set()
     for name in names:
@@ -92,17 +92,17 @@ def check_model_names(names: Iterable[str]) -> None:
 
 
 def tree_file(part: str, attempt: int) -> str:
-    """The file of a part's names and plain values.
+    """Return the name of the file that holds the names and plain values of a part.
 
     Args:
-        part: The part.
-        attempt: 0 in a fresh folder; above it where committed files must stay until the new ones are.
+        part: The name of the part.
+        attempt: The attempt number: 0 in a new folder, higher if committed files must stay until the next commit.
     """
     return f"{part}{_suffix(attempt)}.json"
 
 
 def tensor_file(part: str, rank: int, attempt: int) -> str:
-    """The file of those tensors of a part that a rank wrote."""
+    """Return the name of the file that holds the tensors of a part that a rank wrote."""
     return f"{part}.r{rank}{_suffix(attempt)}.safetensors"
 
 
@@ -111,7 +111,7 @@ def _suffix(attempt: int) -> str:
 
 
 def own_files(folder: Place) -> list[Place]:
-    """The files of `folder` that a save wrote, the manifest not among them."""
+    """Return the files in `folder` that saves wrote, except for the manifest."""
     return [
         folder / name
         for name in sorted(storage.sizes_in(folder))
@@ -120,6 +120,6 @@ def own_files(folder: Place) -> list[Place]:
 
 
 def next_attempt(folder: Place) -> int:
-    """The first attempt number above that of every file in `folder`; 0 if it holds none."""
+    """Return the attempt number after the highest of the files in `folder`; 0 if it holds none."""
     matches = (_PART_FILE.fullmatch(path.name) for path in own_files(folder))
     return max((int(match["attempt"] or 0) + 1 for match in matches if match), default=0)

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of. It appears last and in one piece, and makes it a checkpoint."""
+"""The manifest of a checkpoint, which lists its content. It is written last and atomically, and commits it."""
 
 import json
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a box of a tensor lies.
+    """The location of a box of a tensor.
 
     Attributes:
-        file: The file's name.
-        start: Its first byte in there; from it on it is contiguous, in row-major order.
-        box: Which box.
+        file: The name of the file.
+        start: The first byte in the file; the elements follow contiguously, in row-major order.
+        box: The box of the tensor.
     """
 
     file: str
@@ -40,9 +40,9 @@ class StoredTensor:
     """A tensor of a checkpoint.
 
     Attributes:
-        dtype: As safetensors calls it.
-        shape: That of the whole.
-        pieces: What it consists of: each of its elements once.
+        dtype: The safetensors name of the dtype.
+        shape: The shape of the whole tensor.
+        pieces: The pieces that hold it, each element once.
     """
 
     dtype: str
@@ -51,28 +51,28 @@ class StoredTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Of all its elements."""
+        """The size of all elements in bytes."""
         return prod(self.shape) * item_bytes_of(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The content of a checkpoint.
 
     Attributes:
-        step: The optimizer step it was saved at.
-        sequence: Its number among the saves into its directory, from 1: the highest is the newest.
-        save_id: Random; by it the ranks know that they see the same checkpoint.
-        saved_at: When rank 0 committed it: UTC, ISO 8601.
+        step: The optimizer step at which it was saved.
+        sequence: The number of the save among those into its directory, from 1: the highest is the newest.
+        save_id: A random id, by which the ranks check that they see the same checkpoint.
+        saved_at: The time at which rank 0 committed it: UTC, ISO 8601.
         world_size: The number of ranks that saved.
-        mesh: The parallel dimensions that they had, by name, if any.
-        attempt: The number in its files' names; 0 unless the step was saved before.
+        mesh: The sizes of the parallel dimensions, by name; empty without a mesh.
+        attempt: The attempt number in the names of the files; 0 unless the step was saved before.
         models: The names of the models.
-        files: Sizes and checksums by file name.
-        tensors: Every tensor by its name, by its part of the checkpoint.
-        libraries: Versions of what wrote it.
-        plan: The effective plan of the run, if one was given.
-        metrics: Numbers that tell how good it is, by name.
+        files: The sizes and checksums of the files, by file name.
+        tensors: The tensors, by part of the checkpoint and by name.
+        libraries: The versions of the libraries that wrote it.
+        plan: The effective plan of the run; None if none was given.
+        metrics: The metrics of the checkpoint by name.
     """
 
     step: int
@@ -91,14 +91,14 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files but the manifest."""
+        """The size of all files except the manifest, in bytes."""
         return sum(record.size_bytes for record in self.files.values())
 
 
 def commit_manifest(folder: Place, manifest: Manifest) -> None:
-    """Make the files of `folder` a checkpoint: when the manifest has appeared it is one, and before that it is none.
+    """Write the manifest atomically, which turns the files of `folder` into a checkpoint.
 
-    The files must be on the disk already.
+    The files must be durable already.
     """
     content = _to_json(manifest)
     text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
@@ -106,10 +106,10 @@ def commit_manifest(folder: Place, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Place) -> Manifest:
-    """The manifest of a checkpoint's folder.
+    """Read the manifest in a checkpoint's folder.
 
     Raises:
-        CorruptCheckpointError: It is missing, damaged, or of a newer format.
+        CorruptCheckpointError: The manifest is missing, damaged, or of another format version.
     """
     path = folder / MANIFEST
     try:
@@ -148,10 +148,10 @@ def read_manifest(folder: Place) -> Manifest:
 
 
 def check_files(folder: Place, manifest: Manifest) -> None:
-    """Check that every file is there in its full size; what is in it is checked when it is read.
+    """Check that every file is there in full size; a load verifies the content as it reads it.
 
     Raises:
-        CorruptCheckpointError: One is not; the message names it.
+        CorruptCheckpointError: A file is missing or has another size; the message names it.
     """
     sizes = storage.sizes_in(folder)
     for record in manifest.files.values():
@@ -159,10 +159,10 @@ def check_files(folder: Place, manifest: Manifest) -> None:
 
 
 def encode_plan(plan: Mapping[str, Any] | None) -> Json:
-    """A plan as tagged JSON.
+    """Encode a plan as tagged JSON.
 
     Raises:
-        StateError: It holds tensors, or something that JSON cannot express.
+        StateError: The plan holds a tensor, or a value that JSON cannot express.
     """
     encoded = encode(plan, root="plan")
     if encoded.tensors:
@@ -239,10 +239,10 @@ def _from_json(content: dict[str, Any]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check that what a manifest says can be: a stranger may have written it, with a checksum that fits.
+    """Check that a manifest is consistent: it may be crafted by an attacker, with a checksum that matches.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The manifest is inconsistent.
     """
     counts = {"step": manifest.step, "sequence": manifest.sequence, "attempt": manifest.attempt}
     for name, count in counts.items():
@@ -251,8 +251,8 @@ def _check(manifest: Manifest) -> None:
     for record in manifest.files.values():
         if len(record.checksums) != -(-record.size_bytes // BLOCK_BYTES) or record.size_bytes < 0:
             raise ValueError(
-                f"{record.name} has {len(record.checksums)} checksums for {record.size_bytes} bytes, one is for each "
-                f"{BLOCK_BYTES}"
+                f"{record.name} has {len(record.checksums)} checksums for {record.size_bytes} bytes, instead of one "
+                f"for each {BLOCK_BYTES}"
             )
     for part, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
@@ -260,10 +260,10 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_pieces(name: str, tensor: StoredTensor, files: Mapping[str, FileRecord]) -> None:
-    """Check that each piece lies in its file and in the tensor, and that all of them are as many elements as it has.
+    """Check that each piece lies inside its file and tensor, and that the pieces have as many elements as the tensor.
 
     Raises:
-        ValueError: One does not, or they are not.
+        ValueError: A piece lies outside, or the number of elements differs.
     """
     for piece in tensor.pieces:
         size_bytes = piece.box.num_elements * item_bytes_of(tensor.dtype)

@@ -1,4 +1,4 @@
-"""NumPy arrays and scalars as the bytes they are; imported only where there are any."""
+"""Convert NumPy arrays and scalars to tensors of bytes and back; imported only if a state holds any."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,23 +17,23 @@ except ImportError as error:
 
 
 def is_plain(dtype: "numpy.dtype[Any]") -> bool:
-    """Whether values of `dtype` are plain bytes: no Python objects, no record fields."""
+    """Return whether values of `dtype` are plain bytes: no Python objects, fields or subarrays."""
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
 
 
 def as_bytes_tensor(value: Any) -> Tensor:
-    """The bytes of an array or scalar in C order, as a uint8 tensor; of an array in C order without a copy."""
-    flat = numpy.require(value, requirements=["C", "W"]).reshape(-1)  # torch takes no read-only memory
+    """Return the bytes of an array or scalar, in C order, as a 1-D uint8 tensor; without a copy where possible."""
+    flat = numpy.require(value, requirements=["C", "W"]).reshape(-1)  # torch does not accept read-only memory
     if flat.size == 0 or flat.dtype.itemsize == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(flat.view(numpy.uint8), dtype=torch.uint8)
 
 
 def from_bytes_tensor(bits: Tensor, *, dtype: str, shape: Sequence[int]) -> Any:
-    """The array that `as_bytes_tensor` took apart, in the tensor's memory.
+    """Return the array of which `as_bytes_tensor` made a tensor of bytes; it shares the tensor's memory.
 
     Raises:
-        CorruptCheckpointError: The bytes and the dtype do not fit.
+        CorruptCheckpointError: The dtype is not plain bytes.
     """
     kind = numpy.dtype(dtype)
     if not is_plain(kind):

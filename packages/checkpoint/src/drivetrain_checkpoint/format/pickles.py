@@ -1,4 +1,4 @@
-"""The one place where a checkpoint may run code: objects that a user has allowed to be pickled, and to be loaded."""
+"""Pickle and unpickle objects where a user allows it: the only place where a checkpoint may run code."""
 
 import base64
 import pickle
@@ -6,14 +6,14 @@ from typing import Any
 
 
 def to_text(value: Any) -> str:
-    """An object as a pickle, in base64.
+    """Pickle an object and encode it in base64.
 
     Raises:
-        Exception: Whatever pickling it raises.
+        Exception: The error that pickling the object raised.
     """
     return base64.b64encode(pickle.dumps(value)).decode()
 
 
 def from_text(text: str) -> Any:
-    """The object that was pickled. Runs what whoever saved it wants to be run."""
+    """Unpickle an object. This runs any code that the author of the pickle put into it."""
     return pickle.loads(base64.b64decode(text))

@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor that is divided among ranks, and room for what is to be read of one."""
+"""The shards of a tensor that this rank holds, and memory to read shards into."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,47 +14,47 @@ from drivetrain_checkpoint.format.boxes import Box, boxes_of_range, overlap, who
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A tensor that is the same, bit by bit, on all ranks, so that each of them may write a part of it."""
+    """A tensor that is bitwise identical on all ranks, so that each of them may write a part of it."""
 
     tensor: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        """The tensor's."""
+        """The shape of the tensor."""
         return self.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The tensor's."""
+        """The dtype of the tensor."""
         return self.tensor.dtype
 
 
 class FlatShard(Protocol):
-    """A tensor of which each rank holds one run of elements in row-major order, as ZeRO divides it.
+    """A tensor of which each rank holds one contiguous range of elements, in row-major order, as ZeRO shards it.
 
-    Anything with these three will do.
+    Any object with these two attributes and `flat_range` qualifies.
 
     Attributes:
-        shape: That of the whole.
-        dtype: Of its elements.
+        shape: The shape of the whole tensor.
+        dtype: The dtype of the elements.
     """
 
     shape: Sequence[int]
     dtype: torch.dtype
 
     def flat_range(self) -> tuple[int, Tensor]:
-        """The index of this rank's first element, and its elements, of shape (n,); n may be 0."""
+        """Return the index of this rank's first element, and its elements, of shape (n,); n may be 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatPart:
-    """This rank's run of elements of a tensor that was read, to be put where a `FlatShard` has its own.
+    """The range of elements of a loaded tensor that belongs to this rank's `FlatShard`.
 
     Attributes:
-        shape: That of the whole.
+        shape: The shape of the whole tensor.
         start: The index of the first element, in row-major order.
-        elements: Shape (n,), on the CPU.
+        elements: The elements, of shape (n,), on the CPU.
     """
 
     shape: torch.Size
@@ -63,43 +63,43 @@ class FlatPart:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of the elements."""
         return self.elements.dtype
 
     def flat_range(self) -> tuple[int, Tensor]:
-        """Where it begins, and its elements."""
+        """Return the index of the first element, and the elements."""
         return self.start, self.elements
 
 
-# What may stand for a tensor in a state: a tensor, a DTensor, a `Replica` or a `FlatShard`.
+# A tensor in a state, in any of its forms: a tensor, a DTensor, a `Replica` or a `FlatShard`.
 Leaf: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A box of a tensor and its elements, shaped as the box."""
+    """A box of a tensor, and its elements in the shape of the box."""
 
     box: Box
     data: Tensor
 
 
 def is_flat_shard(leaf: Leaf) -> bool:
-    """Whether it holds a run of elements."""
+    """Return whether a leaf is a `FlatShard`."""
     return hasattr(leaf, "flat_range")
 
 
 def is_dtensor(leaf: Leaf) -> bool:
-    """Whether it is torch's DTensor, whose import takes as long as torch's."""
+    """Return whether a leaf is a DTensor; without importing DTensor, which takes as long as importing torch."""
     return hasattr(leaf, "to_local")
 
 
 def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[Shard, ...]:
-    """What this rank holds of a tensor, without a copy.
+    """Return the shards of a tensor that this rank holds, without a copy.
 
-    A plain tensor is rank 0's: others may have other values.
+    A plain tensor counts as held by rank 0 only, since its values may differ between ranks.
 
     Raises:
-        StateError: It is divided in a way that has no boxes.
+        StateError: The sharding of the tensor does not consist of boxes.
     """
     if isinstance(leaf, Replica):
         return (Shard(whole(leaf.tensor.shape), leaf.tensor),)
@@ -118,7 +118,7 @@ def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[Shard, ...]:
 
 
 def piece_of(shards: Sequence[Shard], box: Box) -> Tensor:
-    """The elements of a box that lies in one of the shards: a view. An empty box needs none."""
+    """Return the elements of a box that lies inside one of the shards, as a view. An empty box needs no shard."""
     if not box.num_elements:
         return torch.empty(box.sizes, dtype=torch.uint8)
     for shard in shards:
@@ -131,11 +131,11 @@ def piece_of(shards: Sequence[Shard], box: Box) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
-    """Memory for what is to be read of a tensor.
+    """The memory to read a tensor into.
 
     Attributes:
-        value: What stands for the tensor once the shards are filled: a tensor, a DTensor, or a `FlatPart`.
-        shards: Views of its memory, each contiguous and on the CPU.
+        value: The loaded tensor once the shards are filled: a tensor, a DTensor, or a `FlatPart`.
+        shards: The shards to fill: views of the value's memory, each contiguous and on the CPU.
     """
 
     value: Leaf
@@ -143,7 +143,7 @@ class Room:
 
 
 def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> Room:
-    """Room on the CPU for a tensor: for this rank's part if `like` is divided and of its shape, else for all."""
+    """Allocate CPU memory for a tensor: for this rank's shard if `like` is sharded and of its shape, else for all."""
     if like is not None and tuple(like.shape) == tuple(shape):
         if is_flat_shard(like):
             start, elements = cast("FlatShard", like).flat_range()
@@ -157,10 +157,10 @@ def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> Ro
 
 
 def box_of_dtensor(dtensor: Leaf) -> Box:
-    """The box that this rank holds.
+    """Return the box of a DTensor that this rank holds.
 
     Raises:
-        StateError: It is divided in another way than `Shard` and `Replicate`.
+        StateError: A placement is neither `Shard` nor `Replicate`.
     """
     offsets, sizes = [0] * len(dtensor.shape), list(dtensor.shape)
     for axis, placement in enumerate(dtensor.placements):
@@ -180,7 +180,7 @@ def box_of_dtensor(dtensor: Leaf) -> Box:
 
 
 def _of_range(shape: Sequence[int], start: int, elements: Tensor) -> list[Shard]:
-    """The boxes of a run of elements, as views of it."""
+    """Return the boxes of a range of elements, as views of it."""
     shards: list[Shard] = []
     at = 0
     for box in boxes_of_range(shape, start, start + elements.numel()):

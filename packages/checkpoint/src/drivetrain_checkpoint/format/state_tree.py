@@ -1,8 +1,8 @@
-"""States as tagged JSON and tensors: what is read back equals what was saved, type by type, and runs no code.
+"""Encode states as tagged JSON and tensors: they are read back with equal values and types, without running code.
 
-What JSON has is itself. Everything else is an object with one key that begins with `$`: `{"$tuple": [1, 2]}`,
-`{"$float": "nan"}`, `{"$tensor": "optimizer/state/0/exp_avg"}`. A dict whose keys are not plain strings, or begin
-with `$`, is `{"$dict": [[key, value], ...]}`.
+Types that JSON has stand for themselves. Every other type is an object with one key that begins with `$`:
+`{"$tuple": [1, 2]}`, `{"$float": "nan"}`, `{"$tensor": "optimizer/state/0/exp_avg"}`. A dict with keys that are not
+plain strings, or begin with `$`, is `{"$dict": [[key, value], ...]}`.
 """
 
 import base64
@@ -21,15 +21,15 @@ from drivetrain_checkpoint.format import pickles
 from drivetrain_checkpoint.format.shards import Leaf, Replica, is_dtensor, is_flat_shard
 from drivetrain_checkpoint.format.tensor_file import is_storable
 
-# Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, as a user's `state_dict` returns it.
+# Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, as `state_dict()` returns them.
 State: TypeAlias = Any
-# What the json module reads and writes.
+# The values that the json module reads and writes.
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 # Keys and indices from the root to a value.
 Path: TypeAlias = tuple[object, ...]
 
-_MAX_DEPTH = 100  # a state that holds itself would otherwise end in a RecursionError that names nothing
-_MAX_INTEGER_BITS = 64  # beyond, JSON readers lose digits
+_MAX_DEPTH = 100  # a state that contains itself would otherwise raise a RecursionError without a path
+_MAX_INTEGER_BITS = 64  # JSON readers lose digits of longer integers
 _HINT = (
     "return tensors and plain values (numbers, strings, bytes, dicts, lists, tuples, sets) from state_dict()"
 )
@@ -38,13 +38,13 @@ _KEY_TYPES = (str, int, float, bool, type(None), bytes, complex, tuple, frozense
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A state, split into what JSON holds and what a tensor file holds.
+    """A state, split into JSON and the tensors of a tensor file.
 
     Attributes:
-        json: The tagged JSON; a tensor stands in it by its name.
-        tensors: What is to be stored, by name: tensors, or what stands for one that is divided among ranks. What
-            meant the same memory in the state shares one entry.
-        leaves: The same and its aliases, each by the name that its own place in the state gives.
+        json: The tagged JSON, which refers to tensors by name.
+        tensors: The tensors to store, by name; sharded ones as DTensors, `Replica`s or `FlatShard`s. Tensors of the
+            same memory share one entry.
+        leaves: The same tensors and their aliases, each by the name of its own place in the state.
     """
 
     json: Json
@@ -53,30 +53,30 @@ class Encoded:
 
 
 def encode(state: State, *, root: str, allow_pickle: bool = False) -> Encoded:
-    """Split a state into tagged JSON and tensors; nothing is copied.
+    """Split a state into tagged JSON and tensors; tensors are not copied.
 
-    Tensors that are one and the same piece of memory are stored once and come back as one tensor. Tensors that
-    merely overlap are stored in full, each. Where an object stands for a tensor, one and the same object is one.
+    Tensors that are exactly the same memory are stored once and load as one tensor. Tensors that merely overlap are
+    each stored in full. `FlatShard`s are the same tensor if they are the same object.
 
     Args:
-        state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays, plain values, and of what stands for a
-            tensor: DTensors, `Replica`s and `FlatShard`s.
-        root: What error messages call it.
-        allow_pickle: Whether anything else in it becomes a pickle.
+        state: Nested dicts, lists, tuples and sets of tensors, DTensors, `Replica`s, `FlatShard`s, NumPy arrays and
+            plain values.
+        root: The name of the state in error messages.
+        allow_pickle: Whether to pickle any other value.
 
     Raises:
-        StateError: Something else is in it; the message names its path and type.
+        StateError: The state holds a value that cannot be stored; the message names its path and type.
     """
     encoder = _Encoder(root, allow_pickle)
     return Encoded(json=encoder.encode(state, ()), tensors=encoder.tensors, leaves=encoder.leaves)
 
 
 def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = False) -> State:
-    """The state that `encode` split. Tensors are not copied.
+    """Restore the state that `encode` split; tensors are not copied.
 
     Raises:
-        CorruptCheckpointError: It names a tensor that is not there, or a tag of a newer version.
-        PickleNotAllowedError: It holds a pickle, and pickles are not allowed.
+        CorruptCheckpointError: The JSON names a missing tensor, or holds an unknown tag, as of a newer version.
+        PickleNotAllowedError: The JSON holds a pickle, and `allow_pickle` is false.
     """
     if not allow_pickle:
         _refuse_pickles(json)
@@ -151,7 +151,7 @@ class _Encoder:
         return {"$dict": self.pairs(values, path)}
 
     def name_of(self, leaf: Leaf, path: Path) -> str:
-        """The name under which a tensor is stored: that of its memory, if it was met before."""
+        """Record a tensor and return its stored name: the name of an earlier tensor of the same memory, if any."""
         self._check_leaf(leaf, path)
         name = self._new_name(path)
         self.leaves[name] = leaf
@@ -163,7 +163,7 @@ class _Encoder:
     def _new_name(self, path: Path) -> str:
         wanted = name = "/".join(map(str, path)) or "value"
         number = 0
-        while name in self.leaves or name == "__metadata__":  # the one name that safetensors keeps to itself
+        while name in self.leaves or name == "__metadata__":  # a name that safetensors reserves
             number += 1
             name = f"{wanted}#{number}"
         return name
@@ -235,7 +235,7 @@ def _type_name(value: object) -> str:
 
 
 def _memory_of(leaf: Leaf) -> object:
-    """Equal for tensors that are the same elements of the same memory; what has no memory here is itself alone."""
+    """Return a key that is equal for tensors of the same memory; the object's id if it has no memory on this rank."""
     if isinstance(leaf, Replica):
         return _memory_of(leaf.tensor)
     if is_flat_shard(leaf):

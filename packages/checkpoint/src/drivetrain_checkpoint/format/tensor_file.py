@@ -1,8 +1,8 @@
-"""The safetensors format: which tensors a file holds and where, and their bytes.
+"""The layout of safetensors files, and the bytes of their tensors.
 
-The files are plain safetensors: any reader of that format takes them. They are written here rather than by the
-library's `save_file` so that each byte is touched once: copied off the device, hashed and written in the same pass;
-and so that it is known beforehand where in a file each tensor will lie.
+The files are plain safetensors, which any reader of the format accepts. They are not written by the library's
+`save_file`, for two reasons: each byte is copied off the device, hashed and written in one pass, and the offset of
+each tensor is known before the file is written.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-# What the format calls each dtype; torch versions lack some of the newest.
+# The dtypes by their names in the format; older torch versions lack the newest.
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, attribute)
     for name, attribute in {
@@ -45,28 +45,28 @@ _HEADER_ALIGNMENT = 8
 
 
 def is_storable(dtype: torch.dtype) -> bool:
-    """Whether the format has a name for `dtype`."""
+    """Return whether the format has a name for `dtype`."""
     return dtype in _NAMES
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """What the format calls a dtype."""
+    """Return the name of a dtype in the format."""
     return _NAMES[dtype]
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype that the format calls so; None if this torch does not have it."""
+    """Return the dtype with a name in the format; None if this torch does not have it."""
     return _DTYPES.get(name)
 
 
 def item_bytes_of(name: str) -> int:
-    """The bytes of an element of the dtype that the format calls so; 1 where this torch does not have it."""
+    """Return the element size, in bytes, of the dtype with a name in the format; 1 if this torch does not have it."""
     return _DTYPES[name].itemsize if name in _DTYPES else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file: its key, its dtype as the format calls it, and its shape."""
+    """A tensor of a file: its key, the name of its dtype in the format, and its shape."""
 
     key: str
     dtype: str
@@ -74,18 +74,18 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements."""
+        """The size of the elements in bytes."""
         return prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A file before it is written.
+    """The layout of a file, known before it is written.
 
     Attributes:
-        header: Its first bytes.
-        order: In which order the tensors follow, as indices into the entries it was planned for.
-        starts: The first byte of each, by the same indices.
+        header: The header, with which the file begins.
+        order: The order of the tensors after the header, as indices into the planned entries.
+        starts: The first byte of each planned entry in the file.
     """
 
     header: bytes
@@ -94,8 +94,8 @@ class FileLayout:
 
 
 def plan_file(entries: Sequence[Entry]) -> FileLayout:
-    """The layout of a file of these tensors, whose keys differ. Pure."""
-    # Widest first, as the library does it: every tensor starts at a multiple of its item size.
+    """Return the layout of a file of tensors, whose keys must differ. Pure."""
+    # Widest dtype first, as in the library: every tensor starts at a multiple of its item size.
     order = sorted(range(len(entries)), key=lambda index: -_DTYPES[entries[index].dtype].itemsize)
     described: dict[str, object] = {}
     starts = [0] * len(entries)
@@ -114,7 +114,7 @@ def plan_file(entries: Sequence[Entry]) -> FileLayout:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive the view; without NumPy, which knows no bfloat16."""
+    """Return a view of the bytes of a contiguous CPU tensor, which must outlive it; NumPy would refuse bfloat16."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
         return memoryview(b"")

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints holds: each folder's manifest, or why it is no checkpoint."""
+"""Find the checkpoints of a directory: the manifest of each folder, or why the folder is not a valid checkpoint."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,19 @@ from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
 from drivetrain_checkpoint.storage.threads import in_threads
 
-_MOST_AT_ONCE = 8  # an object store answers in tens of milliseconds, a run keeps hundreds of checkpoints
+# A request to an object store takes tens of milliseconds, and a run may keep hundreds of checkpoints.
+_MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A folder that is named as a checkpoint.
+    """A folder with the name of a checkpoint.
 
     Attributes:
-        folder: Where it is.
-        committed: Whether a manifest is there; without one, a save was not completed.
-        manifest: What it says; None if there is none that can be read.
-        problem: Why it is not valid; None if manifest and file sizes are right.
+        folder: The path of the folder.
+        committed: Whether the folder has a manifest; without one, the save was not completed.
+        manifest: The manifest; None if it is missing or cannot be read.
+        problem: The reason why the checkpoint is not valid; None if manifest and file sizes are correct.
     """
 
     folder: Place
@@ -30,23 +31,23 @@ class Found:
 
     @property
     def is_valid(self) -> bool:
-        """Whether manifest and file sizes are right."""
+        """True if manifest and file sizes are correct."""
         return self.problem is None
 
     @property
     def sequence(self) -> int:
-        """Its number among the saves into the directory; 0 where no manifest tells."""
+        """The number of the save among those into the directory; 0 without a readable manifest."""
         return 0 if self.manifest is None else self.manifest.sequence
 
 
 def find_checkpoints(directory: Place) -> tuple[Found, ...]:
-    """Every checkpoint of a directory, the last saved first, whatever its step; those without a manifest last."""
+    """Return all checkpoints of a directory, last saved first regardless of step; those without a manifest last."""
     found = in_threads(inspect, step_folders(directory), most=_MOST_AT_ONCE)
     return tuple(sorted(found, key=lambda one: one.sequence, reverse=True))
 
 
 def inspect(folder: Place) -> Found:
-    """Look at one folder: manifest and file sizes."""
+    """Check the manifest and file sizes of one folder."""
     manifest = None
     problem = None
     try:

@@ -1,4 +1,4 @@
-"""A load: the newest valid checkpoint, or the one that is named, on all ranks the same, every byte checked."""
+"""Load the newest valid checkpoint, or a named one: the same on all ranks, with every byte verified."""
 
 import errno
 import logging
@@ -27,17 +27,17 @@ from drivetrain_state import Context
 
 logger = logging.getLogger(__name__)
 
-# Of a tensor's name in the checkpoint: what it is to be divided like here; None for the whole tensor.
+# Maps a tensor's name in the checkpoint to a leaf with the sharding to load it in; None for the whole tensor.
 Like: TypeAlias = Callable[[str], Leaf | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a checkpoint is read.
+    """The options of a load.
 
     Attributes:
-        like: How tensors are divided here.
-        allow_pickle: Whether pickles in it are loaded, which runs code.
+        like: A function that returns the sharding of a tensor on this rank.
+        allow_pickle: Whether to load pickles, which runs code.
     """
 
     like: Like
@@ -46,19 +46,19 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a checkpoint held, on the CPU; nothing was applied to anything yet.
+    """The content of a checkpoint, on the CPU, not yet applied to any object.
 
-    Tensors are whole, or divided as the load was told: DTensors as DTensors, others as `FlatPart`.
+    Tensors are whole, or sharded as `like` requested: as a DTensor for a DTensor, as a `FlatPart` for a `FlatShard`.
 
     Attributes:
         path: The checkpoint's folder.
-        step: The optimizer step it was saved at.
-        models: Each model's state by its name; tied tensors are one tensor again.
-        replicated: States that are the same on all ranks, by name.
-        per_rank: This rank's own states, by name; None if the world size changed.
-        per_rank_missing: Why `per_rank` is None; None if it is not.
+        step: The optimizer step at which it was saved.
+        models: The state of each model by name; tied tensors are one tensor again.
+        replicated: The states that are the same on all ranks, by name.
+        per_rank: The states of this rank alone, by name; None if the world size changed.
+        per_rank_missing: The reason why `per_rank` is None; None if it is not.
         saved_world_size: The number of ranks that saved.
-        plan: The effective plan of the run that saved, if it gave one.
+        plan: The effective plan of the run that saved; None if none was given.
     """
 
     path: Place
@@ -72,12 +72,12 @@ class Loaded:
 
 
 def load_newest(context: Context, directory: Place, how: Reading) -> Loaded:
-    """The newest checkpoint that is good on every rank; damaged ones are passed over, with a warning on rank 0.
+    """Load the newest checkpoint that is valid on every rank; skip damaged ones with a warning on rank 0.
 
     Called on all ranks.
 
     Raises:
-        NoCheckpointError: There is none; the message says what is wrong with those that are there.
+        NoCheckpointError: No checkpoint is valid; the message says what is wrong with each.
     """
     problems: list[str] = []
     for folder in _candidates(context, directory, problems):
@@ -92,11 +92,11 @@ def load_newest(context: Context, directory: Place, how: Reading) -> Loaded:
 
 
 def load_from(context: Context, folder: Place, how: Reading) -> Loaded:
-    """The checkpoint of a folder. Called on all ranks.
+    """Load the checkpoint in a folder. Called on all ranks.
 
     Raises:
-        NoCheckpointError: There is no such folder, or nothing of a checkpoint in it.
-        CorruptCheckpointError: It is damaged, for this rank or another; the message names the file.
+        NoCheckpointError: The folder does not exist, or holds no file of a checkpoint.
+        CorruptCheckpointError: The checkpoint is damaged, as seen by any rank; the message names the file.
     """
     doing = f"the load of {folder}"
     if not all(on_all_ranks(context, lambda: storage.is_folder(folder), doing=doing)):
@@ -112,7 +112,7 @@ def load_from(context: Context, folder: Place, how: Reading) -> Loaded:
 
 
 def _why_none(folder: Place) -> str | None:
-    """Why a folder is no checkpoint at all, nor what is left of one; None if it may be."""
+    """Return why a folder is neither a checkpoint nor the remains of one; None if it may be."""
     if storage.is_file(folder / MANIFEST) or own_files(folder):
         return None
     if step_folders(folder / "checkpoints"):
@@ -123,7 +123,7 @@ def _why_none(folder: Place) -> str | None:
 
 
 def holds_checkpoints(context: Context, folder: Place) -> bool:
-    """Whether a folder is no checkpoint itself but holds some, as rank 0 sees it. Called on all ranks."""
+    """Return whether rank 0 sees checkpoints in a folder that is not a checkpoint itself. Called on all ranks."""
 
     def look() -> bool:
         return not storage.is_file(folder / MANIFEST) and bool(step_folders(folder))
@@ -132,14 +132,18 @@ def holds_checkpoints(context: Context, folder: Place) -> bool:
 
 
 def newest(context: Context, directory: Place) -> Place | None:
-    """The folder of the newest checkpoint by manifest and file sizes; None if there is none. Called on all ranks."""
+    """Return the folder of the newest checkpoint with a valid manifest and file sizes, or None.
+
+    Called on all ranks.
+    """
     return next(iter(_candidates(context, directory, [])), None)
 
 
 def _candidates(context: Context, directory: Place, problems: list[str]) -> list[Place]:
-    """What rank 0 sees: the folders that may be loaded, newest first; what is wrong with the others is noted."""
+    """Return the valid checkpoints that rank 0 sees, newest first; add the faults of the others to `problems`."""
 
-    def look() -> tuple[list[str], list[str]]:  # names: a place on another host may have its own credentials
+    # Exchanges names rather than places: a place may hold credentials of its host.
+    def look() -> tuple[list[str], list[str]]:
         found = find_checkpoints(directory)
         for one in found:
             if one.problem is not None and one.committed:
@@ -155,7 +159,7 @@ def _candidates(context: Context, directory: Place, problems: list[str]) -> list
 
 
 def _try(context: Context, folder: Place, how: Reading) -> Loaded | CorruptCheckpointError:
-    """What this rank reads, if every rank could read its own; else the first rank's error."""
+    """Read the states of this rank; if any rank fails, return this rank's error or the first of another rank."""
     loaded: Loaded | None = None
     damage: CorruptCheckpointError | None = None
 
@@ -169,7 +173,7 @@ def _try(context: Context, folder: Place, how: Reading) -> Loaded | CorruptCheck
             damage = error
             return None, str(error)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno != errno.EIO:  # a failing disk counts as damage, other errors do not
                 raise
             damage = CorruptCheckpointError(f"{folder} cannot be read: {error}; load another checkpoint")
             return None, str(damage)
@@ -215,4 +219,4 @@ def _read(context: Context, folder: Place, manifest: Manifest, how: Reading) -> 
 
 
 def _why_missing(saved: int, now: int) -> str:
-    return f"{saved} ranks saved and {now} load: what each rank had of its own fits no other number of them"
+    return f"{saved} ranks saved and {now} load: per-rank states can only be loaded by as many ranks as saved them"

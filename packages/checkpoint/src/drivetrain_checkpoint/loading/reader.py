@@ -1,4 +1,4 @@
-"""Reading a checkpoint's states: the slices that this rank needs, every block checked, then put together."""
+"""Read the states of a checkpoint: only the slices that this rank needs, with every block verified."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from drivetrain_checkpoint.format.tensor_file import bytes_of, dtype_of
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
 from drivetrain_checkpoint.storage.base import Place
 
-# Of a part and a tensor's name: what it is to be divided like here; None for the whole tensor.
+# Maps a part and a tensor's name to a leaf with the sharding to load it in; None for the whole tensor.
 Like: TypeAlias = Callable[[str, str], Leaf | None]
 
 
@@ -30,19 +30,19 @@ def read_parts(
     allow_pickle: bool,
     on_block: Callable[[], None],
 ) -> dict[str, State]:
-    """The states of some parts of a checkpoint, on the CPU.
+    """Read the states of some parts of a checkpoint, on the CPU.
 
     Args:
-        folder: The checkpoint's.
-        manifest: What it consists of.
-        parts: Which parts.
-        like: How tensors are divided here.
-        allow_pickle: Whether pickles in them are loaded.
-        on_block: Called as a sign of progress.
+        folder: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
+        parts: The names of the parts to read.
+        like: A function that returns the sharding of a tensor on this rank.
+        allow_pickle: Whether to load pickles, which runs code.
+        on_block: A function called after each block, as a sign of progress.
 
     Raises:
         CorruptCheckpointError: A file is missing or differs from its record.
-        PickleNotAllowedError: There is one, and that is not allowed.
+        PickleNotAllowedError: A state holds a pickle, and `allow_pickle` is false.
     """
     trees = {part: read_tree(folder, manifest, part, on_block=on_block) for part in parts}
     rooms = {
@@ -69,7 +69,7 @@ def read_parts(
 def read_tensors(
     folder: Place, manifest: Manifest, part: str, names: Sequence[str], *, on_block: Callable[[], None]
 ) -> dict[str, Tensor]:
-    """Some tensors of a part, whole and on the CPU; each block that holds something of them is read once.
+    """Read some tensors of a part, whole and on the CPU; each block that holds any of their bytes is read once.
 
     Raises:
         CorruptCheckpointError: A file is missing or differs from its record.
@@ -81,7 +81,7 @@ def read_tensors(
 
 
 def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callable[[], None]) -> Json:
-    """A part's tagged JSON, as `tree.encode` made it.
+    """Read the tagged JSON of a part, as `state_tree.encode` made it.
 
     Raises:
         CorruptCheckpointError: Its file is missing or differs from its record.
@@ -115,7 +115,7 @@ def _fill_rooms(
 
 
 def _read_file(reader: HashedReader, wanted: Sequence[Read]) -> None:
-    """Fill what is wanted of one file. What is read in part goes through memory of its own."""
+    """Fill the targets of the reads from one file; partial reads go through a temporary buffer."""
     rows: list[tuple[Read, Tensor]] = []
     ranges: list[tuple[int, memoryview]] = []
     for read in wanted:

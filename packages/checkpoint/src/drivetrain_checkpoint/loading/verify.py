@@ -1,4 +1,4 @@
-"""A checkpoint read whole: every block of every file held against its checksum, and all that is wrong told."""
+"""Verify a whole checkpoint: check every block of every file against its checksum, and report all damage."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from drivetrain_checkpoint.storage.threads import in_threads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something in a checkpoint that is not as it was written.
+    """A damaged byte range in a file of a checkpoint.
 
     Attributes:
-        file: The file.
-        start: The first byte that is not good, or not known to be.
+        file: The path of the file.
+        start: The first byte that is damaged or cannot be verified.
         stop: The byte after the last one.
-        why: What is wrong with these bytes.
+        why: The fault of these bytes.
     """
 
     file: Place
@@ -36,16 +36,16 @@ class Damage:
 def verify_checkpoint(
     folder: Place | str, *, on_bytes: Callable[[int], None] = lambda _: None
 ) -> tuple[Damage, ...]:
-    """Read every file of a checkpoint and hold every block against its checksum.
+    """Read every file of a checkpoint and check every block against its checksum.
 
-    A load checks what it reads, and stops at the first fault; this reads all, and tells all.
+    A load verifies only what it reads, and stops at the first fault; this reads all files and reports all damage.
 
     Args:
-        folder: The checkpoint's, or its URL.
-        on_bytes: Called with the number of bytes that were read since the last call.
+        folder: The checkpoint's folder or URL.
+        on_bytes: A function called with the number of bytes read since the last call.
 
     Returns:
-        What is damaged, by file and place; nothing if the checkpoint is good.
+        The damaged byte ranges, by file and position; empty if the checkpoint is intact.
 
     Raises:
         CorruptCheckpointError: The manifest is missing or damaged, so that nothing can be verified.
@@ -89,7 +89,7 @@ def _in_blocks(
     def look(index: int) -> tuple[int, int, str | None]:
         start = index * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, record.size_bytes)
-        if stop > size_bytes:  # a part of it is not there, so that nothing can tell about the rest
+        if stop > size_bytes:  # a truncated block cannot be verified: its checksum covers all of it
             return start, stop, f"the file ends at byte {size_bytes}, and had {record.size_bytes}"
         buffer = buffers.get()
         try:
@@ -108,7 +108,7 @@ def _in_blocks(
 
 
 def _fault(reader: Reader, start: int, view: memoryview, checksum: str) -> str | None:
-    """What is wrong with a block; None if nothing is."""
+    """Return the fault of a block, or None."""
     try:
         size_bytes = reader.read_at(start, [view])
     except OSError as error:

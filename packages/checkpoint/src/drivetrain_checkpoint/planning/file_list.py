@@ -1,4 +1,4 @@
-"""Which file of a checkpoint holds what: a plan of writing, as files and as the manifest's list of tensors."""
+"""Lay out a write plan as files and as the manifest's list of tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from drivetrain_checkpoint.planning.write_plan import Entry, TensorName, WritePl
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A tensor file that a rank is to write.
+    """A tensor file that a rank will write.
 
     Attributes:
         part: The part of the checkpoint whose tensors it holds.
-        rank: Who writes it.
-        entries: What it holds.
-        layout: Where each of them lies.
+        rank: The rank that writes it.
+        entries: The boxes of tensors that it holds.
+        layout: The header, and the offset of each entry.
     """
 
     part: str
@@ -28,15 +28,15 @@ class PlannedFile:
     layout: FileLayout
 
     def name(self, attempt: int) -> str:
-        """In the checkpoint's folder."""
+        """Return the name of the file in the checkpoint's folder."""
         return tensor_file(self.part, self.rank, attempt)
 
 
 class Catalogue:
-    """The files of a plan, worked out when they are asked for, and then kept: the next save has the same.
+    """The files of a plan, computed on demand and cached: the next save has the same.
 
     Args:
-        plan: Who writes what.
+        plan: The plan of which rank writes what.
     """
 
     def __init__(self, plan: WritePlan) -> None:
@@ -44,7 +44,7 @@ class Catalogue:
         self._files: dict[int, tuple[PlannedFile, ...]] = {}
 
     def files_of(self, rank: int) -> tuple[PlannedFile, ...]:
-        """The tensor files that a rank writes: one for each part of the checkpoint of which it writes something."""
+        """Return the tensor files of a rank: one for each part of the checkpoint of which it writes any tensor."""
         if rank not in self._files:
             by_part: dict[str, list[Entry]] = {}
             for entry in self._plan.entries[rank]:
@@ -56,11 +56,11 @@ class Catalogue:
         return self._files[rank]
 
     def tensors(self, parts: Iterable[str], attempt: int) -> Mapping[str, Mapping[str, StoredTensor]]:
-        """The manifest's list of tensors, by part and name.
+        """Return the manifest's list of tensors, by part and name.
 
         Args:
-            parts: All parts of the checkpoint.
-            attempt: The number in the files' names.
+            parts: The names of all parts of the checkpoint.
+            attempt: The attempt number in the names of the files.
         """
         pieces: dict[str, dict[str, list[Piece]]] = {part: {} for part in parts}
         for part, name in self._plan.tensors:
@@ -85,7 +85,7 @@ class Catalogue:
 
 
 def _described(plan: WritePlan, entries: Iterable[Entry]) -> list[FileEntry]:
-    """A piece's key is the tensor's name, with the box in brackets where it is not the whole."""
+    """Return the entries of a file; the key is the tensor's name, with the box in brackets unless it is the whole."""
     described: list[FileEntry] = []
     taken = {entry.tensor.name for entry in entries}
     for entry in entries:
@@ -98,7 +98,7 @@ def _described(plan: WritePlan, entries: Iterable[Entry]) -> list[FileEntry]:
 
 
 def _free(key: str, taken: set[str]) -> str:
-    """The key, lengthened where a tensor has it as its name."""
+    """Return the key, lengthened until it is not the name of a tensor."""
     while key in taken:
         key += "'"
     taken.add(key)

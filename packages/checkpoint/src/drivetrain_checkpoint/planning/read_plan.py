@@ -1,4 +1,4 @@
-"""Which bytes of which files this rank must read, and where they go. Pure but for the memory they go to."""
+"""Plan which bytes of which files this rank reads, and the tensors they fill."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from drivetrain_checkpoint.format.boxes import Box, overlap
 from drivetrain_checkpoint.format.manifest import Piece
 from drivetrain_checkpoint.format.shards import Shard
 
-_MOST_BYTES = 64 * 2**20  # of memory for rows of which only some columns are wanted
+_MOST_BYTES = 64 * 2**20  # of the buffer for rows of which only some columns are wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """A run of bytes of a file, and the tensor it goes to.
+    """A byte range of a file and the tensor that it fills.
 
     Attributes:
-        file: The file's name.
-        start: The first byte.
-        size_bytes: How many.
-        target: Where the elements go; contiguous if they go there as they are.
-        rows: Of which box the run is all elements, if only a part of it is wanted: `target` is this part.
-        part: Which part.
+        file: The name of the file.
+        start: The first byte in the file.
+        size_bytes: The number of bytes.
+        target: The tensor to fill; contiguous if `rows` is None.
+        rows: The box that the byte range holds, if only a part of it is wanted; else None.
+        part: The box inside `rows` that `target` holds, if only a part is wanted; else None.
     """
 
     file: str
@@ -36,10 +36,10 @@ class Read:
 
 
 def plan_reads(wanted: Iterable[tuple[Sequence[Piece], Sequence[Shard]]]) -> dict[str, list[Read]]:
-    """What to read, by file, in the order of their bytes.
+    """Return the reads by file, in byte order.
 
     Args:
-        wanted: For each tensor, the pieces that it is stored in, and the shards that are to be filled.
+        wanted: For each tensor, the pieces in which it is stored and the shards to fill.
     """
     reads: dict[str, list[Read]] = {}
     for pieces, shards in wanted:
@@ -51,9 +51,9 @@ def plan_reads(wanted: Iterable[tuple[Sequence[Piece], Sequence[Shard]]]) -> dic
 
 
 def _reads(piece: Piece, shard: Shard, common: Box) -> list[Read]:
-    """The runs of a piece that cover what it has in common with a shard."""
+    """Return the reads that cover the overlap of a piece and a shard."""
     target = shard.data[common.slices(within=shard.box)]
-    # Whole rows of the piece: in the first dimension along which several are wanted, from the first to the last.
+    # Contiguous in the file: the wanted range of the first dimension longer than 1, and the inner ones in full.
     axis = next((axis for axis, size in enumerate(common.sizes) if size > 1), len(common.sizes))
     run = Box(
         offsets=(*common.offsets[: axis + 1], *piece.box.offsets[axis + 1 :]),
@@ -85,11 +85,11 @@ def _read(piece: Piece, run: Box, target: Tensor, part: Box | None = None) -> Re
 
 
 def fill(read: Read, content: Tensor) -> None:
-    """Put what was read for a part of some rows into its place.
+    """Copy the wanted part of a partial read into its target.
 
     Args:
-        read: What was read.
-        content: Its bytes, of dtype uint8.
+        read: The read, with `rows` and `part`.
+        content: The bytes read: a 1-D uint8 tensor of `read.size_bytes` elements.
     """
     assert read.rows is not None
     assert read.part is not None

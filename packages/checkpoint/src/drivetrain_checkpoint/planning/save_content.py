@@ -1,4 +1,4 @@
-"""What is saved, as this rank has it: trees of plain values, and what it holds of which tensor."""
+"""Split the states of this rank into trees of plain values and the shards of tensors that it holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,16 +17,16 @@ from drivetrain_checkpoint.planning.write_plan import Entry, Holding, TensorName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What is saved. Of `models` and `replicated`, rank 0's plain values and plain tensors are written.
+    """The states to save. Of `models` and `replicated`, rank 0's plain values and plain tensors are written.
 
     Attributes:
-        models: Each model's state by its name.
-        replicated: States that are the same on all ranks, by name.
-        per_rank: States that each rank has of its own, by name.
+        models: The state of each model by name.
+        replicated: The states that are the same on all ranks, by name.
+        per_rank: The states that belong to one rank each, by name.
         plan: The effective plan of the run: plain values.
-        metrics: Numbers that tell how good it is, by name.
-        best_metric: Which of them must be among them, if there are any.
-        allow_pickle: Whether what cannot be expressed otherwise becomes a pickle.
+        metrics: The metrics of the checkpoint by name.
+        best_metric: The name that `metrics` must hold unless it is empty; None requires none.
+        allow_pickle: Whether to pickle values that cannot be stored otherwise.
     """
 
     models: Mapping[str, Mapping[str, State]]
@@ -40,12 +40,12 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a rank can write, by tensor, in the order of the state.
+    """The boxes that a rank can write, by tensor, in the order of the state.
 
     Attributes:
-        shared: Of models and replicated states; on rank 0 every tensor of them.
-        own: Of its own states.
-        aliases: On rank 0, further names of tensors of `shared`, such as a tied weight's.
+        shared: The holdings of models and replicated states; on rank 0 all of their tensors.
+        own: The holdings of the rank's own states.
+        aliases: On rank 0, further names of tensors of `shared`, such as those of tied weights; empty elsewhere.
     """
 
     shared: dict[TensorName, Holding] = field(default_factory=dict[TensorName, Holding])
@@ -53,18 +53,18 @@ class Holdings:
     aliases: set[TensorName] = field(default_factory=set[TensorName])
 
     def digest(self) -> str:
-        """Equal for equal holdings."""
+        """Return a hash that is equal for equal `shared` and `own`."""
         return xxhash.xxh3_128_hexdigest(repr((list(self.shared.items()), list(self.own.items()))).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class OwnContent:
-    """What this rank contributes to a checkpoint.
+    """The content that this rank contributes to a checkpoint.
 
     Attributes:
-        trees: The plain values that it writes, by part.
-        holdings: What it can write of tensors.
-        shards: The tensors themselves.
+        trees: The plain values that this rank writes, by part.
+        holdings: The boxes of tensors that this rank can write.
+        shards: The elements of these boxes, by tensor.
     """
 
     trees: dict[str, Json] = field(default_factory=dict[str, Json])
@@ -72,7 +72,7 @@ class OwnContent:
     shards: dict[TensorName, tuple[Shard, ...]] = field(default_factory=dict[TensorName, tuple[Shard, ...]])
 
     def tensor(self, entry: Entry) -> Tensor:
-        """The elements that are to be written of a tensor: a view."""
+        """Return the elements of an entry to write, as a view."""
         return piece_of(self.shards[entry.tensor], entry.box)
 
 
@@ -104,10 +104,10 @@ def own_content(content: Content, rank: int) -> OwnContent:
 
 
 def _check_kinds(content: Content) -> None:
-    """Refuse what is no state.
+    """Check that the states are mappings.
 
     Raises:
-        StateError: An argument, or a model's state, is no mapping.
+        StateError: An argument or a model's state is not a mapping.
     """
     states: dict[str, Any] = {
         "models": content.models, "replicated": content.replicated, "per_rank": content.per_rank

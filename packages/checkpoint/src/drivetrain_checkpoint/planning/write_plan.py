@@ -1,7 +1,7 @@
-"""Which rank writes which part of which tensor: each element once, bytes spread evenly. Pure.
+"""Plan which rank writes which part of which tensor: each element once, bytes balanced across ranks. Pure.
 
-torch's DCP has planners for this too. They know no runs of elements, put metadata into a pickle, and leave checksums
-to nobody; what is needed here is the greedy choice below and a header that is known before anything is written.
+torch's DCP has planners for this too, but they do not support flat shards, pickle the metadata and have no checksums.
+This format needs only the greedy choice below, and file headers that are known before anything is written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,24 +11,24 @@ from typing import NamedTuple
 from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.format.boxes import Box, overlap, whole
 
-_LEAST_CUT_BYTES = 2**20  # a smaller tensor is not worth a second entry
+_LEAST_CUT_BYTES = 2**20  # a smaller box is not worth splitting
 
 
 class TensorName(NamedTuple):
-    """Which tensor: the part of the checkpoint that it belongs to, and its name in there."""
+    """The name of a tensor: the part of the checkpoint that it belongs to, and its name in that part."""
 
     part: str
     name: str
 
 
 class Holding(NamedTuple):
-    """What a rank can write of a tensor.
+    """The boxes of a tensor that a rank can write.
 
     Attributes:
-        dtype: As safetensors calls it.
-        item_bytes: Of one element.
-        shape: That of the whole tensor.
-        boxes: What this rank can write of it.
+        dtype: The safetensors name of the dtype.
+        item_bytes: The size of one element in bytes.
+        shape: The shape of the whole tensor.
+        boxes: The boxes that the rank holds.
     """
 
     dtype: str
@@ -53,11 +53,11 @@ class _Unit:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """Who writes what.
+    """The plan of which rank writes what.
 
     Attributes:
-        tensors: All tensors, in order.
-        entries: What each rank writes, in the order of the tensors.
+        tensors: The whole tensors by name, in order.
+        entries: The entries that each rank writes, by rank, in the order of the tensors.
     """
 
     tensors: Mapping[TensorName, Holding]
@@ -67,17 +67,17 @@ class WritePlan:
 def plan_writes(
     tensors: Mapping[TensorName, Holding], ranks: Sequence[Mapping[TensorName, Holding]]
 ) -> WritePlan:
-    """Plan what each rank writes.
+    """Plan which boxes each rank writes.
 
-    What one rank alone holds, it writes; what several hold goes to the one with the least to do, in pieces if large.
-    The same arguments give the same plan on every rank.
+    A rank writes the boxes that it alone holds. A box that several ranks hold goes to the one of them with the fewest
+    bytes, split into pieces if it is large. The same arguments give the same plan on every rank.
 
     Args:
-        tensors: All that are to be written, in order, as rank 0 describes them.
-        ranks: Each rank's own description; what a rank does not hold may be missing.
+        tensors: The tensors to write, in order, as rank 0 describes them.
+        ranks: The holdings of each rank; tensors that a rank does not hold may be missing.
 
     Raises:
-        StateError: The ranks differ about a tensor, or hold none or too much of a part of it.
+        StateError: The ranks disagree about a tensor, or their boxes leave a gap in it or overlap.
     """
     units: list[_Unit] = []
     for name, tensor in tensors.items():
@@ -97,7 +97,7 @@ def plan_writes(
             rank = min(unit.holders, key=load.__getitem__)
             load[rank] += unit.size_bytes
         writer[unit.entry] = rank
-    for unit in cut:  # in the order of the state, not of sizes
+    for unit in cut:  # in the order of the state, not by size
         chosen[writer[unit.entry]].append(unit.entry)
     return WritePlan(tensors, tuple(map(tuple, chosen)))
 
@@ -123,14 +123,18 @@ def _holders(
 
 
 def _check_whole(name: TensorName, tensor: Holding, boxes: Sequence[Box]) -> None:
-    """Check that boxes are the tensor, without a gap and without a second time."""
+    """Check that boxes cover a tensor without gaps or overlaps.
+
+    Raises:
+        StateError: The boxes leave a gap, or overlap.
+    """
     held, size = sum(box.num_elements for box in boxes), whole(tensor.shape).num_elements
     if held != size:
         raise StateError(
             f"{_shown(name)}: the ranks hold {held} of its {size} elements; save on all ranks that hold a part of it"
         )
     open_boxes: list[Box] = []
-    for box in boxes:  # sorted by where they begin along the first dimension
+    for box in boxes:  # sorted by offset along the first dimension
         open_boxes = [one for one in open_boxes if one.offsets[0] + one.sizes[0] > box.offsets[0]]
         if any(overlap(one, box) for one in open_boxes):
             raise StateError(
@@ -149,7 +153,7 @@ def _units(name: TensorName, tensor: Holding, holders: Mapping[Box, Iterable[int
 
 
 def _pieces(unit: _Unit, most_bytes: int) -> list[_Unit]:
-    """A unit that several ranks hold, in pieces that they can share."""
+    """Split a unit that several ranks hold into pieces, so that the ranks can share the work."""
     if len(unit.holders) == 1 or unit.size_bytes <= most_bytes:
         return [unit]
     box = unit.entry.box

@@ -1,1 +1,1 @@
-"""Save a checkpoint as a transaction, in the background, and delete the old ones."""
+"""Save checkpoints as transactions, also in the background, and delete old ones."""

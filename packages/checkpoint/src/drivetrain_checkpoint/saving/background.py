@@ -1,4 +1,4 @@
-"""One save at a time in a thread, while training goes on."""
+"""Run one save at a time in a thread, while training continues."""
 
 import logging
 from collections.abc import Callable
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs a save in a thread. The interpreter does not end before it has."""
+    """A runner of saves in a thread. The interpreter waits for the thread before it exits."""
 
     def __init__(self) -> None:
         self._thread: Thread | None = None
@@ -19,26 +19,26 @@ class Background:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is being written."""
+        """True if a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, run: Callable[[], Place], *, name: str) -> None:
-        """Run a save; the last one must have been waited for.
+        """Start a save; `wait` must have been called for the last one.
 
         Args:
-            run: Writes and commits.
-            name: What it is, for the log.
+            run: A function that writes and commits a checkpoint and returns its folder.
+            name: The name of the save in log messages.
         """
         assert self._thread is None
         thread = Thread(target=self._run, args=(run, name), name=f"drivetrain {name}")
         thread.start()
-        self._thread = thread  # not one that could not start, for which no wait() would end
+        self._thread = thread  # after start(), which may raise: join() of an unstarted thread is an error
 
     def wait(self) -> Place | None:
-        """Wait for the last save; its folder, or None if none was started since the last call.
+        """Wait for the last save and return its folder, or None if none was started since the last call.
 
         Raises:
-            Exception: What the save raised; once.
+            Exception: The error of the save; raised once.
         """
         if self._thread is None:
             return None
@@ -53,6 +53,6 @@ class Background:
         self._path = None
         try:
             self._path = run()
-        except Exception as error:  # raised by the next wait(); said now, for there may be none
+        except Exception as error:  # the next wait() raises it; logged now, since wait() may never be called
             self._failure = error
             logger.exception("%s failed in the background; earlier checkpoints are untouched", name)

@@ -1,4 +1,4 @@
-"""The agreement on a save: what every rank has, who writes what, and into which folder."""
+"""Agree on a save among all ranks: its content, which rank writes what, and its folder."""
 
 import logging
 import platform
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Agrees with the other ranks on saves into a directory; keeps what serves the next one.
+    """The planner of saves into a directory, in agreement with the other ranks; the plan is reused by later saves.
 
     Args:
-        context: This process among the others.
+        context: The context of this process.
         directory: The folder of the checkpoints.
     """
 
@@ -47,24 +47,24 @@ class Saver:
         self._directory = directory
         self._digests: list[str] = []
         self._catalogue: Catalogue | None = None
-        self._sequences: dict[str, int] = {}  # by folder
+        self._sequences: dict[str, int] = {}  # by folder name
         self._spared: frozenset[str] | None = None
         self._lease = lease_of(directory)
 
     def prepare(self, step: int, content: Content, *, continues: bool) -> Save:
-        """Agree on a save. Called on all ranks, by the main thread; nothing is written but for an empty folder.
+        """Agree on a save; write nothing but an empty folder. Called on all ranks, by the main thread.
 
         Args:
             step: The optimizer step.
-            content: What is saved.
-            continues: Whether this run goes on from what the directory held before its first save.
+            content: The states to save.
+            continues: Whether this run resumed from a checkpoint of the directory.
 
         Raises:
             StateError: Something in `content` cannot be stored; nothing was saved.
             OtherRankFailedError: Another rank failed; nothing was saved.
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             FolderInUseError: Another run writes into the directory.
-            ValueError: The ranks mean different folders.
+            ValueError: The ranks save into different folders.
         """
         context, topology = self._context, self._context.topology
         doing = f"the save of step {step}"
@@ -92,11 +92,11 @@ class Saver:
         return save
 
     def _encode(self, step: int, content: Content) -> OwnContent:
-        """What this rank contributes. What cannot be written is known before anything is.
+        """Encode the states of this rank, and refuse invalid ones before anything is written.
 
         Raises:
-            StateError: There is something of that kind.
-            ValueError: The step, the folder or the metrics can be none.
+            StateError: A state holds a value that cannot be stored.
+            ValueError: The step, the folder or the metrics are invalid.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
@@ -109,11 +109,11 @@ class Saver:
         return own_content(content, self._context.topology.rank)
 
     def _agree(self, folder: Place, holdings: Holdings) -> Catalogue:
-        """Who writes what, planned anew where ranks hold other parts than at the last save.
+        """Return the plan of which rank writes what; plan again only if the ranks hold other shards than last time.
 
         Raises:
-            StateError: The ranks' parts are no whole tensors.
-            ValueError: The ranks mean different folders.
+            StateError: The shards of the ranks do not make whole tensors.
+            ValueError: The ranks save into different folders.
         """
         told = gather_object(self._context, (str(folder), holdings.digest()))
         if len({folder for folder, _ in told}) > 1:
@@ -132,12 +132,14 @@ class Saver:
         return self._catalogue
 
     def _start(self, step: int, content: Content, continues: bool) -> tuple[Manifest, str | None]:
-        """Make the folder. Files of a committed checkpoint of this step stay until the new ones are committed.
+        """Make the folder and begin the manifest. Called on rank 0.
+
+        Files of a committed checkpoint of this step stay until the new ones are committed.
 
         Raises:
             FolderInUseError: Another run writes into the directory.
         """
-        if self._spared is None:
+        if self._spared is None:  # at the first save only: later on, this run's own checkpoints are there too
             self._spared = frozenset() if continues else self._of_an_earlier_run()
         token = self._lease.take() if self._lease is not None else None
         folder = step_folder(self._directory, step)
@@ -167,7 +169,7 @@ class Saver:
         return manifest, token
 
     def _of_an_earlier_run(self) -> frozenset[str]:
-        """The names of the checkpoints that are here already, of which nothing was loaded; with a warning."""
+        """Return the names of the checkpoints that an earlier run left in the directory, and warn about them."""
         names = [one.folder.name for one in find_checkpoints(self._directory) if one.committed]
         if names:
             logger.warning(
@@ -181,7 +183,7 @@ class Saver:
         return frozenset(names)
 
     def _next_sequence(self, folder: Place) -> int:
-        """Above that of every checkpoint of the directory, of which each is looked at once."""
+        """Return the next sequence number of the directory; read the manifest of each checkpoint only once."""
         for one in step_folders(self._directory):
             if one.name not in self._sequences:
                 self._sequences[one.name] = inspect(one).sequence
@@ -189,10 +191,10 @@ class Saver:
         return self._sequences[folder.name]
 
     def _check_visible(self, folder: Place, token: str | None) -> None:
-        """Check that this rank reaches the folder that rank 0 made.
+        """Check that this rank sees the folder that rank 0 made.
 
         Raises:
-            FolderNotSharedError: It does not.
+            FolderNotSharedError: This rank does not see it.
         """
         rank = self._context.topology.rank
         if token is not None:
@@ -203,16 +205,16 @@ class Saver:
             )
 
     def close(self) -> None:
-        """Let others write into the directory."""
+        """Release the directory, so that another run may write into it."""
         if self._lease is not None:
             self._lease.release()
 
 
 def _check_names(ranks: Sequence[Holdings]) -> None:
-    """Refuse a tensor of models or replicated states that rank 0's state does not have: nothing would load it.
+    """Refuse tensors of models and replicated states that rank 0's state lacks: no load would restore them.
 
     Raises:
-        StateError: There is one.
+        StateError: A rank holds such a tensor.
     """
     for rank, holdings in enumerate(ranks):
         for name in holdings.shared:

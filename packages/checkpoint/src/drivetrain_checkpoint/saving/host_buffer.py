@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory that is used again at the next save, so that training may go on at once."""
+"""Copy tensors to host memory, which later saves reuse, so that training continues while a checkpoint is written."""
 
 from collections.abc import Callable, Collection, Sequence
 from threading import Event
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from drivetrain_checkpoint.errors import ChangedWhileCopiedError
 
-_ALIGNMENT = 64  # bytes: of no dtype's alignment less
-_SAMPLE = 16  # elements of a tensor that are compared
+_ALIGNMENT = 64  # bytes; at least the alignment of any dtype
+_SAMPLE = 16  # elements compared per tensor
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A contiguous tensor on the CPU of the same values: itself where it is one already."""
+    """Return a contiguous CPU tensor with the same values; without a copy if the tensor already is one."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 class HostBuffer:
-    """Memory for copies of tensors; pinned where they come from an accelerator.
+    """A host memory buffer for copies of tensors; pinned if any of them is on an accelerator.
 
-    It grows to the largest save and stays: the first save pays for the pages, later ones only for the copy.
+    The buffer grows to the size of the largest save and is kept: only the first save pays for the allocation.
     """
 
     def __init__(self) -> None:
@@ -29,28 +29,28 @@ class HostBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """Of the memory."""
+        """The size of the buffer in bytes."""
         return self._memory.numel()
 
     def stage(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors; what the last call gave is overwritten. Changes to the originals do not show any more.
+        """Copy tensors into the buffer, overwriting the copies of the last call.
 
         Returns:
-            Contiguous tensors on the CPU.
+            Contiguous CPU tensors, independent of the originals.
         """
         copies = self.make_room(tensors)
         copy_all(list(zip(copies, tensors, strict=True)))
         return copies
 
     def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return contiguous tensors on the CPU like the given ones, without values; the last call's are reused."""
+        """Return uninitialized contiguous CPU tensors like the given ones, in the memory of the last call's."""
         starts = [0]
         for tensor in tensors:
             size_bytes = tensor.numel() * tensor.element_size()
             starts.append(starts[-1] + -(-size_bytes // _ALIGNMENT) * _ALIGNMENT)
         pin = any(_is_accelerated(tensor) for tensor in tensors)
         if self._memory.numel() < starts[-1] or (pin and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first give back, then take
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first, to lower the peak
             self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin)
         return [
             self._memory[start : start + tensor.numel() * tensor.element_size()]
@@ -61,11 +61,11 @@ class HostBuffer:
 
 
 def copy_all(parts: Sequence[tuple[Tensor, Tensor]], *, awaited_later: Collection[torch.device] = ()) -> None:
-    """Copy tensors to the host, and wait until they are there.
+    """Copy tensors to host memory and wait for the copies.
 
     Args:
-        parts: Room on the host, and what is copied there.
-        awaited_later: The devices that are not waited for: an `Overlap` made after this call waits for them.
+        parts: Pairs of a host tensor and the tensor to copy into it.
+        awaited_later: Devices not to synchronize with: an `Overlap` made after this call waits for their copies.
     """
     for copy, tensor in parts:
         copy.copy_(tensor.detach(), non_blocking=_is_accelerated(tensor))
@@ -74,12 +74,12 @@ def copy_all(parts: Sequence[tuple[Tensor, Tensor]], *, awaited_later: Collectio
 
 
 class Overlap:
-    """Copies that a thread makes while training goes on, of tensors that only an optimizer's step changes.
+    """The copies that a thread makes, while training continues, of tensors that only an optimizer step changes.
 
-    An accelerator makes the copies of its tensors on a stream beside the one it computes on.
+    Tensors on an accelerator are copied on a side stream.
 
     Args:
-        parts: Room on the host, and what is copied there.
+        parts: Pairs of a host tensor and the tensor to copy into it.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -94,10 +94,13 @@ class Overlap:
         self._is_over = Event()
 
     def run(self, on_block: Callable[[], None]) -> None:
-        """Make the copies. Called by the thread that writes them; `wait` returns when this is over, also by an error.
+        """Make the copies. Called by the thread that writes them; `wait` returns once this returns or raises.
+
+        Args:
+            on_block: A function called after each copy is started, as a sign of progress.
 
         Raises:
-            ChangedWhileCopiedError: A tensor was changed in the meantime.
+            ChangedWhileCopiedError: A tensor changed before it was copied.
         """
         try:
             for copy, tensor in self._parts:
@@ -114,7 +117,7 @@ class Overlap:
         self._is_over.wait()
 
     def give_up(self) -> None:
-        """Let go of the tensors, whether or not they were copied."""
+        """Release the tensors, copied or not, and let `wait` return."""
         self._parts.clear()
         self._samples.clear()
         self._is_over.set()
@@ -127,10 +130,10 @@ class Overlap:
             return act(tensor.detach())
 
     def _check(self) -> None:
-        """Refuse copies of tensors that changed.
+        """Check that no tensor changed while it was copied.
 
         Raises:
-            ChangedWhileCopiedError: One did: by its version, or by a sample of its elements.
+            ChangedWhileCopiedError: The version or a sample of the elements of a tensor changed.
         """
         for (copy, tensor), version, sample in zip(self._parts, self._versions, self._samples, strict=True):
             changed = _version(tensor) != version
@@ -139,25 +142,24 @@ class Overlap:
             if changed:
                 raise ChangedWhileCopiedError(
                     f"a tensor of shape {tuple(tensor.shape)} changed while it was copied for the save, outside "
-                    "optimizer.step(): staging='overlap' takes it that only steps change weights and optimizer "
-                    "states. Change them after the next step, call wait_for_save() before, or say staging='copy'"
+                    "optimizer.step(): staging='overlap' assumes that only steps change weights and optimizer "
+                    "states. Change them after the next step, call wait_for_save() before, or set staging='copy'"
                 )
 
 
 class _Beside:
-    """A stream beside the one that an accelerator computes on, which begins where that one is now."""
+    """A side stream of an accelerator, which starts after the work queued on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device)
         self.stream.wait_stream(torch.accelerator.current_stream(device))
 
     def synchronise(self) -> None:
-        """Wait until its work is done."""
         self.stream.synchronize()
 
 
 def _is_accelerated(tensor: Tensor) -> bool:
-    """Whether a tensor is on the machine's accelerator, which copies from and to pinned memory by itself."""
+    """Return whether a tensor is on the machine's accelerator, which copies to pinned memory asynchronously."""
     if tensor.device.type == "cpu":
         return False
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -165,18 +167,18 @@ def _is_accelerated(tensor: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
+    """Return the number of in-place changes to a tensor; -1 for an inference tensor, which does not count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """A few elements of a tensor, from all over it; None where that would copy it whole."""
+    """Return a few elements, evenly spaced over a tensor; None if it is empty, or flattening it would copy it."""
     if not tensor.is_contiguous() or tensor.numel() == 0:
         return None
     return tensor.view(-1)[:: -(-tensor.numel() // _SAMPLE)].clone()
 
 
 def _bytes(sample: Tensor | None) -> Tensor:
-    """The bytes of a sample, as which NaNs are equal."""
+    """Return the bytes of a sample: compared as bytes, NaNs are equal."""
     assert sample is not None
     return sample.contiguous().view(torch.uint8)

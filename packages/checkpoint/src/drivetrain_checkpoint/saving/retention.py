@@ -1,4 +1,4 @@
-"""Which checkpoints stay: a plan, then its execution, both only after a newer one is committed."""
+"""Plan which checkpoints to keep and delete the others, after a newer one is committed."""
 
 import logging
 import math
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """What stays of a directory's checkpoints.
+    """The rules for which checkpoints of a directory to keep.
 
     Attributes:
-        last: As many as that, the newest ones; None keeps all.
-        every: Also those of the steps that it divides.
-        best: Also as many as that, the best ones by `metric`.
-        metric: Of those that were given with the saves. A NaN is never among the best.
+        last: The number of newest checkpoints to keep; None keeps all.
+        every: The interval in steps: checkpoints at its multiples are kept too.
+        best: The number of best checkpoints by `metric` to keep too.
+        metric: The name of a metric given with the saves. A checkpoint with a NaN is never among the best.
         largest: Whether the largest value is the best, not the smallest.
     """
 
@@ -35,7 +35,7 @@ class Keep:
 
     @classmethod
     def of(cls, settings: CheckpointSettings) -> Self:
-        """What the `checkpoint` section says."""
+        """Return the rules of the `checkpoint` section."""
         return cls(
             last=settings.keep_last,
             every=settings.keep_every,
@@ -46,14 +46,14 @@ class Keep:
 
 
 def plan_retention(found: Sequence[Found], keep: Keep) -> tuple[Place, ...]:
-    """The folders to delete.
+    """Return the folders to delete.
 
-    Valid checkpoints that no rule of `keep` names go, and so do leftovers of saves that were never completed. A
-    committed checkpoint that is damaged is left for its owner to look at. With no valid one nothing is deleted.
+    These are the valid checkpoints that no rule of `keep` covers, and the leftovers of incomplete saves. Committed
+    checkpoints that are damaged are left for inspection. Without a valid checkpoint nothing is deleted.
 
     Args:
-        found: The last saved first, as `find_checkpoints` gives it.
-        keep: What stays.
+        found: The checkpoints of the directory, last saved first, as `find_checkpoints` returns them.
+        keep: The rules for which checkpoints to keep.
     """
     valid = [one for one in found if one.is_valid]
     if keep.last is None or not valid:
@@ -66,7 +66,7 @@ def plan_retention(found: Sequence[Found], keep: Keep) -> tuple[Place, ...]:
 
 
 def _best(valid: Sequence[Found], keep: Keep) -> list[Found]:
-    """The best by the metric; of equal ones the newest."""
+    """Return the best checkpoints by the metric; of equal ones, the newest."""
     measured = [
         (value, one)
         for one in valid
@@ -79,9 +79,9 @@ def _best(valid: Sequence[Found], keep: Keep) -> list[Found]:
 
 
 def delete(folders: Sequence[Place]) -> None:
-    """Delete checkpoints, each manifest first: one that is interrupted leaves an uncompleted save, not a torn one.
+    """Delete checkpoints, each manifest first: an interrupted deletion leaves an incomplete save, not a damaged one.
 
-    A folder that cannot be deleted is a warning: the checkpoint that was just saved is good all the same.
+    Log a warning for a folder that cannot be deleted: the checkpoint that was just saved is valid all the same.
     """
     for folder in folders:
         try:

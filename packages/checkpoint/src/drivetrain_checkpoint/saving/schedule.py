@@ -1,4 +1,4 @@
-"""When to save: after so many steps or minutes, and before the run is taken off its machine."""
+"""Decide when to save: at intervals of steps or minutes, and on signals that end the run."""
 
 import signal
 import time
@@ -11,7 +11,7 @@ from drivetrain_checkpoint.saving.stop_step import AgreedStep
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_state import Context, side_store
 
-# What a program ends with that has saved and wants to be started again: EX_TEMPFAIL of sysexits.h, "try again later".
+# The exit code of a program that has saved and is to be restarted: EX_TEMPFAIL of sysexits.h, "try again later".
 RESUME_EXIT_CODE = 75
 _MINUTES = "minutes"
 _SECONDS_IN_A_MINUTE = 60
@@ -19,11 +19,11 @@ _SECONDS_IN_A_MINUTE = 60
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Why a save is due.
+    """The reasons why a save is due.
 
     Attributes:
-        reasons: `"steps"`, `"minutes"`, or signals' names.
-        signal: The signal that wants the run to end; None if none does.
+        reasons: The reasons: `"steps"`, `"minutes"`, or names of signals.
+        signal: The name of the signal that asks the run to end; None without one.
     """
 
     reasons: tuple[str, ...]
@@ -31,14 +31,15 @@ class Due:
 
 
 class SaveSchedule:
-    """Says on all ranks alike whether a save is due, once after each optimizer step.
+    """A schedule that decides after each optimizer step whether a save is due, identically on all ranks.
 
-    While it is open it handles the signals of `settings.save_on_signals`; what handled one before is called too. A
-    signal that comes again changes nothing: a scheduler and a launcher often both send it.
+    Until `close`, it handles the signals of `settings.save_on_signals`, and calls their previous handlers too. A
+    repeated signal has no further effect: a scheduler and a launcher often both send it.
 
     Args:
-        context: This process among the others.
-        settings: `save_every_steps`, `save_every_minutes`, `save_on_signals`.
+        context: The context of this process.
+        settings: The `checkpoint` section, of which it uses `save_every_steps`, `save_every_minutes`,
+            `save_on_signals` and `stall_seconds`.
 
     Raises:
         ValueError: The system has no such signal, or this is not the main thread.
@@ -63,10 +64,10 @@ class SaveSchedule:
         context.before_close(self.close)
 
     def due(self, step: int) -> Due | None:
-        """Whether a save is due after a step. Called on all ranks, by the main thread, once a step.
+        """Return why a save is due after a step, or None. Called on all ranks, by the main thread, once per step.
 
         Raises:
-            OtherRankFailedError: A rank does not answer.
+            OtherRankFailedError: A rank does not answer within `settings.stall_seconds`.
         """
         settings = self._settings
         reasons: list[str] = []
@@ -85,7 +86,7 @@ class SaveSchedule:
         return Due(tuple(reasons), next((name for name in reasons if name in settings.save_on_signals), None))
 
     def close(self) -> None:
-        """Give the signals back to what handled them."""
+        """Restore the previous signal handlers."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}

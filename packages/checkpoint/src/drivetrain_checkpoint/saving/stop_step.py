@@ -1,4 +1,4 @@
-"""One step that all ranks agree on, found without a collective: signals and clocks reach each at its own moment."""
+"""Agree on one step among all ranks without a collective: signals and timers reach each rank at its own time."""
 
 import json
 import time
@@ -10,18 +10,18 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from drivetrain_checkpoint.errors import OtherRankFailedError
 
-_POLL_SECONDS = 0.25  # while nobody asks
-_PAUSE_SECONDS = 0.01  # while somebody does
+_POLL_SECONDS = 0.25  # while no rank asks for a step
+_PAUSE_SECONDS = 0.01  # while the ranks agree on one
 _ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was agreed.
+    """A step that the ranks have agreed on.
 
     Attributes:
-        step: The step that all ranks reach and none has passed.
-        reasons: What ranks asked for it by, such as `"SIGTERM"`.
+        step: The agreed step, which no rank has passed.
+        reasons: The reasons for which ranks asked for it, such as `"SIGTERM"`.
     """
 
     step: int
@@ -29,21 +29,21 @@ class Decision:
 
 
 class _EndedError(Exception):
-    """This rank, or another, takes no steps any more."""
+    """A rank, this one or another, takes no more steps."""
 
 
 class AgreedStep:
-    """Each rank's end of the agreement.
+    """A rank's end of an agreement on a step.
 
-    Any rank may ask. A thread on every rank then tells the rank's next step and holds the rank there until all have
-    told theirs; the latest of them is agreed. Until somebody asks, a step costs a lock and a comparison. Once a rank
-    has closed its end, nothing is agreed any more.
+    Any rank may ask for a step. A thread on every rank then publishes the rank's next step and holds the rank there
+    until all ranks have published theirs; the ranks agree on the latest of them. Until a rank asks, a step costs a
+    lock and a comparison. After a rank has closed its end, there are no more agreements.
 
     Args:
-        store: A connection to the store that all ranks share, for this object's thread alone; None in one process.
-        rank: This rank.
-        world_size: How many there are.
-        patience_seconds: How long a rank is held at most.
+        store: A connection to the store of all ranks, used by this object's thread alone; None in one process.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        patience_seconds: The longest time to hold a rank, in seconds.
     """
 
     def __init__(self, store: Store | None, *, rank: int, world_size: int, patience_seconds: float) -> None:
@@ -54,7 +54,7 @@ class AgreedStep:
         self._step = 0
         self._gate: int | None = None
         self._decision: Decision | None = None
-        self._asked: list[str] = []  # appended to by signal handlers: nothing there may wait
+        self._asked: list[str] = []  # no lock: signal handlers append to it, and must not block
         self._stopping = Event()
         self._is_over = False  # a rank has closed its end
         self._thread: Thread | None = None
@@ -69,10 +69,12 @@ class AgreedStep:
         self._asked.append(reason)
 
     def reached(self, step: int) -> Decision | None:
-        """The decision, if this is the step that was agreed. Called by the main thread of all ranks at each step.
+        """Return the decision if this is the agreed step, else None.
+
+        Called on all ranks, by the main thread, once per step.
 
         Raises:
-            OtherRankFailedError: A rank did not answer.
+            OtherRankFailedError: A rank did not answer within `patience_seconds`.
         """
         if self._thread is None:
             asked, self._asked = self._asked, []
@@ -95,7 +97,7 @@ class AgreedStep:
             return decision
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread and take part in no further agreement."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
@@ -110,21 +112,21 @@ class AgreedStep:
             with suppress(DistError):
                 store.set(_ENDED, "")
         except DistError:
-            pass  # the store's host is gone, and with it the run
+            pass  # the process that hosts the store is gone, and with it the run
         finally:
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
 
     def _take_turn(self, store: Store, whole: Store) -> bool:
-        """Ask if this rank wants to; answer if any has asked. Whether a decision was made, and reached."""
+        """Publish this rank's requests; if any rank has asked, agree on a step, reach it and return True."""
         if self._asked:
             asked, self._asked = self._asked, []
             for reason in asked:
                 store.set(f"reason/{store.add('reasons', 1)}", reason)
         if not store.add("reasons", 0):
             return False
-        with self._changed:
+        with self._changed:  # reached() holds the main thread at this step until the ranks have agreed
             self._gate = self._step + 1
         store.set(f"gate/{self._rank}", str(self._gate))
         if self._rank == 0:
@@ -138,20 +140,21 @@ class AgreedStep:
             self._decision = Decision(step, tuple(reasons))
             self._changed.notify_all()
         while self._is_held() and not self._stopping.wait(_PAUSE_SECONDS):
-            pass  # until the main thread has reached the step
+            pass
         return True
 
     def _is_held(self) -> bool:
-        """Whether the main thread has not reached the step that was agreed."""
+        """Return whether the main thread has not yet reached the agreed step."""
         return self._gate is not None
 
     def _read(self, store: Store, key: str, whole: Store) -> str:
-        """What another rank says, once it has.
+        """Wait for a key that another rank sets, and return its value.
 
         Raises:
-            _EndedError: A rank has closed its end, so that this is not said any more.
+            _EndedError: A rank has closed its end, so the key will not be set.
         """
         while not store.check([key]):
+            # Check the key again after the end: a rank may set the key and then end.
             if self._stopping.is_set() or (whole.check([_ENDED]) and not store.check([key])):
                 raise _EndedError
             time.sleep(_PAUSE_SECONDS)

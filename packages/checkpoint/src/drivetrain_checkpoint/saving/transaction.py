@@ -1,4 +1,4 @@
-"""A save as a transaction: what ranks write is agreed, written by all, and committed by rank 0 with the manifest."""
+"""Write a save as a transaction: all ranks write their files, then rank 0 commits them with the manifest."""
 
 import json
 import logging
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A save that all ranks have agreed on, with this rank's values: ready to be written.
+    """A save that all ranks have agreed on, with the values that this rank writes.
 
     Attributes:
         directory: The folder of the checkpoints.
-        folder: The checkpoint's.
-        manifest: What it will say, but for the files, the tensors and the time.
+        folder: The folder of this checkpoint.
+        manifest: The manifest, still without files, tensors and time.
         catalogue: The tensor files of all ranks.
         files: The tensor files that this rank writes, with their tensors.
-        trees: The other files that this rank writes.
+        trees: The JSON files that this rank writes, by name.
         is_main: Whether this rank commits.
-        spared: The names of checkpoints that retention leaves alone: an earlier run's.
-        overlap: The copies that are made before anything is written, while training goes on.
+        spared: The names of checkpoints of an earlier run, which retention never deletes.
+        overlap: The copies to make before anything is written, while training continues.
     """
 
     directory: Place
@@ -57,16 +57,16 @@ class Save:
 
     @property
     def step(self) -> int:
-        """The optimizer step."""
+        """The optimizer step of the save."""
         return self.manifest.step
 
     def staged(self, buffer: HostBuffer, may_wait: Callable[[TensorName], bool] | None = None) -> "Save":
-        """Return the same save, of copies of the tensors, which training does not change.
+        """Return the same save with host copies of the tensors, which training does not change.
 
         Args:
-            buffer: The memory for the copies.
-            may_wait: Whether a tensor, by its name, stays as it is until the next step: its copy is left to `write`.
-                None copies all of them now.
+            buffer: The host memory for the copies.
+            may_wait: A function that returns whether a tensor, by its name, stays unchanged until the next step, so
+                that `write` may copy it. None copies all tensors now.
         """
         tensors = [tensor for _, tensors in self.files for tensor in tensors]
         copies = buffer.stage(tensors) if may_wait is None else buffer.make_room(tensors)
@@ -84,7 +84,7 @@ class Save:
         return replace(staged, overlap=Overlap(later)) if later else staged
 
     def write(self, on_block: Callable[[], None]) -> list[FileRecord]:
-        """Write this rank's files; they are on the disk when this returns."""
+        """Write this rank's files and return their records; the files are durable when this returns."""
         if self.overlap is not None:
             self.overlap.run(on_block)
         records: list[FileRecord] = []
@@ -103,7 +103,11 @@ class Save:
         return records
 
     def commit(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Make it a checkpoint of the files that all ranks have written. Called on rank 0."""
+        """Commit the files that all ranks have written, by writing the manifest. Called on rank 0.
+
+        Raises:
+            FolderNotSharedError: Rank 0 does not see all files in full size.
+        """
         files = {record["name"]: FileRecord.from_json(record) for record in records}
         sizes = storage.sizes_in(self.folder)
         if lost := sorted(name for name, record in files.items() if sizes.get(name) != record.size_bytes):
@@ -120,7 +124,7 @@ class Save:
         commit_manifest(self.folder, manifest)
 
     def discard(self) -> None:
-        """Delete its files, unless it was committed after all. Called on rank 0."""
+        """Delete the files of this save, unless it was committed. Called on rank 0."""
         with _warned_of(f"{self.folder}: leftovers of a save that was given up stay"):
             committed = inspect(self.folder).manifest
             if committed is not None and committed.save_id == self.manifest.save_id:
@@ -130,7 +134,7 @@ class Save:
                 delete([self.folder])
 
     def clean_up(self, keep: Keep) -> None:
-        """Delete what it replaced in its folder, then what retention lets go. Called on rank 0 after the commit."""
+        """Delete the files that this save replaced, then old checkpoints. Called on rank 0 after the commit."""
         with _warned_of(f"{self.directory}: old checkpoints stay"):
             committed = inspect(self.folder).manifest
             if committed is not None:
@@ -142,7 +146,7 @@ class Save:
 
 @contextmanager
 def _warned_of(what: str) -> Generator[None]:
-    """Have what cannot be deleted be a warning: what became of the save is certain already."""
+    """Run the block and log an `OSError` as a warning: a failed deletion does not change the outcome of the save."""
     try:
         yield
     except OSError as error:
@@ -156,11 +160,11 @@ def _delete_unlisted(folder: Place, *, keep: Mapping[str, FileRecord]) -> None:
 def stage_save(
     context: Context, save: Save, buffer: HostBuffer, may_wait: Callable[[TensorName], bool] | None = None
 ) -> Save:
-    """Return the same save, of copies of the tensors; see `Save.staged`. Called on all ranks.
+    """Return the same save with host copies of the tensors; see `Save.staged`. Called on all ranks.
 
     Raises:
         OtherRankFailedError: Another rank has no memory for its copies; nothing was saved.
-        RuntimeError: This one has none; nothing was saved.
+        RuntimeError: This rank has no memory for its copies; nothing was saved.
     """
     try:
         return on_each_rank(
@@ -173,7 +177,7 @@ def stage_save(
 
 
 def by_tensor(by_path: Callable[[str], bool]) -> Callable[[TensorName], bool]:
-    """Return what is asked of a tensor's path in the state, such as `"models/model/fc.weight"`, for its name here."""
+    """Turn a predicate on paths in the state, such as `"models/model/fc.weight"`, into one on `TensorName`s."""
 
     def ask(tensor: TensorName) -> bool:
         path = path_in_state(tensor.part, tensor.name)
@@ -190,21 +194,21 @@ def run_save(
     on_block: Callable[[], None],
     gather: Callable[[Outcome], list[Outcome]] | None = None,
 ) -> Place:
-    """Write a save, commit it, then delete what need not stay. Called on all ranks.
+    """Write a save, commit it, then delete old checkpoints. Called on all ranks.
 
     Args:
-        context: This process among the others.
-        save: What `Saver.prepare` gave.
-        keep: Which checkpoints stay.
-        on_block: Called as a sign of progress.
-        gather: How ranks tell each other what became of it; None: by the process group.
+        context: The context of this process.
+        save: The save, as `Saver.prepare` or `stage_save` returned it.
+        keep: The rules for which checkpoints to keep.
+        on_block: A function called after each block, as a sign of progress.
+        gather: A function that gathers the outcomes of all ranks; None gathers them with the process group.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
         OtherRankFailedError: Another rank failed; nothing was saved.
-        OSError: The disk is full, or the folder cannot be written; nothing was saved.
+        OSError: The disk is full, or the folder is not writable; nothing was saved.
     """
     try:
         records = on_all_ranks(

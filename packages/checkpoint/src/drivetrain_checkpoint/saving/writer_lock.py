@@ -1,4 +1,4 @@
-"""One writer for a directory of checkpoints: a locked file that says who it is, and that all ranks must see."""
+"""Allow one writer per directory of checkpoints: a locked file names the writer, and all ranks must see it."""
 
 import json
 import logging
@@ -23,14 +23,14 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 
 LEASE = "writer.json"
-_PATIENCE_SECONDS = 2.0  # a run that was just stopped may still be ending
-_PROCESS = uuid4().hex  # a process id alone may be another's, in another container of the host
+_PATIENCE_SECONDS = 2.0  # a run that was just stopped may still be exiting
+_PROCESS = uuid4().hex  # process ids are not unique across the containers of a host
 
 
 class Lease:
     """The right to write into a directory, held from `take` until `release` or the end of the process.
 
-    The operating system holds the lock: there is nothing to expire, and nothing to clear away after a crash.
+    The operating system holds the lock: it cannot expire, and a crash leaves nothing to clean up.
 
     Args:
         directory: The folder of the checkpoints.
@@ -44,18 +44,19 @@ class Lease:
         _forget_in_children(self)
 
     def take(self) -> str:
-        """Take the lease, unless it is held already; two writers in one process are one run, and share it.
+        """Take the lease, if not yet held; writers in the same process count as one run and share it.
 
         Returns:
-            What the directory's file says at random: a rank that does not find it sees another directory.
+            A random token, written to the lease file: a rank that does not read it there sees another directory.
 
         Raises:
-            FolderInUseError: Another process has it; the message says which.
+            FolderInUseError: Another process holds the lease; the message names it.
         """
         descriptor = self._open()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not _lock(descriptor, self._directory):
             holder = _read(self._directory)
+            # Another Lease of this process holds the lock. Compare pids too: forked children inherit _PROCESS.
             if (holder.get("process"), holder.get("pid")) == (_PROCESS, os.getpid()):
                 return str(holder["token"])
             if time.monotonic() > deadline:
@@ -69,24 +70,24 @@ class Lease:
             process = {"host": gethostname(), "pid": os.getpid(), "process": _PROCESS}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({**process, "since": since, "token": self._token}).encode(), 0)
-            os.fsync(descriptor)  # other hosts must see it
+            os.fsync(descriptor)  # so that other hosts see it
         return self._token
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lease."""
         if self._close is not None:
             self._close()
             self._close = self._descriptor = None
 
     def forget(self) -> None:
-        """Close this process's copy of a file that its parent has locked, and leave the lock alone."""
+        """Close the file descriptor inherited from the parent process, without releasing the parent's lock."""
         if self._close is not None and self._descriptor is not None:
             self._close.detach()
             os.close(self._descriptor)
             self._close = self._descriptor = None
 
     def _open(self) -> int:
-        """The file to lock; made again where somebody has cleared it away."""
+        """Return a descriptor of the lease file; create the file again if it was deleted."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / LEASE
         if self._descriptor is not None and not _is_open_as(self._descriptor, path):
@@ -98,7 +99,7 @@ class Lease:
 
 
 def lease_of(directory: Place) -> Lease | None:
-    """What guards a directory; None for an object store, which has no locks."""
+    """Return the lease of a directory; None for an object store, which has no locks."""
     return Lease(directory) if isinstance(directory, Path) else None
 
 
@@ -106,7 +107,7 @@ def check_shared(directory: Place, token: str, rank: int) -> None:
     """Check that this rank sees the directory that rank 0 writes into.
 
     Raises:
-        FolderNotSharedError: It sees another one.
+        FolderNotSharedError: This rank sees another directory.
     """
     if _read(directory).get("token") != token:
         raise FolderNotSharedError(
@@ -116,7 +117,7 @@ def check_shared(directory: Place, token: str, rank: int) -> None:
 
 
 def _lock(descriptor: int, directory: Path) -> bool:
-    """Lock a file if nobody else has."""
+    """Try to lock a file, and return whether no other process holds the lock; without lock support, always True."""
     if fcntl is None:
         return True
     try:
@@ -138,7 +139,7 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
 
 
 def _forget_in_children(lease: Lease) -> None:
-    """Have no child hold the lock of a process that is gone: a lock ends when the last to have the file open ends."""
+    """Close the lease file in forked children: an flock lasts until every process with the file open closes it."""
     parents = ref(lease)
 
     def forget() -> None:
@@ -150,9 +151,9 @@ def _forget_in_children(lease: Lease) -> None:
 
 
 def _close(descriptor: int, opened_by: int) -> None:
-    """Unlock and close a file: a child that was forked meanwhile may have it open too, and would keep the lock."""
+    """Unlock and close a file; unlock explicitly, since a forked child that has it open would keep the lock."""
     if fcntl is not None and os.getpid() == opened_by:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system may have no locks
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
@@ -160,5 +161,5 @@ def _close(descriptor: int, opened_by: int) -> None:
 def _read(directory: Place) -> dict[str, Any]:
     try:
         return json.loads(storage.read_whole(directory / LEASE))
-    except (FileNotFoundError, ValueError):  # not there, or just being written
+    except (FileNotFoundError, ValueError):  # missing, or just being written
         return {}

@@ -1,6 +1,6 @@
-"""Where checkpoints are kept: the one place that tells a local disk from an object store.
+"""Access the storage of checkpoints: the only module that distinguishes a local disk from an object store.
 
-A place is a `Path`, or for a URL such as `s3://bucket/run` a `UPath`, which joins and prints like one.
+A place is a `Path`, or for a URL such as `s3://bucket/run` a `UPath`, which joins and prints like a `Path`.
 """
 
 import re
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Place: TypeAlias = Union[Path, "UPath"]
 
-# What a file may hold that is read in one piece: the manifest of a thousand ranks and ten thousand tensors fits.
+# The largest file to read in one piece: the manifest of a thousand ranks and ten thousand tensors fits.
 MOST_BYTES = 2**30
 
 _ON_DISK = ("file", "local")
@@ -26,54 +26,54 @@ _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 class Writer(Protocol):
-    """A new file: `write` as often as needed, `finish`, then `close`; closed before it is finished it is given up."""
+    """A writer of a new file: call `write` repeatedly, `finish`, then `close`; `close` without `finish` aborts."""
 
     def write(self, data: memoryview) -> None:
-        """Append to it; `data` may be changed afterwards."""
+        """Append `data`, which may be changed afterwards."""
         ...
 
     def finish(self) -> None:
-        """Make it whole and durable."""
+        """Make the file complete and durable."""
         ...
 
     def close(self) -> None:
-        """Let go of it. What is not finished is worth nothing, and an object store keeps none of it."""
+        """Close the file. An unfinished file is not valid, and an object store keeps none of it."""
         ...
 
 
 class Reader(Protocol):
-    """A file that is read at places, by `num_readers` threads at once; None as its size: it was not asked for."""
+    """A reader of a file at any offset, by up to `num_readers` threads at once."""
 
     @property
     def num_readers(self) -> int:
-        """How many threads are worth reading with."""
+        """The number of threads beyond which reads do not get faster."""
         ...
 
     @property
     def size_bytes(self) -> int | None:
-        """The file's size, if opening it told."""
+        """The size of the file in bytes; None if unknown after opening."""
         ...
 
     def read_at(self, start: int, views: Sequence[memoryview]) -> int:
-        """Fill buffers one after the other from a place on; how many bytes there were."""
+        """Fill buffers in order from byte `start` on, and return the number of bytes read."""
         ...
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         ...
 
 
 def locate(where: Place | str, options: Mapping[str, Any] | None = None) -> Place:
-    """The place that a user means.
+    """Return the place of a folder or URL that a user gives.
 
     Args:
-        where: A folder, or a URL as fsspec knows them.
-        options: For the URL's file system, such as credentials and an endpoint.
+        where: A folder, or an fsspec URL.
+        options: The options of the URL's file system, such as credentials and an endpoint.
 
     Raises:
-        ImportError: What its kind of URL needs is not installed; the message names it.
-        TypeError: It is no path and no URL at all.
-        ValueError: It is no path and no URL that can be known.
+        ImportError: A package that the URL needs is not installed; the message names it.
+        TypeError: `where` is neither text nor a path.
+        ValueError: The URL's protocol is unknown, or `where` is a `Path` made from a URL.
     """
     if isinstance(where, Path):
         if _LOST_SLASH.match(where.as_posix()):
@@ -90,10 +90,10 @@ def locate(where: Place | str, options: Mapping[str, Any] | None = None) -> Plac
 
 
 def on_disk(where: Path | str) -> Path:
-    """The folder that a user means where a URL will not do.
+    """Return the path that a user gives where a URL is not supported.
 
     Raises:
-        ValueError: It is a URL.
+        ValueError: `where` is a URL.
     """
     if "://" in str(where) or _LOST_SLASH.match(Path(where).as_posix()):
         raise ValueError(f"{str(where)!r}: must be a folder; copy from or to the store with its own tool")
@@ -101,7 +101,7 @@ def on_disk(where: Path | str) -> Path:
 
 
 def make_folder(folder: Place) -> None:
-    """Make ready to write into a folder."""
+    """Prepare a folder for writing; create it on a disk."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     else:
@@ -109,34 +109,34 @@ def make_folder(folder: Place) -> None:
 
 
 def create(path: Place) -> Writer:
-    """A new file."""
+    """Create a new file and return its writer."""
     return DiskWriter(path) if isinstance(path, Path) else remote.create(path)
 
 
 def open_to_read(path: Place) -> Reader:
-    """A file that is there.
+    """Open an existing file and return its reader.
 
     Raises:
-        FileNotFoundError: It is not; an object store may say so only when it is read.
+        FileNotFoundError: The file does not exist; for an object store, the first read may raise this instead.
     """
     return DiskReader(path) if isinstance(path, Path) else remote.RemoteReader(path)
 
 
 def put(path: Place, content: bytes) -> None:
-    """Have a file appear, or replace one, in one piece; it is durable when this returns.
+    """Create or replace a file atomically; it is durable when this returns.
 
-    A reader sees the old content or the new. Everything else in the folder is durable before it.
+    A reader sees either the old content or the new. Everything else in the folder becomes durable first.
     """
     return disk.put(path, content) if isinstance(path, Path) else remote.put(path, content)
 
 
 def read_whole(path: Place, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return a file's content.
+    """Return the content of a file.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        IsADirectoryError: It is a folder.
-        ValueError: It is a pipe or a device, or holds more than `most_bytes`.
+        FileNotFoundError: The file does not exist.
+        IsADirectoryError: The path is a folder.
+        ValueError: The path is a pipe, a socket or a device, or the file holds more than `most_bytes`.
     """
     if isinstance(path, Path):
         return disk.read_whole(path, most_bytes=most_bytes)
@@ -144,32 +144,32 @@ def read_whole(path: Place, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def sizes_in(folder: Place) -> dict[str, int]:
-    """The files of a folder with their sizes in bytes, as they are now; none if it is not there."""
+    """Return the current sizes in bytes of the files in a folder, by name; empty if the folder does not exist."""
     return disk.sizes_in(folder) if isinstance(folder, Path) else remote.sizes_in(folder)
 
 
 def folders_in(directory: Place) -> list[str]:
-    """The names of the folders in a directory; none if it is not there."""
+    """Return the names of the folders in a directory; empty if the directory does not exist."""
     return disk.folders_in(directory) if isinstance(directory, Path) else remote.folders_in(directory)
 
 
 def is_file(path: Place) -> bool:
-    """Whether there is such a file."""
+    """Return whether a file exists."""
     return path.is_file() if isinstance(path, Path) else path.name in remote.sizes_in(path.parent)
 
 
 def is_folder(folder: Place) -> bool:
-    """Whether there is such a folder, or anything under such a prefix."""
+    """Return whether a folder exists, or any object below a prefix."""
     return folder.is_dir() if isinstance(folder, Path) else remote.holds_anything(folder)
 
 
 def sees(folder: Place) -> bool:
-    """Whether this process can see what another has put into a folder."""
+    """Return whether this process sees a folder that another one made; in an object store, whether it may list it."""
     return disk.sees(folder) if isinstance(folder, Path) else remote.sees(folder)
 
 
 def remove(paths: Iterable[Place]) -> None:
-    """Delete files that are there."""
+    """Delete files, which must exist."""
     for path in paths:
         if isinstance(path, Path):
             path.unlink()
@@ -178,6 +178,6 @@ def remove(paths: Iterable[Place]) -> None:
 
 
 def remove_folder(folder: Place) -> None:
-    """Delete a folder that holds nothing any more, where there are such things."""
+    """Delete an empty folder; an object store has none."""
     if isinstance(folder, Path):
         disk.remove_folder(folder)

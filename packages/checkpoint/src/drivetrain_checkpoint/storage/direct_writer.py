@@ -1,7 +1,7 @@
-"""Writing a file past the operating system's cache.
+"""Write a file with direct I/O, which bypasses the page cache.
 
-Nobody reads a checkpoint soon. In the cache it takes the place of what training reads, and where the machine has no
-pages at hand, finding them costs the processor more than handing the bytes to the disk.
+A checkpoint is not read again soon. In the page cache it would evict the data that training reads, and when memory is
+scarce, reclaiming pages costs more CPU time than writing the bytes to the disk.
 """
 
 import ctypes
@@ -18,33 +18,32 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-BUFFER_BYTES = 8 * 2**20  # there are two
+BUFFER_BYTES = 8 * 2**20  # of each of the two buffers
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
-_ALIGNMENT = 4096  # of places, sizes and memory that pass the cache by: a multiple of what disks ask for
+_ALIGNMENT = 4096  # of offsets, sizes and memory for direct I/O: a multiple of what disks require
 
 
 class DiskWriter:
-    """A new file: one buffer of it is gathered while the one before is on its way to the disk.
+    """A writer of a new file with two buffers: one fills while the other is written to the disk.
 
-    Where the file system (or the operating system: Linux alone can) knows only writes through its cache, they go
-    there.
+    Writes go through the page cache if the file system or the operating system does not support direct I/O, which
+    only Linux does.
 
     Args:
-        path: Where; it must not exist.
+        path: The path of the file; it must not exist.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
         self._passes_cache = _pass_cache(self._file, True)
-        self._gathered = mmap(
-            -1, BUFFER_BYTES
-        )  # shared with forked children: never copied while it is under way
-        self._size_bytes = 0  # of what is gathered
+        # Anonymous mmap is shared with forked children: a fork during a direct write must not copy its pages.
+        self._gathered = mmap(-1, BUFFER_BYTES)
+        self._size_bytes = 0  # filled so far in the current buffer
         self._spare: mmap | None = None
         self._under_way: Task[None] | None = None
 
     def write(self, data: memoryview) -> None:
-        """Append to it."""
+        """Append `data` to the file."""
         while len(data):
             room = memoryview(self._gathered)[self._size_bytes : self._size_bytes + len(data)]
             _copy(data[: len(room)], room)
@@ -54,17 +53,17 @@ class DiskWriter:
                 self._set_off()
 
     def finish(self) -> None:
-        """Force it to the disk."""
+        """Write the rest and sync the file to the disk."""
         self._arrive()
         last = memoryview(self._gathered)[: self._size_bytes]
         whole = len(last) - len(last) % _ALIGNMENT
         self._put(last[:whole])
-        self._use_cache()
+        self._use_cache()  # direct I/O cannot write the unaligned rest
         self._put(last[whole:])
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of it, as it is."""
+        """Close the file as it is, once the write under way has ended."""
         if self._under_way is not None:
             self._under_way.wait()
         self._file.close()
@@ -72,15 +71,16 @@ class DiskWriter:
     def _set_off(self) -> None:
         self._arrive()
         full = self._gathered
+        # The spare buffer is free: _arrive() has waited for its write.
         self._under_way = Task(lambda: self._put(memoryview(full)))
         self._gathered, self._spare = self._spare or mmap(-1, BUFFER_BYTES), full
         self._size_bytes = 0
 
     def _arrive(self) -> None:
-        """Wait for what is under way.
+        """Wait for the write under way.
 
         Raises:
-            OSError: It did not get there.
+            OSError: The write failed.
         """
         if self._under_way is not None:
             task = self._under_way
@@ -93,8 +93,8 @@ class DiskWriter:
             try:
                 data = data[self._file.write(data) :]
             except OSError as error:
-                # A file system may refuse only now, and so it does what is left of a write that the disk had not
-                # quite room for.
+                # Some file systems refuse direct I/O only at the first write. All refuse the unaligned rest of a
+                # partial write, as on a disk that is almost full.
                 if error.errno not in _REFUSALS or not self._passes_cache:
                     raise
                 self._use_cache()
@@ -105,10 +105,10 @@ class DiskWriter:
 
 
 def _pass_cache(file: FileIO, wanted: bool) -> bool:
-    """Have what is written to a file pass the cache by, or not; whether it does."""
+    """Turn direct I/O of a file on or off, and return whether it is on."""
     if fcntl is None or not hasattr(os, "O_DIRECT"):
         return False
-    # Not by open(): where the file system refuses that, it has made the file nevertheless.
+    # Not with open(): a file system that refuses the flag there has created the file nevertheless.
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -120,8 +120,8 @@ def _pass_cache(file: FileIO, wanted: bool) -> bool:
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes. Other threads run meanwhile, which they do not while one view is assigned to another."""
-    if source.readonly:  # text: short
+    """Copy bytes without holding the GIL, unlike an assignment between views."""
+    if source.readonly:  # short text; from_buffer needs writable memory
         target[:] = source
     else:
         ctypes.memmove(_address_of(target), _address_of(source), len(source))

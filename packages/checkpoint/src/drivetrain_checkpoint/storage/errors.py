@@ -1,4 +1,4 @@
-"""Errors of object stores, in one kind: their libraries raise dozens, many of them no OSError, few with the URL."""
+"""Unify the errors of object stores: their libraries raise dozens of types, few with the URL, not all an OSError."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ _KINDS = (FileNotFoundError, PermissionError, OSError)
 
 @contextmanager
 def told(path: "UPath") -> Generator[None]:
-    """Turn whatever is raised inside into an OSError that names the URL.
+    """Run the block and turn any exception into an `OSError` that names the URL.
 
     Raises:
-        FileNotFoundError: Something is not there.
-        PermissionError: The credentials do not allow it.
-        OSError: Anything else.
+        FileNotFoundError: An object or bucket does not exist.
+        PermissionError: The credentials do not allow the operation.
+        OSError: The block raised another exception.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A local disk: files that are read at places, one that appears in one piece, and folders."""
+"""Access a local disk: reads at any offset, atomic writes, and folders."""
 
 import os
 import stat
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 class DiskReader:
-    """A file that is read in large pieces, at places.
+    """A reader of a file in large pieces at any offset.
 
     Args:
-        path: Where.
+        path: The path of the file.
 
     Attributes:
-        path: Where.
-        size_bytes: Its size.
-        num_readers: Two: one hashes, and finds memory to read into, while the other waits for the disk.
+        path: The path of the file.
+        size_bytes: The size of the file in bytes.
+        num_readers: The number of threads, two: one hashes and allocates memory while the other waits for the disk.
     """
 
     num_readers = 2
@@ -32,8 +32,8 @@ class DiskReader:
             self._opened = opened.pop_all()
 
     def read_at(self, start: int, views: Sequence[memoryview]) -> int:
-        """Fill buffers one after the other from a place on; how many bytes there were."""
-        file = self._files.pop()  # one that no other thread reads
+        """Fill buffers in order from byte `start` on, and return the number of bytes read."""
+        file = self._files.pop()  # a handle that no other thread uses, since seek() moves its position
         try:
             file.seek(start)
             return sum(_fill(file, view) for view in views)
@@ -41,7 +41,7 @@ class DiskReader:
             self._files.append(file)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self._opened.close()
 
 
@@ -53,9 +53,9 @@ def _fill(file: FileIO, view: memoryview) -> int:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Have a file appear, or replace one, in one piece; on the disk when this returns.
+    """Create or replace a file atomically; it is on the disk when this returns.
 
-    Everything else in the folder is on the disk before it.
+    The other entries of the folder are on the disk before it.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     sync_folder(path.parent)
@@ -69,19 +69,18 @@ def put(path: Path, content: bytes) -> None:
 
 
 def read_whole(path: Path, *, most_bytes: int) -> bytes:
-    """Return a file's content.
+    """Return the content of a file.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        IsADirectoryError: It is a folder.
-        ValueError: It is a pipe or a device, which may have no end, or holds more than `most_bytes`.
+        FileNotFoundError: The file does not exist.
+        IsADirectoryError: The path is a folder.
+        ValueError: The path is a pipe, a socket or a device, which may have no end, or the file holds more than
+            `most_bytes`.
     """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(f"{path} is a folder")
-    if not stat.S_ISREG(
-        status.st_mode
-    ):  # looked at first: opening a pipe waits until somebody writes into it
+    if not stat.S_ISREG(status.st_mode):  # checked before open(), which blocks on a pipe without a writer
         raise ValueError("it is no regular file, but a pipe, a socket or a device")
     if status.st_size > most_bytes:
         raise ValueError(f"it holds {status.st_size} bytes, and at most {most_bytes} are read")
@@ -90,9 +89,9 @@ def read_whole(path: Path, *, most_bytes: int) -> bytes:
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """The files of a folder with their sizes in bytes; none if it is not there.
+    """Return the sizes in bytes of the files in a folder, by name; empty if the folder does not exist.
 
-    It is asked for anew: a network file system may remember that a file was not there.
+    Lists the folder again each time: a network file system may have cached that a file did not exist.
     """
     try:
         with os.scandir(folder) as entries:
@@ -102,26 +101,26 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def folders_in(directory: Path) -> list[str]:
-    """The names of the folders in a directory; none if it is not there."""
+    """Return the names of the folders in a directory; empty if the directory does not exist."""
     if not directory.is_dir():
         return []
     return [path.name for path in directory.iterdir() if path.is_dir()]
 
 
 def sees(folder: Path) -> bool:
-    """Whether a folder that was made is there, asked of its parent: a network file system may remember otherwise."""
+    """Return whether a folder exists, by listing its parent: a network file system may have cached its absence."""
     return folder.parent.is_dir() and folder in folder.parent.iterdir()
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete an empty folder, if it is there."""
+    """Delete an empty folder, if it exists."""
     if folder.is_dir():
         folder.rmdir()
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk."""
-    if os.name == "nt":  # Windows opens no folders; its file systems journal their entries
+    """Sync the entries of a folder to the disk."""
+    if os.name == "nt":  # Windows cannot open folders; its file systems journal their entries
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""An object store behind a URL, by fsspec: no rename, no folders, and nothing is there until it is whole."""
+"""Access an object store by URL, through fsspec: no renames, no folders, and objects appear only when complete."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def locate(url: str, options: Mapping[str, Any]) -> "UPath":
-    """The place of a URL.
+    """Return the place of a URL.
 
     Raises:
-        ImportError: What it needs is not installed; the message names it.
-        ValueError: Its protocol is not known to fsspec.
+        ImportError: A package that the URL needs is not installed; the message names it.
+        ValueError: The URL's protocol is not known to fsspec.
     """
     try:
         from fsspec import get_filesystem_class
@@ -28,23 +28,20 @@ def locate(url: str, options: Mapping[str, Any]) -> "UPath":
     protocol, _, rest = url.partition("://")
     try:
         get_filesystem_class(protocol)
-    except (
-        ImportError,
-        ValueError,
-    ) as error:  # its message names the package, as in "Install s3fs to access S3"
+    except (ImportError, ValueError) as error:  # names the missing package, as in "Install s3fs to access S3"
         raise type(error)(f"{url}: {error}") from error
     return UPath(f"{protocol}://{rest.rstrip('/')}", **options)
 
 
 class RemoteReader:
-    """An object that is read at places: each piece is a request, and several are worth having on their way.
+    """A reader of an object at any offset, with one request per read.
 
     Args:
-        path: Where.
+        path: The path of the object.
 
     Attributes:
-        size_bytes: None: that would be a request more, and the listing of the folder has told.
-        num_readers: How many requests are worth having on their way.
+        size_bytes: Always None: the size would take another request, and the listing of the folder has given it.
+        num_readers: The number of concurrent requests beyond which reads do not get faster.
     """
 
     size_bytes = None
@@ -54,7 +51,7 @@ class RemoteReader:
         self._path = path
 
     def read_at(self, start: int, views: Sequence[memoryview]) -> int:
-        """Fill buffers one after the other from a place on; how many bytes there were."""
+        """Fill buffers in order from byte `start` on, and return the number of bytes read."""
         with told(self._path):
             fs: Any = self._path.fs
             content: bytes = fs.cat_file(self._path.path, start=start, end=start + sum(map(len, views)))
@@ -65,19 +62,19 @@ class RemoteReader:
         return len(content)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is held open."""
 
 
 def create(path: "UPath") -> S3Upload | StreamedUpload:
-    """A new object."""
+    """Create a new object and return its writer."""
     return S3Upload(path) if s3.is_s3(path.fs) else StreamedUpload(path)
 
 
 def make_ready(folder: "UPath") -> None:
-    """Give up what a killed process left half uploaded below a prefix; a folder is nothing that can be made.
+    """Abort the incomplete uploads that a killed process left below a prefix; folders need not be created.
 
     Raises:
-        FileNotFoundError: There is no such bucket.
+        FileNotFoundError: The bucket does not exist.
     """
     if s3.is_s3(folder.fs):
         with told(folder):
@@ -85,17 +82,17 @@ def make_ready(folder: "UPath") -> None:
 
 
 def put(path: "UPath", content: bytes) -> None:
-    """Have an object appear, or replace one: a store does that in one piece."""
+    """Create or replace an object, which a store does atomically."""
     with told(path):
         path.fs.pipe_file(path.path, content)
 
 
 def read_whole(path: "UPath", *, most_bytes: int) -> bytes:
-    """Return an object's content, as it is now.
+    """Return the current content of an object, never a cached one.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It holds more than `most_bytes`.
+        FileNotFoundError: The object does not exist.
+        ValueError: The object holds more than `most_bytes`.
     """
     with told(path):
         fs: Any = path.fs
@@ -107,25 +104,25 @@ def read_whole(path: "UPath", *, most_bytes: int) -> bytes:
 
 
 def sizes_in(folder: "UPath") -> dict[str, int]:
-    """The objects right below a prefix with their sizes in bytes: one listing, never a remembered one."""
+    """Return the sizes in bytes of the objects directly below a prefix, by name: one listing, never a cached one."""
     return {name: entry["size"] for name, entry in _list(folder).items() if entry["type"] == "file"}
 
 
 def folders_in(directory: "UPath") -> list[str]:
-    """The names of the prefixes right below one."""
+    """Return the names of the prefixes directly below a prefix."""
     return [name for name, entry in _list(directory).items() if entry["type"] == "directory"]
 
 
 def holds_anything(folder: "UPath") -> bool:
-    """Whether there is anything below a prefix."""
+    """Return whether there is any object below a prefix."""
     return bool(_list(folder))
 
 
 def sees(folder: "UPath") -> bool:
-    """Whether this process may look into the store; there is no folder yet that could be seen.
+    """Return True if this process can list the store; an empty folder does not exist there, so it cannot be checked.
 
     Raises:
-        OSError: It may not, or does not reach it.
+        OSError: This process lacks the permission, or cannot reach the store.
     """
     _list(folder)
     return True
@@ -138,10 +135,10 @@ def remove(path: "UPath") -> None:
 
 
 def _list(folder: "UPath") -> dict[str, dict[str, Any]]:
-    """What lies right below a prefix, by name.
+    """List the entries directly below a prefix, by name.
 
     Raises:
-        FileNotFoundError: There is no such bucket.
+        FileNotFoundError: The bucket does not exist.
     """
     with told(folder):
         folder.fs.invalidate_cache(folder.path)

@@ -1,4 +1,4 @@
-"""What S3 offers that fsspec does not, by s3fs: whether a bucket exists, and uploads that nobody will finish."""
+"""Call functions of S3 that fsspec lacks, through s3fs: check that a bucket exists, and abort incomplete uploads."""
 
 import logging
 from typing import Any
@@ -7,25 +7,25 @@ logger = logging.getLogger(__name__)
 
 
 def is_s3(fs: Any) -> bool:
-    """Whether a file system is s3fs's, which lets one call S3 itself."""
+    """Return whether a file system is from s3fs, which gives access to S3's own API."""
     return hasattr(fs, "call_s3")
 
 
 def check_bucket(fs: Any, path: str) -> None:
-    """Tell a bucket that does not exist from a prefix below which there is nothing.
+    """Check that the bucket of a path exists, to tell a missing bucket from an empty prefix.
 
     Raises:
-        FileNotFoundError: There is no such bucket.
+        FileNotFoundError: The bucket does not exist.
     """
     bucket, _, _ = fs.split_path(path)
     fs.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
 
 
 def abort_uploads(fs: Any, path: str) -> None:
-    """Give up every upload below a prefix: parts that a killed process left would stay, unseen and paid for.
+    """Abort every upload below a prefix: the parts left by a killed process would stay, invisible and billed.
 
     Raises:
-        FileNotFoundError: There is no such bucket.
+        FileNotFoundError: The bucket does not exist.
     """
     bucket, prefix, _ = fs.split_path(path)
     try:
@@ -34,5 +34,5 @@ def abort_uploads(fs: Any, path: str) -> None:
             fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
     except FileNotFoundError:
         raise
-    except OSError as error:  # tidying up wants permissions of its own, and not every store has this call
+    except OSError as error:  # this call needs further permissions, and not every store has it
         logger.info("parts of uploads below s3://%s are not looked for: %s", path, error)

@@ -1,4 +1,4 @@
-"""Calls in threads of their own; unlike those of `concurrent.futures`, they may begin while the interpreter ends."""
+"""Run calls in threads, which unlike those of `concurrent.futures` may start while the interpreter shuts down."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,13 +10,13 @@ Item = TypeVar("Item")
 
 
 class Task(Generic[Value]):
-    """A call that has begun in a thread of its own: a save in the background may still be at work at the very end.
+    """A call that runs in a thread of its own, also at interpreter shutdown, when a background save may still run.
 
-    Where no thread can be had it has ended already: the process has as many as it may, or it is ending and its Python
-    (3.12.0 and 3.12.1) starts none any more.
+    If no thread can be started, the constructor runs the call itself. This happens if the process has reached its
+    limit of threads, or is shutting down under Python 3.12.0 or 3.12.1, which then start no more.
 
     Args:
-        call: What to do.
+        call: The function to call.
     """
 
     def __init__(self, call: Callable[[], Value]) -> None:
@@ -30,14 +30,14 @@ class Task(Generic[Value]):
             self._run()
 
     def wait(self) -> None:
-        """Wait until it has ended, however."""
+        """Wait until the call has returned or raised."""
         self._ended.wait()
 
     def result(self) -> Value:
-        """Wait for what it returns.
+        """Wait for the call and return its result.
 
         Raises:
-            BaseException: Whatever it raised.
+            BaseException: The error that the call raised.
         """
         self.wait()
         if self._failure is not None:
@@ -54,15 +54,15 @@ class Task(Generic[Value]):
 
 
 def in_threads(function: Callable[[Item], Value], items: Iterable[Item], *, most: int) -> Iterator[Value]:
-    """The results of a function for each item, in order.
+    """Yield the results of a function for each item, in order.
 
     Args:
-        function: Called once for an item.
-        items: What for.
-        most: How many calls may run at once; with one there are no threads.
+        function: The function, called once for each item.
+        items: The items to call it with.
+        most: The number of calls that may run at once; 1 uses no threads.
 
     Raises:
-        BaseException: Whatever the first call that fails raises, when those that have begun have ended.
+        BaseException: The error of the first call that fails, after all running calls have ended.
     """
     if most <= 1:
         yield from map(function, items)

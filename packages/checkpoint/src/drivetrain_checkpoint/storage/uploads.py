@@ -1,4 +1,4 @@
-"""New objects: nothing of one is there before it is finished, or where it is given up."""
+"""Upload new objects, which are invisible until they are finished, and leave nothing if they are aborted."""
 
 from collections import deque
 from contextlib import suppress
@@ -15,12 +15,12 @@ _MOST_ON_THEIR_WAY = 4
 
 
 class S3Upload:
-    """A new object on S3, several parts on their way at once: s3fs's own files send one after the other.
+    """A writer of a new object on S3 that uploads several parts at once; the files of s3fs upload them one by one.
 
     At most `_MOST_ON_THEIR_WAY` + 1 parts are in memory.
 
     Args:
-        path: Where, on an `s3fs.S3FileSystem`.
+        path: The path of the object, on an `s3fs.S3FileSystem`.
     """
 
     def __init__(self, path: "UPath") -> None:
@@ -33,7 +33,7 @@ class S3Upload:
         self._arrived: list[dict[str, Any]] = []
 
     def write(self, data: memoryview) -> None:
-        """Append to it; waits where as much as may be is on its way."""
+        """Append `data` to the object; wait while the maximum number of parts is in flight."""
         with told(self._path):
             while len(data):
                 room = PART_BYTES - len(self._part)
@@ -43,7 +43,7 @@ class S3Upload:
                     self._send()
 
     def finish(self) -> None:
-        """Have it appear: a small one by one request, another when all parts have arrived."""
+        """Make the object appear: a small one with one request, a larger one once all parts are uploaded."""
         with told(self._path):
             if self._upload_id is None:
                 self._fs.pipe_file(self._path.path, bytes(self._part))
@@ -56,7 +56,7 @@ class S3Upload:
             self._upload_id = None
 
     def close(self) -> None:
-        """Give it up, unless it is finished. A part that arrived later would stay for ever, so all are awaited."""
+        """Abort the upload unless it is finished; wait for its parts first: S3 would keep one that arrives later."""
         for task in self._on_their_way:
             task.wait()
         if self._upload_id is not None:
@@ -65,7 +65,7 @@ class S3Upload:
             self._upload_id = None
 
     def _send(self) -> None:
-        """Set the part off, once there is room for it."""
+        """Start the upload of the current part, once fewer than the maximum are in flight."""
         if self._upload_id is None:
             begun = self._fs.call_s3("create_multipart_upload", Bucket=self._bucket, Key=self._key)
             self._upload_id = begun["UploadId"]
@@ -90,10 +90,10 @@ class S3Upload:
 
 
 class StreamedUpload:
-    """A new object of any store, by fsspec's own file of it: most send one part after the other.
+    """A writer of a new object on any store through fsspec's file object, which mostly uploads parts one by one.
 
     Args:
-        path: Where.
+        path: The path of the object.
     """
 
     def __init__(self, path: "UPath") -> None:
@@ -103,25 +103,23 @@ class StreamedUpload:
             self._file: Any = path.fs.open(path.path, "wb", block_size=PART_BYTES)
 
     def write(self, data: memoryview) -> None:
-        """Append to it."""
+        """Append `data` to the object."""
         with told(self._path):
             self._file.write(data)
 
     def finish(self) -> None:
-        """Have it appear."""
+        """Make the object appear."""
         with told(self._path):
             self._file.close()
         self._is_finished = True
 
     def close(self) -> None:
-        """Give it up, unless it is finished."""
+        """Abort the upload unless it is finished."""
         if self._is_finished:
             return
         with told(self._path):
             self._file.discard()
-            if hasattr(
-                self._file, "forced"
-            ):  # fsspec's buffered files would else send what they have when collected
+            if hasattr(self._file, "forced"):  # fsspec's buffered files would flush when garbage collected
                 self._file.closed = True
             with suppress(FileNotFoundError):
-                self._path.fs.rm_file(self._path.path)  # some write as they go, as memory:// does
+                self._path.fs.rm_file(self._path.path)  # some stores write immediately, such as memory://

@@ -1,1 +1,1 @@
-"""Read what Hugging Face Accelerate's `save_state` wrote, without running any code of it."""
+"""Read the output of Hugging Face Accelerate's `save_state` without running any code in it."""

@@ -1,17 +1,17 @@
-"""What Hugging Face Accelerate's `save_state` leaves in a folder: which file holds what, by the files' names.
+"""The files that Hugging Face Accelerate's `save_state` writes into a folder, recognized by their names.
 
 ```text
 checkpoint_0/
-  model.safetensors              or pytorch_model.bin; of a second model model_1.safetensors, and so on
-  optimizer.bin                  torch's own state, by the parameters' places; optimizer_1.bin, ...
+  model.safetensors              or pytorch_model.bin; the second model's is model_1.safetensors, and so on
+  optimizer.bin                  torch's state dict, by parameter index; optimizer_1.bin, ...
   scheduler.bin                  scheduler_1.bin, ...
   scaler.pt                      the loss scale of fp16
-  dl_state_dict.bin              of a loader that keeps its place; dl_state_dict_1.bin, ...
-  random_states_0.pkl            of each rank
-  custom_checkpoint_0.pkl        of each registered object
+  dl_state_dict.bin              of a stateful data loader; dl_state_dict_1.bin, ...
+  random_states_0.pkl            one per rank
+  custom_checkpoint_0.pkl        one per registered object
 ```
 
-Seen with Accelerate 1.15.
+As written by Accelerate 1.15.
 """
 
 import re
@@ -42,7 +42,7 @@ _KINDS = {
 _INDICES = (INDEX, PICKLED_INDEX)
 _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _SCALER = "scaler.pt"
-_TELLING = ("optimizers", "schedulers", "generators")  # a model alone is an export
+_TELLING = ("optimizers", "schedulers", "generators")  # they identify a state; a model alone is an export
 _NAMED_BY_NUMBER = re.compile(r"checkpoint_(\d+)")
 _DIVIDED_MODEL = re.compile(r"(pytorch_model(_fsdp)?|optimizer)_\d+")
 _ENGINE_FOLDER = re.compile(r"pytorch_model(_\d+)?")
@@ -50,17 +50,17 @@ _ENGINE_FOLDER = re.compile(r"pytorch_model(_\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerateFiles:
-    """The files of such a folder by what they hold, in the order in which Accelerate had prepared it.
+    """The files of a state by content, in the order in which Accelerate prepared or registered the objects.
 
     Attributes:
-        models: Of each model one file of weights, or an index of several.
-        optimizers: Of each optimizer.
-        schedulers: Of each scheduler.
-        loaders: Of each loader that keeps its place.
-        generators: Of each rank; on a disk that is not shared, of the ranks of one host.
-        custom: Of each registered object.
-        scaler: Of the loss scale; None without.
-        others: Files and folders of which nothing is known.
+        models: The weights of each model: one file, or the index of several.
+        optimizers: The state of each optimizer.
+        schedulers: The state of each scheduler.
+        loaders: The state of each stateful data loader.
+        generators: The random number generators, by rank; on a disk that is not shared, of this host's ranks only.
+        custom: The state of each registered object.
+        scaler: The state of the loss scaler; None without one.
+        others: The files and folders that are not recognized.
     """
 
     models: tuple[Path, ...]
@@ -74,13 +74,14 @@ class AccelerateFiles:
 
 
 def find_accelerate_state(directory: Path) -> Path | None:
-    """The folder that Accelerate's `save_state` wrote: this one, or the last numbered one in it.
+    """Find a folder that Accelerate's `save_state` wrote: `directory` itself, or the last numbered one in it.
 
     Args:
-        directory: Such a folder, or one of `checkpoint_0`, `checkpoint_1`, ... that holds none of drivetrain's own.
+        directory: A folder of `save_state`, or a folder of `checkpoint_0`, `checkpoint_1`, ... that holds no
+            drivetrain checkpoints.
 
     Returns:
-        The folder; None if there is none.
+        The folder found, or None.
     """
     if not directory.is_dir() or (directory / MANIFEST).exists() or step_folders(directory):
         return None
@@ -94,11 +95,11 @@ def find_accelerate_state(directory: Path) -> Path | None:
 
 
 def list_accelerate_state(folder: Path) -> AccelerateFiles:
-    """Sort the files of a folder by what they hold.
+    """Sort the files of a folder by content.
 
     Raises:
-        ForeignStateError: Models or optimizers are there in parts, or twice.
-        CorruptCheckpointError: A file is missing from a numbered row.
+        ForeignStateError: A model or optimizer is saved in shards, or twice.
+        CorruptCheckpointError: A file of a numbered series is missing.
     """
     found: dict[str, dict[int, Path]] = {kind: {} for kind in _KINDS.values()}
     others: list[Path] = []
@@ -128,7 +129,7 @@ def _is_state(folder: Path) -> bool:
 
 
 def _what(path: Path) -> tuple[str | None, int]:
-    """What a file holds, and its number in its row; None for what is not known."""
+    """Return the kind of a file and its number in its series; the kind is None if it is not recognized."""
     if path.name in _INDICES:
         return "models", 0
     match = _NUMBERED.fullmatch(path.name)
@@ -146,10 +147,10 @@ def _row(folder: Path, kind: str, numbered: Mapping[int, Path]) -> tuple[Path, .
 
 
 def _check_whole(folder: Path, others: Iterable[Path]) -> None:
-    """Refuse states that each rank wrote a part of.
+    """Refuse sharded states, of which each rank wrote a part.
 
     Raises:
-        ForeignStateError: There is one.
+        ForeignStateError: The folder holds a sharded state.
     """
     for path in others:
         if not path.is_dir():

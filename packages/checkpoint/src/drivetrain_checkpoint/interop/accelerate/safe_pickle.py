@@ -1,4 +1,4 @@
-"""Files of `torch.save` from strangers, read without running any code of theirs."""
+"""Read untrusted files of `torch.save` without running any code in them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,20 +10,20 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, ForeignStateError
 
-# What plain NumPy arrays were pickled with by NumPy 1; NumPy 2 has moved it.
+# The function that NumPy 1 pickles arrays with; NumPy 2 has moved it.
 _EARLIER_NAME = "numpy.core.multiarray._reconstruct"
 
 
 def read_pickle(path: Path, *, mapped: bool = False) -> Any:
-    """Read what `torch.save` wrote: tensors, plain values and NumPy arrays, on the CPU.
+    """Read a file of `torch.save`: tensors, plain values and NumPy arrays, on the CPU.
 
     Args:
-        path: The file.
-        mapped: Whether tensors are read when they are used; until then the file must stay as it is.
+        path: The path of the file.
+        mapped: Whether to memory-map the tensors, which reads them on use; until then the file must not change.
 
     Raises:
-        ForeignStateError: It holds objects of other classes; the message names them. Nothing of them was run.
-        CorruptCheckpointError: It is no whole file of `torch.save`.
+        ForeignStateError: The file holds objects of other classes; the message names them. None of their code ran.
+        CorruptCheckpointError: The file is not a complete file of `torch.save`.
     """
     try:
         with safe_globals(_numpy_globals()):
@@ -40,7 +40,7 @@ def read_pickle(path: Path, *, mapped: bool = False) -> Any:
 
 
 def _unsafe(path: Path) -> str | None:
-    """The names that a file wants imported; None where it is no archive of `torch.save`."""
+    """Return the names of globals that a file would import; None if it is not an archive of `torch.save`."""
     try:
         with safe_globals(_numpy_globals()):
             return ", ".join(sorted(get_unsafe_globals_in_checkpoint(path))[:5]) or "instructions of pickle"
@@ -49,7 +49,7 @@ def _unsafe(path: Path) -> str | None:
 
 
 def _numpy_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """What arrays of numbers are made of; nothing where NumPy is not installed."""
+    """Return the globals that pickled arrays of numbers need; none if NumPy is not installed."""
     try:
         import numpy
     except ImportError:

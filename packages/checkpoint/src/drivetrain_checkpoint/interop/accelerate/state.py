@@ -1,4 +1,4 @@
-"""A state that Hugging Face Accelerate saved, read without running any code of its pickles."""
+"""Read a state saved by Hugging Face Accelerate without running any code in its pickles."""
 
 import json
 import re
@@ -25,23 +25,23 @@ _ACCELERATOR_SEEDS = re.compile(r"torch_(?P<kind>\w+)_manual_seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerateState:
-    """What such a folder holds, on the CPU; nothing was applied to anything yet.
+    """The content of a state that Accelerate saved, on the CPU, not yet applied to any object.
 
-    Lists are in the order in which Accelerate had prepared or registered things.
+    Tuples are in the order in which Accelerate prepared or registered the objects.
 
     Attributes:
-        folder: Where it is.
-        models: Each model's tensors by name, read when they are asked for.
-        optimizers: Each optimizer's own `state_dict()`, whose tensors lie in the files' memory.
-        schedulers: Each scheduler's own.
-        scaler: The loss scale as `{"scale": float, "growth_tracker": int}`; None without.
-        loaders: What loaders that keep their place have saved.
-        custom: What each registered object has saved.
+        folder: The folder that was read.
+        models: The tensors of each model by name, read on access.
+        optimizers: The `state_dict()` of each optimizer, whose tensors are memory-mapped from the file.
+        schedulers: The `state_dict()` of each scheduler.
+        scaler: The loss scale as `{"scale": float, "growth_tracker": int}`; None without one.
+        loaders: The state of each stateful data loader.
+        custom: The state of each registered object.
         generators: The random number generators of one rank, as `drivetrain_state.load_rng_state` takes them; None if
             they are missing or could not be read.
-        num_accumulated: How many times that run had entered `accumulate()`; None where it is not known.
-        world_size: How many ranks had saved, as far as the files here tell.
-        left_out: What is there and was not read, each with the reason.
+        num_accumulated: The number of times that the run had entered `accumulate()`; None if unknown.
+        world_size: The number of ranks that saved, as far as the files here show.
+        left_out: The files and entries that were not read, each with the reason.
     """
 
     folder: Path
@@ -58,20 +58,19 @@ class AccelerateState:
 
 
 def read_accelerate_state(folder: Path | str, *, rank: int = 0, local_rank: int = 0) -> AccelerateState:
-    """Read what Accelerate's `save_state` wrote.
+    """Read the output of Accelerate's `save_state`.
 
-    Its pickles are read with `torch.load(weights_only=True)`: tensors, plain values and NumPy arrays come in, and
-    nothing that a file could have run. Tensors of models and optimizers are read when they are used; until then the
-    files must stay as they are.
+    Its pickles are read with `torch.load(weights_only=True)`: they may hold tensors, plain values and NumPy arrays,
+    and no code in them runs. Tensors of models and optimizers are read on use; until then the files must not change.
 
     Args:
         folder: The folder that was given to `save_state`.
-        rank: Whose random number generators are read.
-        local_rank: Whose accelerator's generator is taken, where a rank saved those of all devices it saw.
+        rank: The rank whose random number generators to read.
+        local_rank: The index of the accelerator whose generator to take, if the rank saved those of all its devices.
 
     Raises:
-        ForeignStateError: A file holds what could run code, or models and optimizers are there in parts; the message
-            names the file and a way out.
+        ForeignStateError: A file could run code, or a model or optimizer is sharded; the message names the file and
+            a fix.
         CorruptCheckpointError: A file is missing or damaged.
     """
     folder = Path(folder)
@@ -133,7 +132,7 @@ def _read_scaler(path: Path) -> dict[str, float | int]:
 def _read_generators(
     files: AccelerateFiles, rank: int, local_rank: int, left_out: list[str]
 ) -> tuple[dict[str, Any] | None, int | None]:
-    """A rank's generators, or None with a note: a run can be taken up without them."""
+    """Read a rank's generators and accumulation count, or note in `left_out` why not: a run can do without them."""
     path = files.generators.get(rank)
     if path is None:
         return None, None
@@ -155,7 +154,7 @@ def _read_generators(
 
 
 def _converter(key: str, local_rank: int) -> tuple[str, Callable[[Any], Any] | None]:
-    """What `load_rng_state` calls a generator, and how its state is brought into that form."""
+    """Return the name of a generator in `load_rng_state` and the conversion of its state; None if not recognized."""
     if key == "random_state":
         return "python", _python_state
     if key == "numpy_random_seed":
@@ -185,7 +184,7 @@ def _numpy_state(state: Any) -> dict[str, Any]:
 
 
 def _of_device(states: Any, local_rank: int) -> Tensor:
-    """Of the generators of all devices that a rank saw, its own."""
+    """Return a rank's own generator state from those of all devices that it saw."""
     if isinstance(states, Tensor):
         return states
     return states[local_rank if local_rank < len(states) else 0]
