@@ -1,4 +1,4 @@
-"""What samplers give: held against the dataset, and summed up to be held against what a resume gives."""
+"""Check the indices that samplers return against the dataset, and compute checksums that a resume compares."""
 
 from collections.abc import Sequence
 from operator import index
@@ -38,7 +38,7 @@ def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions
 
 
 def outside_of(given: int, size: int, sampler: object) -> IndexRangeError:
-    """The error for an index that a dataset does not have."""
+    """Return the error for an index that is not in the dataset."""
     return IndexRangeError(
         f"{type(sampler).__name__} gave index {given}, and the dataset has {size} samples (0 to {size - 1}); "
         "build the sampler for this dataset"
@@ -46,7 +46,7 @@ def outside_of(given: int, size: int, sampler: object) -> IndexRangeError:
 
 
 def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int:
-    """A checksum of indices, weights or keys, going on from that of what came before."""
+    """Return a checksum of indices, weights or keys, continued from the checksum `before` of earlier ones."""
     if isinstance(drawn, np.ndarray):
         return crc32(np.ascontiguousarray(drawn).data, before)
     return crc32(
@@ -55,7 +55,11 @@ def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int
 
 
 def _check_keys(items: list[Any], size: int | None, sampler: object) -> None:
-    """Keys of a dataset may be of any kind, but for nothing and fractions, and not mixed with indices."""
+    """Check that keys are neither None nor floats and are not mixed with indices; any other type is allowed.
+
+    Raises:
+        IndexRangeError: A key is not allowed, or an index is out of range.
+    """
     for number, item in enumerate(items):
         if item is None or isinstance(item, float) or isinstance(item, int) != isinstance(items[0], int):
             raise IndexRangeError(
