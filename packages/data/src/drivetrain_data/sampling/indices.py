@@ -15,15 +15,15 @@ _PLAIN = (str, bytes, int, float, tuple)
 
 
 def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions | list[Any]:
-    """What a sampler drew, as whole numbers, held against the dataset's length; or as it is, if it drew other keys.
+    """Return a sampler's items as an array of checked integers, or unchanged if they are other keys.
 
     Args:
-        items: What it drew.
-        size: The samples of the dataset; None if that is not known.
-        sampler: To name in errors.
+        items: The items that the sampler drew.
+        size: The number of samples in the dataset; None if unknown.
+        sampler: The sampler, to name it in errors.
 
     Raises:
-        IndexRangeError: An index lies outside, or is none.
+        IndexRangeError: An index is out of range, or an item is neither an index nor a key.
     """
     try:
         indices = np.fromiter(map(index, items), dtype=np.int64, count=len(items))
