@@ -62,7 +62,7 @@ class ShardedLoader(Generic[Batch]):
         self._on_batch = on_batch
         self._epoch = 0
         self._position = 0
-        self._stepped = 0  # the position of the last mark_stepped: an optimizer has stepped on everything before it
+        self._stepped = 0  # the position of the last mark_stepped; an optimizer has stepped on all before it
         self._stepped_extra: Mapping[str, Any] = {}
         self._begun = False  # a loop has entered the current epoch: the next loop reads the next epoch
         self._finished = False

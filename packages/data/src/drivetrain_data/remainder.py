@@ -155,9 +155,8 @@ def _cut(
         rows = _rows_given(plan, tensor.shape[0])
     starts = [0, *accumulate(rows)]
     whole = _is_whole(plan)
-    same = (
-        len(set(rows)) == 1
-    )  # otherwise a single row need not be a number for the whole batch: other ranks may have dropped rows
+    # With different numbers of rows, a single row need not be a number for the whole batch.
+    same = len(set(rows)) == 1
     pieces: list[torch.Tensor] = []
     for shard, rank in enumerate(range(len(rows)) if readers is None else readers):
         kept = (

@@ -87,7 +87,8 @@ def _searching(
                 if not is_out_of_memory(error):
                     raise
                 tried.append(f"{batch_size} ({_told(error)})")
-                traceback.clear_frames(error.__traceback__)  # the frames' locals keep tensors of the failed try alive
+                # The locals of the traceback's frames keep the tensors of the failed try alive.
+                traceback.clear_frames(error.__traceback__)
             free_memory()
             batch_size = _next_batch_size(function, batch_size, reduce, tried)
         raise NoBatchSizeFitsError(

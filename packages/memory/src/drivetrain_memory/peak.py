@@ -49,8 +49,8 @@ class PeakMemory:
         """True if `host_bytes` is the exact peak of the block.
 
         False if the system cannot reset its counter (not Linux, or a read-only /proc) and the process used more
-        memory before the block than during it: `host_bytes` is then a lower bound, the maximum of the resident memory
-        at the start, at the end and at each read of the property.
+        memory before the block than during it: `host_bytes` is then a lower bound, the larger of the resident memory
+        at the start and at the end.
         """
         self._update()
         return self._resets_host or self._host_peak > self._process_peak_before

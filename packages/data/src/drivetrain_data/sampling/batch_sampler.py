@@ -171,9 +171,8 @@ class WholeBatchSampler(StepSampler):
             try:
                 for batch in held:
                     yield batch.tolist() if isinstance(batch, np.ndarray) else batch
-            except (
-                GeneratorExit
-            ):  # the loop was left, which ends its epoch: bring the sampler to the epoch's end
+            except GeneratorExit:
+                # The loop was left, which ends its epoch: bring the sampler to the epoch's end.
                 self._start.exhaust(drawn, draws, num_drawn=len(checksums))
                 raise
             if is_last:

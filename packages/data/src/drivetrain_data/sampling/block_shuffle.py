@@ -74,7 +74,7 @@ class BlockOrder:
         self._shuffled = shuffled
         self._function = function
         self._tells = tells
-        self._resumed: tuple[int, int] | None = None  # a resumed epoch and the number of blocks it was begun with
+        self._resumed: tuple[int, int] | None = None  # a resumed epoch and its original number of blocks
         self._permutation = lru_cache(maxsize=num_blocks)(Permutation)
         # The number of shards -> the checksum of the function's values.
         self._checksums = {} if function is None else {num_blocks: check_function(function, size, num_blocks)}

@@ -133,7 +133,8 @@ class ForeignSource:
             return islice(iter(self._loader), position, None)
         self._loader.load_state_dict(stand.snapshot["reader"])
         batches = iter(self._loader)
-        if not isgenerator(batches):  # a generator starts only now, and repeats the draws of the epoch's start
+        # A generator starts only at its first batch, and then repeats the draws of the epoch's start.
+        if not isgenerator(batches):
             load_plain_states(stand.snapshot["generators"])
         return islice(batches, position - stand.received, None)
 

@@ -119,9 +119,8 @@ class EpochStart:
         length = length_of(self.sampler)
         if (self._is_stateful or self._changes) and length is not None:
             with draws.active():
-                deque(
-                    islice(drawn, max(0, length - num_drawn) + 1), maxlen=0
-                )  # one more than the rest, so that code after the last yield runs
+                # One item more than the rest, so that the sampler's code after its last yield runs.
+                deque(islice(drawn, max(0, length - num_drawn) + 1), maxlen=0)
 
     def how(self, seed: int) -> str:
         """Describe how an epoch is drawn, as a phrase for users."""

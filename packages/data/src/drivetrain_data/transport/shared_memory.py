@@ -21,7 +21,8 @@ import torch.distributed as dist
 from drivetrain_data.errors import DispatchError
 from drivetrain_data.transport.message import Bytes, Outgoing
 
-_NOTICE = struct.Struct("=qq?")  # the slot, the bytes of its message, whether a descriptor of new memory is attached
+# The slot, the bytes of its message, and whether a descriptor of new memory for the slot is attached.
+_NOTICE = struct.Struct("=qq?")
 _RANK = struct.Struct("=q")
 _COPIED = b"."
 _SMALLEST_SLOT = 2**16
@@ -111,14 +112,14 @@ class _Line:
             self._slots[slot] = _mapped(descriptors[0])
             os.close(descriptors[0])
         message = self._slots[slot][:used].copy()
-        with suppress(BrokenPipeError, ConnectionResetError):  # the sender may have exited after its last message
+        with suppress(BrokenPipeError, ConnectionResetError):  # the sender may have exited meanwhile
             self._connection.send(_COPIED)
         return message
 
     def _next_notice(self) -> tuple[int, int, bool, list[int]]:
         try:
             notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
-        except ConnectionResetError:  # the sender exited with replies unread; its earlier notices can still be read
+        except ConnectionResetError:  # the sender exited with unread replies; its notices can still be read
             notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
         if not notice:
             raise self._ended()
