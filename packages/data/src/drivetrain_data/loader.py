@@ -236,9 +236,9 @@ class ShardedLoader(Generic[Batch]):
                 yield batch
                 if self._newest is not this:
                     raise RuntimeError(
-                        "another loop over this ShardedLoader has begun meanwhile, or set_epoch or load_state_dict "
-                        "was called, and it has one position, not two: leave the loop first; for a loop within the "
-                        "loop shard a second DataLoader"
+                        "another loop over this ShardedLoader has begun, or set_epoch or load_state_dict was called, "
+                        "while this loop was running, but the loader has only one position: leave the loop first; to "
+                        "nest loops, shard a second DataLoader"
                     )
             self._finished = True
         finally:

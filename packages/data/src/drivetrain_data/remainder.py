@@ -48,7 +48,7 @@ def trim(
         ValueError: `readers` is given without `rows`.
     """
     if readers is not None and rows is None:
-        raise ValueError("readers=: which rows are whose must be said too; gather row_counts() for rows=")
+        raise ValueError("readers= requires rows=; gather row_counts() for it")
     if readers is None and _is_whole(plan):
         return gathered
 
@@ -102,9 +102,9 @@ def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
         return
     raise TrimError(
         f"this comes after the loop: in its last step only {'+'.join(map(str, left.real_counts))} samples of the "
-        "ranks counted, and which rows of what was collected are theirs is not known any more. Gather inside the "
-        "loop, for each batch, and collect what comes back. What is summed up goes through reduce(); gather() keeps "
-        "every row; loader= names the batch of a loop that still runs"
+        "ranks counted, and the collected rows can no longer be attributed to them. Gather inside the loop, for each "
+        "batch, and collect the results. For sums use reduce(); gather() keeps every row; loader= names the batch of "
+        "a loop that is still running"
     )
 
 
@@ -137,8 +137,8 @@ def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:
         return value  # one number for the whole batch
     raise TrimError(
         f"rank {rank} gave a {type(value).__name__} for a batch of {plan.sizes[rank]} samples, of which "
-        f"{plan.real_counts[rank]} count: which part of it is whose is not certain. Gather lists of one element a "
-        "sample"
+        f"{plan.real_counts[rank]} count: its parts cannot be attributed to samples. Gather lists of one element "
+        "per sample"
     )
 
 
@@ -184,8 +184,8 @@ def _rows_given(plan: BatchPlan, total: int) -> Sequence[int]:
     held = "an unknown number of" if sizes is None else f"{'+'.join(map(str, sizes))}"
     raise TrimError(
         f"a gathered tensor has {total} rows, and the {count} shards held {held} samples, of which "
-        f"{'+'.join(map(str, plan.real_counts))} count: which rows are whose is not certain. Gather one row a "
-        "sample, or gather objects"
+        f"{'+'.join(map(str, plan.real_counts))} count: the rows cannot be attributed to samples. Gather one "
+        "row per sample, or gather objects"
     )
 
 
@@ -201,6 +201,6 @@ def _rows_kept(plan: BatchPlan, rank: int, num_rows: int, *, may_be_number: bool
     if num_rows % held == 0:
         return num_rows // held * real
     raise TrimError(
-        f"rank {rank} gave {num_rows} rows or elements for a batch of {held} samples, of which {real} count: which "
-        "ones is not certain. Gather one a sample"
+        f"rank {rank} gave {num_rows} rows or elements for a batch of {held} samples, of which {real} count: they "
+        "cannot be attributed to samples. Gather one per sample"
     )

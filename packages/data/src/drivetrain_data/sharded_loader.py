@@ -104,7 +104,7 @@ def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int
     if num_nodes is None:
         if strategy == "node" and shard.count > 1:
             raise ValueError(
-                f"strategy='node': over how many nodes the {shard.count} shards lie is not known; say num_nodes="
+                f"strategy='node': the number of nodes of the {shard.count} shards is unknown; pass num_nodes="
             )
         num_nodes = 1
     if strategy == "node" and (num_nodes < 1 or shard.count % num_nodes):

@@ -21,7 +21,7 @@ _BLOCK = 8192  # the number of positions computed at once
 
 
 class PermutationSampler(Sampler[int]):
-    """A sampler that shuffles any dataset without building a list: it computes each index when it is requested.
+    """A sampler that shuffles any dataset in constant memory, computing each index when it is requested.
 
     Args:
         num_samples: The length of the dataset.

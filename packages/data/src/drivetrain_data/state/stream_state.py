@@ -59,7 +59,7 @@ class Start(NamedTuple):
 
 
 class Snapshots:
-    """A taker of snapshots of a dataset or loader, and of the global generators that it may draw from.
+    """The snapshots of a dataset or loader, taken from time to time, with the global generators that it may use.
 
     Args:
         reader: The loader, or the dataset if it is read without workers; a worker uses its own dataset instead.
