@@ -56,6 +56,7 @@ class LoopSeededDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any) -> None:
+        # Bypasses __setattr__, which writes to the dataset.
         self.__dict__.update({_DATASET: dataset, _LOOP: 0})
 
     def __len__(self) -> int:

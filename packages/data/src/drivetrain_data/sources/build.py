@@ -158,10 +158,12 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
 
 
 def _check_seeded(dataset: Any, plan: ReadPlan) -> None:
-    """Check that a stream is not shuffled without a seed: each process would read another order.
+    """Check that only one rank reads a stream shuffled without a seed, whose order differs between processes.
+
+    A warning says that such a stream cannot be resumed in the middle of an epoch.
 
     Raises:
-        ValueError: Several ranks read the stream. With one reader, a warning says that no other run can resume it.
+        ValueError: Several ranks read the stream.
     """
     if not shuffles_unseeded(dataset):
         return

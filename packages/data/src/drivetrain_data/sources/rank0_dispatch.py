@@ -89,7 +89,7 @@ class DispatchSource:
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch on the first rank, and receive it on the others."""
         self._loop += 1
-        self._sent = []  # receivers may have left a message sent ahead unread, and the layout in it
+        self._sent = []  # a receiver may have left a message unread, and so lack the layout sent in it
         steps = self._send(epoch, position) if self._is_reader else self._receive()
         try:
             yield from steps

@@ -13,7 +13,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from drivetrain_data.randomness.generators import load_plain_states, plain_states, seed_global_generators
 from drivetrain_data.randomness.permutation import hash_key
 
-# A snapshot may take as long as many samples; a resume reads the samples since the last snapshot again.
+# Taking a snapshot may cost as much as reading many samples; a resume reads those since the last snapshot again.
 _SECONDS_BETWEEN = 0.5
 
 PLACEHOLDER = object()  # stands for the samples of a worker that skips its turn
@@ -174,7 +174,7 @@ class EpochStream(IterableDataset[Any]):
     """
 
     def __init__(self, reader: EpochReader) -> None:
-        self.__dict__[_READER] = reader
+        self.__dict__[_READER] = reader  # bypasses __setattr__, which writes to the user's dataset
 
     @staticmethod
     def inside(dataset: Any) -> Any:

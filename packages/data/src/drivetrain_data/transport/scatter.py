@@ -53,6 +53,7 @@ class ScatterChannel:
         self._rest = (rows, longest)
         if complete:
             self._send_rest()
+        # Wait for the previous message only now, while this one is being sent: the next call reuses its buffer.
         for work in before:
             work.wait()
 

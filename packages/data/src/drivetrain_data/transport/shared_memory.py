@@ -143,6 +143,7 @@ def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
         listener = _listen(Path(folder) / "meet", num_ranks) if is_sender else None
         place: list[str | None] = [None if listener is None else listener.getsockname()]
         dist.broadcast_object_list(place, dist.get_global_rank(group, 0), group=group)
+        # Receivers connect before the sender accepts: the listener's backlog has room for all of them.
         connections = {} if is_sender else _connected(place[0], dist.get_rank(group))
         reached: list[bool | None] = [None] * num_ranks
         dist.all_gather_object(reached, is_sender or bool(connections), group=group)
