@@ -470,7 +470,7 @@ def test_samples_to_be_drawn_from_an_empty_dataset_are_refused(replacement: bool
 
 
 def test_nodes_must_be_counted_where_there_may_be_several() -> None:
-    with pytest.raises(ValueError, match="over how many nodes the 4 shards lie is not known; say num_nodes="):
+    with pytest.raises(ValueError, match="the number of nodes of the 4 shards is unknown; pass num_nodes="):
         shard_loader(DataLoader(Numbers(8)), Shard(0, 4), strategy="node")
     assert len(list(shard_loader(DataLoader(Numbers(8)), Shard(0, 1), strategy="node"))) == 8
     shard_loader(DataLoader(Numbers(8)), Shard(0, 4), strategy="node", num_nodes=1)

@@ -1,4 +1,4 @@
-"""Shard any DataLoader and resume it exactly, also with another number of processes."""
+"""Shard any DataLoader and resume it exactly, even with a different number of processes."""
 
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from drivetrain_data.sharded_loader import is_loader as is_loader
     from drivetrain_data.sharded_loader import shard_loader as shard_loader
 
-# Public name -> the file it stands in.
+# Public name -> the module that defines it.
 _ROOMS = {
     "ActiveLoaders": "active_loaders",
     "AmbiguousLoaderError": "errors",

@@ -13,7 +13,7 @@ Nested: TypeAlias = Any
 
 
 def map_leaves(data: Nested, change: Callable[[Any], Any]) -> Nested:
-    """The same structure with every leaf, tensor or not, replaced by `change(leaf)`."""
+    """Return the same structure with every leaf, tensor or not, replaced by `change(leaf)`."""
     if isinstance(data, torch.Tensor):
         return change(data)
     if isinstance(data, Mapping):
@@ -33,7 +33,7 @@ def map_leaves(data: Nested, change: Callable[[Any], Any]) -> Nested:
 
 
 def to_device(batch: Nested, device: torch.device, *, non_blocking: bool) -> Nested:
-    """Copy tensors, and objects that have a `to(device)` of their own, to a device; all else stays as it is."""
+    """Copy tensors, and objects with their own `to(device)`, to a device; return other leaves unchanged."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -44,20 +44,20 @@ def to_device(batch: Nested, device: torch.device, *, non_blocking: bool) -> Nes
 
 
 def leading_size(batch: Nested) -> int | None:
-    """How many samples a batch holds, if all that it is made of agrees: a guess.
+    """Guess the number of samples in a batch from the sizes of its parts.
 
-    Said by dimension 0 of every tensor and array, the sequences of a `PackedSequence`, and the length of every list
-    that holds no such things. A number of its own, a text, or a tensor of shape () says nothing.
+    The sizes are dimension 0 of every tensor and array, the number of sequences in a `PackedSequence`, and the length
+    of every list that holds none of these. Single numbers, strings and tensors of shape () have no size.
 
     Returns:
-        None if nothing says how many, or two parts disagree.
+        The size that all parts share; None if no part has a size, or two parts disagree.
     """
     sizes = leading_sizes(batch)
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def leading_sizes(batch: Nested) -> set[int]:
-    """All sizes that parts of a batch speak for."""
+    """Return the distinct sizes of the parts of a batch; see `leading_size`."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return {batch.shape[0]} if batch.ndim else set()
     if isinstance(batch, PackedSequence):
@@ -86,7 +86,7 @@ def _map_mapping(data: Mapping[Any, Any], change: Callable[[Any], Any]) -> Mappi
     if type(data) is dict:
         return values
     if isinstance(data, MutableMapping):
-        filled = copy(data)  # keeps what the type holds besides its items
+        filled = copy(data)  # keeps the attributes that the type holds besides its items
         for key, value in values.items():
             filled[key] = value
         return filled

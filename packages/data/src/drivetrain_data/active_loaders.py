@@ -1,4 +1,4 @@
-"""Which loader the current batch came from: loops nest, run side by side, and are broken out of."""
+"""Track which loader the current batch came from, for loops that nest, alternate or end early."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,26 +10,26 @@ from drivetrain_data.sampling.step_info import BatchPlan
 
 
 class Planned(Protocol):
-    """What is tracked here: a loader that knows its current batch, and what of it an optimizer has stepped on."""
+    """A loader that knows its current batch and can record that an optimizer has stepped."""
 
     @property
     def current(self) -> BatchPlan | None:
-        """What is known of the batch last yielded; None outside a loop."""
+        """The plan of the batch yielded last; None outside a loop."""
         ...
 
     def mark_stepped(self) -> None:
-        """Note that an optimizer has stepped on all that was received."""
+        """Record that an optimizer has stepped on every batch received so far."""
         ...
 
 
 class ActiveLoaders:
-    """The loaders being read, the one that yielded last on top.
+    """A stack of the loaders being read, with the loader that yielded last on top.
 
-    An evaluation loop inside a training loop takes the top and gives it back when it ends. Two loaders read side by
-    side change places with every batch; where their batches would be trimmed differently, a call must name one.
+    An evaluation loop inside a training loop pushes its loader and pops it at its end. Two loaders read in turns swap
+    places with every batch; if their batches would be trimmed differently, a call must name the loader.
 
     Attributes:
-        left: What was known of the last batch of a loop that has ended since the last batch of any; else None.
+        left: The plan of the last batch of the loop that ended last; None once any loader yields again.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class ActiveLoaders:
 
     @property
     def current(self) -> Planned | None:
-        """The loader that yielded last, of those still being read."""
+        """The loader that yielded last and is still being read; None if there is none."""
         return self._stack[-1] if self._stack else None
 
     @property
     def ending(self) -> BatchPlan | None:
-        """The current batch, if an epoch ends with it: of the current loader, or of one read side by side with it."""
+        """The plan of a current batch that ends its epoch, among the loaders read in turns; None if there is none."""
         for loader in self._side_by_side() if self._stack else ():
             plan = loader.current
             if plan is not None and plan.is_last:
@@ -52,41 +52,41 @@ class ActiveLoaders:
         return None
 
     def push(self, loader: Planned) -> None:
-        """Note that a loader yields. Called for each batch."""
+        """Record that a loader yields a batch. Called for each batch."""
         stack = self._stack
         self.left = None
         if stack and stack[-1] is loader:
             return
         for place, other in enumerate(stack):
             if other is loader:
-                # Those above began after it and are not done: they are read in turns.
+                # The loaders above it started later and have not ended, so all of them are read in turns.
                 self._alternating.update(map(id, stack[place:]))
                 del stack[place]
                 break
         stack.append(loader)
 
     def pop(self, loader: Planned) -> None:
-        """Note that a loader's loop is over, or was broken out of."""
+        """Record that the loop over a loader has ended or was left early."""
         self.left = loader.current
         self._stack = [other for other in self._stack if other is not loader]
         self._alternating.discard(id(loader))
 
     def mark_stepped(self) -> None:
-        """Note that an optimizer has stepped on all that was received of the loaders being read."""
+        """Record that an optimizer has stepped on every batch received from the loaders being read."""
         for loader in self._stack:
             loader.mark_stepped()
 
     def plan(self, loader: Planned | None = None) -> BatchPlan | None:
-        """What is known of the current batch.
+        """Return the plan of the current batch.
 
         Args:
-            loader: Whose batch; by default that of the loader that yielded last.
+            loader: The loader of the batch; by default the loader that yielded last.
 
         Returns:
-            None outside any loop.
+            The plan of the batch; None outside any loop.
 
         Raises:
-            AmbiguousLoaderError: Two loaders are read side by side and their batches differ in what counts.
+            AmbiguousLoaderError: Two loaders are read in turns, and their batches would be trimmed differently.
         """
         if loader is not None:
             return loader.current
@@ -102,18 +102,18 @@ class ActiveLoaders:
         return top
 
     def _side_by_side(self) -> Sequence[Planned]:
-        """The current loader, last, after those that are read in turns with it."""
+        """Return the loaders read in turns with the current one, which comes last."""
         stack = self._stack
         if stack and id(stack[-1]) in self._alternating:
             return [loader for loader in stack if id(loader) in self._alternating]
         return stack[-1:]
 
     def trim(self, gathered: Nested, *, loader: Planned | None = None, rows: Nested | None = None) -> Nested:
-        """Leave the real samples of the current batch in nested tensors gathered rank by rank; see `trim`."""
+        """Keep the real samples of the current batch in nested tensors gathered rank by rank; see `trim`."""
         return trim(self.plan(loader), gathered, rows=rows)
 
     def trim_objects(self, by_rank: Sequence[Any], *, loader: Planned | None = None) -> list[Any]:
-        """Leave the real samples of the current batch in one object a rank; see `trim_objects`."""
+        """Keep the real samples of the current batch in one object per rank; see `trim_objects`."""
         return trim_objects(self.plan(loader), by_rank)
 
 
@@ -121,7 +121,7 @@ def _same_trim(one: BatchPlan | None, other: BatchPlan | None) -> bool:
     if one is None or other is None:
         return True
     if all(plan.is_whole and plan.even for plan in (one, other)):
-        return True  # nothing is to be trimmed or weighed of either
+        return True  # neither batch needs trimming or weighting
     return one.real_counts == other.real_counts and one.sizes == other.sizes
 
 

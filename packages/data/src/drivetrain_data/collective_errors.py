@@ -1,24 +1,24 @@
-"""Whether ranks that draw for themselves have drawn the same."""
+"""Check that ranks that draw samples independently have drawn the same ones."""
 
 from collections.abc import Callable
 from typing import TypeAlias
 
 import torch.distributed as dist
 
-# Told the name of a sampler and a checksum of what it drew.
+# A callback that receives a sampler's name and a checksum of the indices it drew.
 Agree: TypeAlias = Callable[[str, int], None]
 
 
 def check_agreement(group: dist.ProcessGroup, name: str, checksum: int) -> None:
-    """Hold what a sampler drew here against what it drew on the other ranks. Called on all ranks of the group.
+    """Check that a sampler drew the same indices on every rank. Called on all ranks of the group.
 
     Args:
-        group: The ranks that share the data.
-        name: The sampler's.
-        checksum: Of what it drew.
+        group: The process group of the ranks that share the data.
+        name: The name of the sampler, for the error.
+        checksum: The checksum of the indices drawn on this rank.
 
     Raises:
-        ValueError: It drew something else on another rank; raised on all of them.
+        ValueError: The sampler drew other indices on another rank; raised on all ranks.
     """
     drawn: list[int | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(drawn, checksum, group=group)

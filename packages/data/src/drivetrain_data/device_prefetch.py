@@ -1,7 +1,8 @@
-"""Batches on their way to the device before the loop asks for them.
+"""Prefetch batches to the device.
 
-Where the device has streams, batches are copied on one of its own, so that a copy from pinned memory runs while the
-loop computes; the loop's stream waits for the copy alone. What a step moves is counted when the loop has it.
+On a device with streams, a side stream copies the batches, so that copies from pinned memory overlap with
+computation; the loop's stream waits only for the copy that it needs. The loader's position advances when the loop
+receives a batch, not when its copy starts.
 """
 
 from collections import deque
@@ -16,11 +17,11 @@ from drivetrain_data.sources.base import Reading
 
 
 class _Copied(NamedTuple):
-    """A reading whose batch is on its way.
+    """A reading whose batch is being copied.
 
     Attributes:
-        reading: It, with the batch on the device.
-        done: When the copy is made; None where the loop's own stream makes it.
+        reading: The reading with its batch on the device.
+        done: The event recorded after the copy; None if the loop's own stream makes the copy.
     """
 
     reading: Reading
@@ -28,12 +29,12 @@ class _Copied(NamedTuple):
 
 
 class DeviceCopies:
-    """Copies of batches on a device.
+    """A prefetcher that copies batches to a device.
 
     Args:
-        device: Where.
-        non_blocking: Copy pinned memory without waiting.
-        num_ahead: The copies that are made before the loop asks for them; each holds its memory.
+        device: The target device of the copies.
+        non_blocking: Whether to copy pinned memory without waiting.
+        num_ahead: The number of batches to copy before the loop asks for them; each occupies device memory.
     """
 
     def __init__(self, device: torch.device, *, non_blocking: bool, num_ahead: int) -> None:
@@ -43,7 +44,7 @@ class DeviceCopies:
         self._stream = _new_stream(device) if num_ahead else None
 
     def copied(self, readings: Iterator[Reading]) -> Generator[Reading]:
-        """The same readings with their batches on the device. An error comes after the batches before it."""
+        """Yield the readings with their batches on the device; raise an error only after the batches before it."""
         ahead: deque[_Copied] = deque()
         while True:
             try:
@@ -68,8 +69,10 @@ class DeviceCopies:
         return _Copied((plan, batch, mark), done)
 
     def _arrived(self, copied: _Copied) -> Reading:
-        """Let the loop's stream wait for the copy, and keep the memory until that stream is done with it."""
+        """Make the loop's stream wait for the copy, and keep the memory until that stream has finished with it."""
         if copied.done is not None:
+            # The batch was allocated on the side stream; without record_stream the allocator could reuse its memory
+            # while kernels on the loop's stream still read it.
             stream = torch.accelerator.current_stream(self._device)
             stream.wait_event(copied.done)
             _keep_for(stream, copied.reading[1])
@@ -77,7 +80,7 @@ class DeviceCopies:
 
 
 def _new_stream(device: torch.device) -> Any:
-    """A stream for copies; None where the device has no streams."""
+    """Return a stream for copies, or None if the device has no streams."""
     if not hasattr(getattr(torch, device.type, None), "Stream"):
         return None
     return torch.Stream(device)

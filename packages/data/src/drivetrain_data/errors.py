@@ -1,29 +1,29 @@
-"""What can go wrong between a dataset and the ranks that share it."""
+"""Exceptions raised while ranks share a dataset."""
 
 
 class DataStateError(ValueError):
-    """A saved position does not fit the loader: another dataset, order, sampler, or a newer format."""
+    """A saved position does not fit the loader: the dataset, order or sampler differs, or its format is newer."""
 
 
 class IndexRangeError(ValueError):
-    """A sampler gave an index that the dataset does not have."""
+    """A sampler returned an index that is not in the dataset."""
 
 
 class TrimError(ValueError):
-    """Which rows of a gathered value belong to which rank's samples is not certain."""
+    """A gathered value has rows that cannot be attributed to the samples of a rank."""
 
 
 class AmbiguousLoaderError(RuntimeError):
-    """Two loaders are read side by side, and it is not clear whose batch is meant."""
+    """Two loaders are read in turns, and a call does not say which loader's batch it means."""
 
 
 class DispatchError(RuntimeError):
-    """Another rank failed or ended: the one that reads for all, whose traceback is told, or one it serves."""
+    """Another rank failed or exited: the reading rank, whose traceback the message shows, or a receiving rank."""
 
 
 class ResumedLoaderError(RuntimeError):
-    """Batches are to be left out of an epoch whose first ones a loaded state has left out already."""
+    """A call skips batches of an epoch that a loaded state already resumes in the middle."""
 
 
 class UnpreparedLoaderError(RuntimeError):
-    """What was computed from a loader that every rank reads whole is to be gathered as if each read a part."""
+    """A value computed from an unsharded loader is gathered as if each rank had read a shard."""

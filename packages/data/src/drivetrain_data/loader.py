@@ -1,4 +1,4 @@
-"""A loader as a training loop sees it: one shard's batches on its device, with what every rank knows of them."""
+"""A sharded loader as a training loop sees it: one shard's batches on its device, each with its plan."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -16,27 +16,27 @@ Batch = TypeVar("Batch")
 
 
 class ShardedLoader(Generic[Batch]):
-    """One shard of a loader. `shard_loader` makes it.
+    """A shard of a loader. Create it with `shard_loader`.
 
-    Each loop over it is an epoch: the first one `epoch`, the next ones count up by themselves unless `set_epoch` says
-    which. After `load_state_dict`, the first loop gives the rest of the epoch that was saved.
+    Each loop over the loader is an epoch: the first loop reads `epoch`, and each later one the next epoch unless
+    `set_epoch` chooses another. After `load_state_dict`, the first loop reads the rest of the saved epoch.
 
     Args:
-        source: Where batches come from.
-        dataset: The user's.
-        shard: Which part this is.
-        batch_size: Samples of a batch on each shard; None where the user's batches are dealt out as they are.
-        copies: Copies batches to the device; None leaves them.
-        activity: Told of every batch.
-        on_batch: Called for every batch.
-        seed_source: Who said the seed, as one phrase for people.
+        source: The source of the batches.
+        dataset: The dataset of the user's loader.
+        shard: The shard that this loader reads.
+        batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
+        copies: The prefetcher that copies batches to the device; None leaves batches where they are.
+        activity: The stack of active loaders to update for every batch.
+        on_batch: A callback to call for every batch.
+        seed_source: The origin of the seed, as a phrase for users.
 
     Attributes:
-        dataset: The user's.
-        shard: Which part this is.
-        batch_size: Samples of a batch on each shard.
-        current: What is known of the batch just yielded; None outside a loop.
-        seed_source: Who said the seed.
+        dataset: The dataset of the user's loader.
+        shard: The shard that this loader reads.
+        batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
+        current: The plan of the batch yielded last; None outside a loop.
+        seed_source: The origin of the seed, as a phrase for users.
     """
 
     def __init__(
@@ -62,34 +62,34 @@ class ShardedLoader(Generic[Batch]):
         self._on_batch = on_batch
         self._epoch = 0
         self._position = 0
-        self._stepped = 0  # the position whose gradients are in the weights, as far as the caller has said
+        self._stepped = 0  # the position of the last mark_stepped; an optimizer has stepped on all before it
         self._stepped_extra: Mapping[str, Any] = {}
-        self._begun = False  # the current epoch was entered: the next loop is another one
+        self._begun = False  # a loop has entered the current epoch: the next loop reads the next epoch
         self._finished = False
-        self._newest = object()  # marks the newest loop, which alone moves the position
+        self._newest = object()  # identifies the newest loop, the only one that moves the position
 
     @property
     def epoch(self) -> int:
-        """The epoch being read, or read last; before the first loop, the one to come."""
+        """The epoch being read, or read last; before the first loop, the next epoch."""
         return self._epoch
 
     @property
     def seed(self) -> int:
-        """What the order is drawn from, with the epoch; a loaded state brings its own."""
+        """The seed from which, with the epoch, the order is derived; loading a state sets the saved seed."""
         return self._source.seed
 
     @property
     def order_source(self) -> str:
-        """Where the order comes from, as one phrase for people."""
+        """The origin of the order, as a phrase for users."""
         return self._source.order_source
 
     @property
     def total_batch_size(self) -> int | None:
-        """The samples of a step over all shards; None where the user's batches are dealt out as they are."""
+        """The number of samples in a step over all shards; None if the user's batches are distributed whole."""
         return None if self.batch_size is None else self.batch_size * self.shard.count
 
     def __len__(self) -> int:
-        """The steps of a whole epoch, which all ranks take.
+        """Return the number of steps in a whole epoch, which is the same on all ranks.
 
         Raises:
             TypeError: The dataset has no length.
@@ -97,12 +97,12 @@ class ShardedLoader(Generic[Batch]):
         return self._source.num_steps(self._epoch, 0)
 
     def num_left(self) -> int:
-        """The steps that the next loop takes: after a resume those of the epoch's rest, else as `len`.
+        """Return the number of steps of the next loop: the rest of the epoch after a resume, else `len(self)`.
 
         Raises:
             TypeError: The dataset has no length.
         """
-        # Of another epoch than the one being read nobody is asked: that would seed its sampler anew.
+        # Ask only about the epoch being read: asking a sampler about another epoch would reseed it.
         return self._source.num_steps(self._epoch, 0 if self._begun else self._position)
 
     def __repr__(self) -> str:
@@ -115,19 +115,19 @@ class ShardedLoader(Generic[Batch]):
         return self.skipping(0)
 
     def skipping(self, num_batches: int) -> Iterator[Batch]:
-        """Read the next epoch without its first batches. Called on all ranks.
+        """Iterate over the next epoch without its first `num_batches` batches. Called on all ranks.
 
         Raises:
-            ResumedLoaderError: A state was loaded in the middle of an epoch, whose rest is still to be read.
+            ResumedLoaderError: A state was loaded in the middle of an epoch, and its rest has not been read yet.
         """
         self.check_skippable(num_batches)
         return self._loop(num_batches)
 
     def check_skippable(self, num_batches: int) -> None:
-        """Refuse to leave out batches of a rest that was loaded: those before it are left out already.
+        """Check that no batches are skipped in an epoch that a loaded state already resumes in the middle.
 
         Raises:
-            ResumedLoaderError: It was, and `num_batches` is not 0.
+            ResumedLoaderError: A state was loaded in the middle of an epoch, and `num_batches` is not 0.
         """
         if num_batches and self._position and not self._begun:
             raise ResumedLoaderError(
@@ -138,7 +138,7 @@ class ShardedLoader(Generic[Batch]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next loop. A rest to be resumed is kept if it belongs to the same one.
+        """Choose the epoch of the next loop. If a loaded state resumes the same epoch, its position is kept.
 
         Raises:
             ValueError: `epoch` is negative.
@@ -149,26 +149,27 @@ class ShardedLoader(Generic[Batch]):
             self._start(epoch, position=0)
 
     def mark_stepped(self) -> None:
-        """Note that an optimizer has stepped on all that was received: its gradients are in the weights.
+        """Record that an optimizer has stepped on every batch received so far.
 
-        A loop of your own that takes a batch before it has stepped on the one before takes it too early: let the
-        loader read ahead (`copy_ahead`, `read_ahead`, workers) instead, of which nothing counts as received.
+        Do not fetch the next batch before stepping on the current one, or the fetched batch counts as stepped on. To
+        overlap reading with computation, let the loader read ahead (`copy_ahead`, `read_ahead`, workers): batches
+        read ahead do not count as received.
         """
         self._stepped = self._position
         self._stepped_extra = self._source.extra_state(self._epoch, self._position)
 
     def state_dict(self, *, stepped: bool = False) -> dict[str, Any]:
-        """The position after the last batch that was received, as plain values.
+        """Return the position after the last received batch, as plain values.
 
-        Save rank 0's: it holds for all ranks. They differ at most in what `extra` knows of a stream, by which less
-        or more of it is read again.
+        Save the state of rank 0: it is valid on all ranks. States of different ranks differ at most in the stream
+        state in `extra`, which determines only how much of the stream a resume reads again.
 
-        It is taken up with any number of ranks and any batch size, except where `order_source` says that batches
-        are the user's.
+        Any number of ranks can load the state, with any batch size, unless `order_source` says that the batches are
+        the user's.
 
         Args:
-            stepped: The position of the last `mark_stepped` instead: a batch in hand, whose gradients are in no
-                weights yet, comes again after a resume.
+            stepped: Whether to return the position of the last `mark_stepped` instead, so that a resume repeats
+                batches that no optimizer has stepped on.
         """
         epoch, position = self._epoch, self._position
         if self._finished:
@@ -187,10 +188,10 @@ class ShardedLoader(Generic[Batch]):
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a position: the next loop goes on with the first sample that was not received.
+        """Load a position: the next loop continues with the first sample that was not received.
 
         Raises:
-            DataStateError: The state is of other data, of another order, or of a newer format.
+            DataStateError: The state belongs to other data or another order, or its format is newer.
         """
         check_state(state, identity=self._source.identity(), fingerprint=_fingerprint(self.dataset))
         self._source.take_up(state["epoch"], state["extra"])
@@ -199,7 +200,7 @@ class ShardedLoader(Generic[Batch]):
         self._start(state["epoch"], position=state["position"])
 
     def _end_loop(self) -> None:
-        """The loop that ran is over; if it is asked again, it raises."""
+        """End the running loop; its iterator raises if it is advanced again."""
         self._newest = object()
         if self._activity is not None:
             self._activity.pop(self)
@@ -235,9 +236,9 @@ class ShardedLoader(Generic[Batch]):
                 yield batch
                 if self._newest is not this:
                     raise RuntimeError(
-                        "another loop over this ShardedLoader has begun meanwhile, or set_epoch or load_state_dict "
-                        "was called, and it has one position, not two: leave the loop first; for a loop within the "
-                        "loop shard a second DataLoader"
+                        "another loop over this ShardedLoader has begun, or set_epoch or load_state_dict was called, "
+                        "while this loop was running, but the loader has only one position: leave the loop first; to "
+                        "nest loops, shard a second DataLoader"
                     )
             self._finished = True
         finally:
@@ -246,17 +247,17 @@ class ShardedLoader(Generic[Batch]):
 
 
 class RestOfEpoch(Generic[Batch]):
-    """A sharded loader whose loops leave out their first batches; all else is the loader's.
+    """A view of a sharded loader whose loops skip their first batches; other attributes are those of the loader.
 
     Args:
-        loader: The loader, whose position moves as this is read.
-        num_batches: The batches to leave out.
+        loader: The sharded loader, whose position moves as the view is read.
+        num_batches: The number of batches to skip on this rank.
     """
 
     def __init__(self, loader: ShardedLoader[Batch], num_batches: int) -> None:
         self.loader = loader
         self.num_batches = num_batches
-        self._length: int | None = None  # of the loop that runs
+        self._length: int | None = None  # the number of steps of the running loop
 
     def __iter__(self) -> Iterator[Batch]:
         self._length = None
@@ -277,16 +278,16 @@ class RestOfEpoch(Generic[Batch]):
 
 
 def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> RestOfEpoch[Batch]:
-    """The rest of a sharded loader's epoch; where the order is ours, without reading what is left out.
+    """Skip the first batches of a sharded loader's epochs, without reading them where the order can be computed.
 
     Args:
-        loader: What `shard_loader` made.
-        num_batches: The batches of this rank to leave out.
+        loader: The loader from `shard_loader`, or from an earlier call of this function.
+        num_batches: The number of batches to skip on this rank.
 
     Raises:
         TypeError: The loader is not sharded.
         ValueError: `num_batches` is negative.
-        ResumedLoaderError: A state was loaded in the middle of an epoch: the loader goes on there by itself.
+        ResumedLoaderError: A state was loaded in the middle of an epoch: the loader already continues from there.
     """
     if type(num_batches) is not int or num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r}: must be an integer, 0 or more batches")
@@ -303,6 +304,6 @@ def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> RestOfE
 
 
 def _fingerprint(dataset: Any) -> str | None:
-    """A dataset's own mark of its content, as Hugging Face datasets have."""
+    """Return a dataset's own fingerprint of its content, as Hugging Face datasets have, or None."""
     mark = getattr(dataset, "_fingerprint", None)
     return mark if isinstance(mark, str) else None

@@ -1,4 +1,4 @@
-"""The seed that a loader brings along: drawn from the generators that its user gave to it or to its sampler."""
+"""Draw a loader's seed from the generators that the user gave to the loader or its sampler."""
 
 import random
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ _SEED_BITS = 63
 
 
 def own_seed(loader: Any) -> int | None:
-    """Draw a seed from the generators of a loader and its sampler, as torch's own loader would draw from them.
+    """Draw a seed from the generators of a loader and its sampler, as torch's own loader would.
 
-    The first draw from a `torch.Generator` that was just seeded is that seed. Any later one, for a second loader that
-    shares the generator or after other draws, is the generator's next number. The seeds of torch's
-    `DistributedSampler` and of `PermutationSampler` are taken as they are.
+    The first draw from a freshly seeded `torch.Generator` is its seed. A later draw, for a second loader that shares
+    the generator or after other draws, is the generator's next number. The seeds of torch's `DistributedSampler` and
+    of `PermutationSampler` are used unchanged.
 
     Args:
-        loader: A DataLoader, or an iterable of batches; its `batch_sampler`, `sampler` and `generator` are looked at.
+        loader: A DataLoader, or an iterable of batches; its `batch_sampler`, `sampler` and `generator` are inspected.
 
     Returns:
-        0 to 2**63 - 1; None where it has no generator of its own. Ranks that seed their generators differently draw
-        different ones: take one rank's for all.
+        The seed, 0 to 2**63 - 1; None if the loader has no generator of its own. Ranks with differently seeded
+        generators draw different seeds: use the seed of one rank on all ranks.
     """
     reader = _reader(loader)
     fixed = _fixed_seed(reader)
@@ -42,19 +42,20 @@ def own_seed(loader: Any) -> int | None:
 
 
 def seed_at(seed: int, place: int) -> int:
-    """A loader's seed by its place among those that share one: the seed itself for the first, others hashed from it.
+    """Derive the seed of one of several loaders that share a seed.
 
-    Two loaders over one dataset, read side by side, are then not in the same order.
+    The first loader gets the seed itself, later loaders get hashes of it, so that two loaders over one dataset, read
+    in turns, do not have the same order.
 
     Args:
-        seed: What they share, 0 to 2**63 - 1.
-        place: 0, 1, 2... in the order they were prepared.
+        seed: The seed that the loaders share, 0 to 2**63 - 1.
+        place: The index of the loader, from 0, in the order in which the loaders were prepared.
     """
     return seed if place == 0 else hash_key(seed, place) >> 1
 
 
 def _reader(loader: Any) -> Any:
-    """What decides the order: the user's batch sampler, or the sampler."""
+    """Return the object that determines the order: the user's batch sampler or sampler."""
     if isinstance(loader, DataLoader):
         chosen = cast("Any", loader)
         return chosen.sampler if chosen.batch_size is not None else chosen.batch_sampler or chosen.sampler
@@ -62,7 +63,7 @@ def _reader(loader: Any) -> Any:
 
 
 def _fixed_seed(reader: Any) -> int | None:
-    """The seed of a sampler that has one instead of a generator; torch's 0 is the default, and says nothing."""
+    """Return the seed of a sampler that has a seed instead of a generator; torch's default of 0 counts as none."""
     if type(reader) is PermutationSampler:
         return reader.seed
     if isinstance(reader, DistributedSampler) and is_torchs_distributed(reader):
@@ -71,7 +72,7 @@ def _fixed_seed(reader: Any) -> int | None:
 
 
 def _generators(reader: Any, loader: Any) -> Iterator[Any]:
-    """Those of what decides the order; else the loader's, which then seeds its workers alone."""
+    """Return the generators of the sampler, or else that of the loader, which then only seeds its workers."""
     found = list(own_generators(reader)) if reader is not None else []
     own = getattr(loader, "generator", None)
     if not found and isinstance(own, torch.Generator) and own is not torch.default_generator:

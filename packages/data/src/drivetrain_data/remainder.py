@@ -1,4 +1,4 @@
-"""Cut a gathered value down to the samples that count, in the dataset's order. Pure, and the same on every rank."""
+"""Trim gathered values to the real samples, in the dataset's order. Pure functions with one result on every rank."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,7 +12,7 @@ from drivetrain_data.sampling.step_info import BatchPlan
 
 
 def row_counts(data: Nested) -> Nested:
-    """For each of nested tensors a tensor of shape (1,): the rows it gives to a gather. To be gathered for `trim`."""
+    """Replace each nested tensor by its number of rows, of shape (1,). Gather the result for the `rows` of `trim`."""
 
     def count(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -29,26 +29,26 @@ def trim(
     rows: Nested | None = None,
     readers: Sequence[int] | None = None,
 ) -> Nested:
-    """Leave out padding and replays from nested tensors that were concatenated rank by rank.
+    """Remove padding and replays from nested tensors that were concatenated in rank order.
 
     Args:
-        plan: What was known of the batch; None leaves all.
-        gathered: Nested tensors. A tensor of shape (num_shards,) made of one number a rank loses those of ranks that
-            hold no sample of their own. Leaves that are no tensors stay.
-        rows: How many rows each rank gave of each tensor, where the caller knows: the same structure, gathered from
-            `row_counts`. By default they are one a sample held, or equally many on every rank.
-        readers: The rank whose rows are taken for each shard, where several ranks read one, as in tensor parallelism;
-            `rows` must then be given. By default every rank reads a shard of its own.
+        plan: The plan of the batch; None removes nothing.
+        gathered: The nested tensors. A tensor of shape (num_shards,) with one number per rank loses the numbers of
+            ranks without a real sample. Other leaves are kept.
+        rows: The number of rows of each tensor on each rank, if the caller knows it: the same structure, gathered
+            from `row_counts`. By default one row per sample held, or equally many rows on every rank.
+        readers: The rank whose rows to keep for each shard, where several ranks read one shard, as in tensor
+            parallelism; requires `rows`. By default every rank reads a shard of its own.
 
     Returns:
         The same structure; each tensor holds exactly the real samples.
 
     Raises:
-        TrimError: Which rows belong to which rank is not certain.
-        ValueError: `readers` without `rows`.
+        TrimError: The rows cannot be attributed to ranks.
+        ValueError: `readers` is given without `rows`.
     """
     if readers is not None and rows is None:
-        raise ValueError("readers=: which rows are whose must be said too; gather row_counts() for rows=")
+        raise ValueError("readers= requires rows=; gather row_counts() for it")
     if readers is None and _is_whole(plan):
         return gathered
 
@@ -64,15 +64,16 @@ def trim(
 
 
 def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
-    """Leave out padding and replays from one object a rank.
+    """Remove padding and replays from one object per rank.
 
     Args:
-        plan: What was known of the batch; None leaves all.
-        by_rank: The object of a rank for each shard, in shard order. Lists, if all are, hold one element a sample and
-            are joined. Of other objects, the lists and tensors inside hold one element or row a sample.
+        plan: The plan of the batch; None removes nothing.
+        by_rank: The object of one rank for each shard, in shard order. If all objects are lists, they hold one
+            element per sample and are concatenated. In other objects, the lists and tensors inside hold one element
+            or row per sample.
 
     Raises:
-        TrimError: Not all of a rank's batch counts, and an object holds nothing that could be cut to what does.
+        TrimError: A rank's batch holds samples that are not real, and its object has no part that can be trimmed.
     """
     lists = all(isinstance(value, list) for value in by_rank)
     if _is_whole(plan):
@@ -84,14 +85,14 @@ def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
 
 
 def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
-    """Refuse to trim what was collected in a loop that is over; one number of each rank is none of it.
+    """Check that data gathered after a loop holds no repeated samples; single numbers always pass.
 
     Args:
-        left: What was known of the last batch of the loop that ended last.
-        data: What is to be gathered.
+        left: The plan of the last batch of the loop that ended last.
+        data: The data to be gathered.
 
     Raises:
-        TrimError: Samples were repeated in that batch, and `data` may hold them.
+        TrimError: Samples were repeated in that batch, and `data` may hold rows of them.
     """
     if _is_whole(left):
         return
@@ -101,14 +102,14 @@ def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
         return
     raise TrimError(
         f"this comes after the loop: in its last step only {'+'.join(map(str, left.real_counts))} samples of the "
-        "ranks counted, and which rows of what was collected are theirs is not known any more. Gather inside the "
-        "loop, for each batch, and collect what comes back. What is summed up goes through reduce(); gather() keeps "
-        "every row; loader= names the batch of a loop that still runs"
+        "ranks counted, and the collected rows can no longer be attributed to them. Gather inside the loop, for each "
+        "batch, and collect the results. For sums use reduce(); gather() keeps every row; loader= names the batch of "
+        "a loop that is still running"
     )
 
 
 def holds_rows(data: Nested) -> bool:
-    """Whether data may hold something of each sample: anything but single numbers and tensors of shape ()."""
+    """Return whether data may hold rows of samples: whether it has leaves besides numbers and tensors of shape ()."""
     leaves: list[Any] = []
     map_leaves(data, leaves.append)
     return not all(
@@ -121,7 +122,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:
-    """The part of a rank's object that counts."""
+    """Return the part of a rank's object that belongs to real samples."""
     assert plan.real_counts is not None
     if plan.sizes is None or plan.real_counts[rank] == plan.sizes[rank]:
         return value
@@ -136,13 +137,13 @@ def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:
         return value  # one number for the whole batch
     raise TrimError(
         f"rank {rank} gave a {type(value).__name__} for a batch of {plan.sizes[rank]} samples, of which "
-        f"{plan.real_counts[rank]} count: which part of it is whose is not certain. Gather lists of one element a "
-        "sample"
+        f"{plan.real_counts[rank]} count: its parts cannot be attributed to samples. Gather lists of one element "
+        "per sample"
     )
 
 
 def _is_whole(plan: BatchPlan | None) -> bool:
-    """Whether nothing is known that could be left out."""
+    """Return whether a plan is known to have nothing to trim."""
     return plan is None or plan.is_whole or plan.real_counts is None
 
 
@@ -154,9 +155,8 @@ def _cut(
         rows = _rows_given(plan, tensor.shape[0])
     starts = [0, *accumulate(rows)]
     whole = _is_whole(plan)
-    same = (
-        len(set(rows)) == 1
-    )  # else rows were left out, and a single one need not be a number for the whole batch
+    # With different numbers of rows, a single row need not be a number for the whole batch.
+    same = len(set(rows)) == 1
     pieces: list[torch.Tensor] = []
     for shard, rank in enumerate(range(len(rows)) if readers is None else readers):
         kept = (
@@ -167,7 +167,7 @@ def _cut(
 
 
 def _rows_given(plan: BatchPlan, total: int) -> Sequence[int]:
-    """How many rows each rank gave to a tensor of `total` rows."""
+    """Infer how many of the `total` rows of a gathered tensor came from each rank."""
     assert plan.real_counts is not None
     count = len(plan.real_counts)
     sizes = plan.sizes
@@ -184,23 +184,23 @@ def _rows_given(plan: BatchPlan, total: int) -> Sequence[int]:
     held = "an unknown number of" if sizes is None else f"{'+'.join(map(str, sizes))}"
     raise TrimError(
         f"a gathered tensor has {total} rows, and the {count} shards held {held} samples, of which "
-        f"{'+'.join(map(str, plan.real_counts))} count: which rows are whose is not certain. Gather one row a "
-        "sample, or gather objects"
+        f"{'+'.join(map(str, plan.real_counts))} count: the rows cannot be attributed to samples. Gather one "
+        "row per sample, or gather objects"
     )
 
 
 def _rows_kept(plan: BatchPlan, rank: int, num_rows: int, *, may_be_number: bool = True) -> int:
-    """How many of the rows that a rank gave belong to samples that count."""
+    """Return how many of a rank's rows belong to real samples."""
     assert plan.real_counts is not None
     real = plan.real_counts[rank]
     held = plan.sizes[rank] if plan.sizes is not None else max(real, 1)
     if real in (0, held):
         return num_rows if real else 0
     if num_rows == 1 and may_be_number:
-        return 1  # one number for the whole batch: the rank does hold samples of its own
+        return 1  # one number for the whole batch: the rank holds real samples
     if num_rows % held == 0:
         return num_rows // held * real
     raise TrimError(
-        f"rank {rank} gave {num_rows} rows or elements for a batch of {held} samples, of which {real} count: which "
-        "ones is not certain. Gather one a sample"
+        f"rank {rank} gave {num_rows} rows or elements for a batch of {held} samples, of which {real} count: they "
+        "cannot be attributed to samples. Gather one per sample"
     )

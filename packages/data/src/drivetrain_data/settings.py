@@ -1,4 +1,4 @@
-"""What can be set about how data is divided, ordered and delivered."""
+"""The settings of how data is sharded, ordered and delivered."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args

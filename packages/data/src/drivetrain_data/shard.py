@@ -1,26 +1,27 @@
-"""Which part of the data a process takes."""
+"""The part of the data that a process reads."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` equal takers of the data.
+    """A shard of the data: one of `count` equal parts.
 
     Attributes:
-        index: Which one this is, from 0. Ranks that must see the same batches, as in tensor parallelism, share one.
-        count: How many there are.
+        index: The index of this shard, from 0. Ranks that must see the same batches, as in tensor parallelism, share
+            an index.
+        count: The number of shards.
     """
 
     index: int
     count: int
 
     def __post_init__(self) -> None:
-        """Check both.
+        """Check `index` and `count`.
 
         Raises:
-            TypeError: One is no integer.
-            ValueError: There are no takers, or this is none of them.
+            TypeError: A value is not an integer.
+            ValueError: `count` is below 1, or `index` is out of range.
         """
         for name, value in (("index", self.index), ("count", self.count)):
             if type(value) is not int:

@@ -1,4 +1,4 @@
-"""Turn any loader into one shard of it."""
+"""Turn any loader into a loader of one of its shards."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -39,30 +39,34 @@ def shard_loader(
     activity: ActiveLoaders | None = None,
     on_batch: Callable[[], None] | None = None,
 ) -> ShardedLoader[Any]:
-    """Give one shard of a loader. Called on all ranks that share the data.
+    """Return the loader of one shard of a loader's data. Called on all ranks that share the data.
 
     Args:
-        loader: A DataLoader, or any iterable of batches with a `dataset`, or with a state of its own.
-        shard: Which part.
-        device: Where batches are copied; None leaves them on the CPU.
-        even: An epoch's tail: "uneven" repeats nothing that counts, "pad" fills all shards, "drop" leaves it out.
-        strategy: Who reads which samples: by turns, a block for each shard or node, or a function (position, shard).
-        num_nodes: For "node", which needs it: how many nodes there are; each has equally many neighbouring shards.
-        split_batches: The loader's batch size is the sum over shards; by default it is that of each.
-        dispatch: The group's first rank reads for all; None: where the loader cannot be sharded by index.
-        group: The ranks that share the data; needed to dispatch, and to compare what they draw as an epoch begins.
-        seed: What shuffled orders depend on, with the epoch. It must be the same on all ranks, so it is not taken
-            from the loader's generators or torch's; one rank's `own_seed(loader)` or `torch.initial_seed()` may be
-            given.
-        seed_source: Who said the seed, for `ShardedLoader.seed_source`.
-        non_blocking: Copy pinned memory to the device without waiting.
-        copy_ahead: Batches copied to the device before the loop asks for them.
-        read_ahead: When dispatching, send a batch while the one before is computed on.
-        activity: Told of every batch, to know which loader is being read.
-        on_batch: Called for every batch.
+        loader: A DataLoader, or any iterable of batches that has a `dataset`, or `state_dict` and `load_state_dict`.
+        shard: The shard that this rank reads.
+        device: The device to copy batches to; None leaves them on the CPU.
+        even: The treatment of an epoch's tail: "uneven" distributes it without counting a sample twice, "pad" fills
+            all shards with repeats, "drop" drops it.
+        strategy: The assignment of samples to shards: "interleaved", "block" or "node" (a contiguous block for each
+            shard or node), or a function of (position, shard) that returns an index.
+        num_nodes: The number of nodes, required for "node"; each node has equally many consecutive shards.
+        split_batches: Whether the loader's batch size is the sum over shards; by default the size on each shard.
+        dispatch: Whether the first rank of the group reads for all ranks; None dispatches only loaders that cannot be
+            sharded by index.
+        group: The process group of the ranks that share the data; required to dispatch, and used to check at the
+            start of an epoch that all ranks draw the same samples.
+        seed: The seed from which, with the epoch, shuffled orders are derived. It must be the same on all ranks, so
+            it is not taken from the generators of the loader or torch; to use those, pass one rank's
+            `own_seed(loader)` or `torch.initial_seed()`.
+        seed_source: The origin of the seed, for `ShardedLoader.seed_source`.
+        non_blocking: Whether to copy pinned memory to the device without waiting.
+        copy_ahead: The number of batches to copy to the device before the loop asks for them.
+        read_ahead: Whether to send the next batch while ranks compute on the current one, when dispatching.
+        activity: The stack of active loaders to update for every batch.
+        on_batch: A callback to call for every batch.
 
     Raises:
-        TypeError, ValueError: It is no loader, or the settings do not fit it; the message says which and why.
+        TypeError, ValueError: The object is not a loader, or the settings do not fit it; the message says why.
     """
     _check(loader, shard, even, seed, copy_ahead)
     tail = "drop" if getattr(loader, "drop_last", False) else even
@@ -83,7 +87,7 @@ def shard_loader(
 
 
 def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
-    """Copies to a device; what a loader gives lies on the CPU already."""
+    """Return the prefetcher for a device; None for the CPU, where a loader's batches already are."""
     place = torch.device("cpu" if device is None else device)
     if place.type == "cpu":
         return None
@@ -91,7 +95,7 @@ def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: in
 
 
 def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int | None) -> int:
-    """Into how many blocks a strategy divides the data."""
+    """Return the number of blocks into which a strategy divides the data."""
     if not callable(strategy) and strategy not in get_args(Strategy):
         raise ValueError(
             f"strategy={strategy!r}: must be one of {', '.join(get_args(Strategy))}, or a function of "
@@ -100,7 +104,7 @@ def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int
     if num_nodes is None:
         if strategy == "node" and shard.count > 1:
             raise ValueError(
-                f"strategy='node': over how many nodes the {shard.count} shards lie is not known; say num_nodes="
+                f"strategy='node': the number of nodes of the {shard.count} shards is unknown; pass num_nodes="
             )
         num_nodes = 1
     if strategy == "node" and (num_nodes < 1 or shard.count % num_nodes):
@@ -113,7 +117,7 @@ def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int
 
 
 def _is_dispatched(loader: Any, shard: Shard, dispatch: bool | None, group: dist.ProcessGroup | None) -> bool:
-    """Whether one rank reads for all: as asked, else where the loader cannot be sharded by index."""
+    """Return whether one rank reads for all: as requested, or by default if the loader cannot be sharded by index."""
     if dispatch and group is None and shard.count > 1:
         raise ValueError(
             "dispatch=True: the ranks that share the data are needed; pass their process group, group="
@@ -130,7 +134,7 @@ def _handed_out(
     device: torch.device | str | None,
     read_ahead: bool,
 ) -> Source:
-    """What the group's first rank reads, on all of its ranks."""
+    """Return a source that distributes what the group's first rank reads to all of its ranks."""
     assert group is not None
     place = None if device is None else torch.device(device)
     return DispatchSource(source, group=group, shard=plan.shard, device=place, read_ahead=read_ahead)
@@ -158,13 +162,13 @@ def _check(loader: Any, shard: Shard, even: Even, seed: int, copy_ahead: int) ->
 
 
 def is_loader(obj: object) -> bool:
-    """Whether an object is taken for a loader: an iterable over a `dataset`, or one that knows where it stands."""
+    """Return whether an object counts as a loader: an iterable with a `dataset`, or one that can save its state."""
     stateful = hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
     return hasattr(obj, "__iter__") and (hasattr(obj, "dataset") or stateful)
 
 
 def divides_itself(loader: Any) -> bool:
-    """Whether an unprepared loader gives each rank a part of its own, by what is seen of its sampler or stream."""
+    """Return whether an unprepared loader's sampler or stream already gives each rank its own part of the data."""
     try:
         for name in ("sampler", "batch_sampler"):
             check_undivided(getattr(loader, name, None))

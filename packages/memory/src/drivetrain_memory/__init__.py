@@ -1,7 +1,7 @@
-"""Peak memory of host and accelerator, the batch size that fits, memory given back, and profiles.
+"""Measure peak memory, find a batch size that fits, free cached memory, and profile.
 
-`PeakMemory` measures a block by the kernel's and the allocator's own counters, so that no short peak is missed.
-`find_executable_batch_size` halves a batch size until a function fits. `profile` writes a trace a rank.
+`PeakMemory` reads the counters of the kernel and of the accelerator's allocator, so that it misses no short peak.
+`find_executable_batch_size` halves a batch size until a function fits in memory. `profile` writes one trace per rank.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drivetrain_memory.peak import PeakMemory as PeakMemory
     from drivetrain_memory.profiling import profile as profile
 
-# Public name -> the file it stands in.
+# Public name -> the module that defines it.
 _ROOMS = {
     "NoBatchSizeFitsError": "errors",
     "PeakMemory": "peak",

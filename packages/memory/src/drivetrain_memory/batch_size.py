@@ -1,4 +1,4 @@
-"""The largest batch size that fits, found by trying."""
+"""Find a batch size that fits in memory by trying smaller and smaller ones."""
 
 import functools
 import inspect
@@ -44,22 +44,23 @@ def find_executable_batch_size(
     Callable[Arguments, Result]
     | Callable[[Callable[Concatenate[int, Arguments], Result]], Callable[Arguments, Result]]
 ):
-    """Call a function with smaller and smaller batch sizes until it does not run out of memory.
+    """Call a function with smaller and smaller batch sizes until it no longer runs out of memory.
 
-    A decorator, with or without arguments. The function takes the batch size first; callers leave it out. Each try
-    runs the function from its beginning, so it must make its model, optimizer and loaders itself. Every call starts
-    again at `starting_batch_size`.
+    A decorator, with or without arguments. The function takes the batch size as its first argument; callers omit it.
+    Each try runs the function from the start, so it must create its model, optimizer and loaders itself. Every call
+    starts again at `starting_batch_size`.
 
     Args:
-        function: What to call; its first argument is the batch size.
-        starting_batch_size: The first to try.
-        reduce_batch_size: The next to try, after one that does not fit; below 1 ends the search.
+        function: The function to call; its first argument is the batch size.
+        starting_batch_size: The first batch size to try.
+        reduce_batch_size: A function that returns the next batch size after one that does not fit; a size below 1
+            ends the search.
 
     Raises:
         TypeError: The function has no argument for the batch size, or is a coroutine or generator function; at a
-            call, if the arguments do not fit the function.
-        ValueError: `starting_batch_size` is below 1, or `reduce_batch_size` does not reduce.
-        NoBatchSizeFitsError: At a call, if every batch size ran out of memory.
+            call, the arguments do not fit the function.
+        ValueError: `starting_batch_size` is below 1; at a call, `reduce_batch_size` did not return a smaller size.
+        NoBatchSizeFitsError: At a call, every batch size ran out of memory.
     """
     if starting_batch_size < 1:
         raise ValueError(f"starting_batch_size={starting_batch_size!r}: must be at least 1")
@@ -86,7 +87,8 @@ def _searching(
                 if not is_out_of_memory(error):
                     raise
                 tried.append(f"{batch_size} ({_told(error)})")
-                traceback.clear_frames(error.__traceback__)  # their locals hold the tensors that did not fit
+                # The locals of the traceback's frames keep the tensors of the failed try alive.
+                traceback.clear_frames(error.__traceback__)
             free_memory()
             batch_size = _next_batch_size(function, batch_size, reduce, tried)
         raise NoBatchSizeFitsError(
@@ -94,7 +96,7 @@ def _searching(
             "its inputs smaller, or free what else takes memory"
         )
 
-    search.__signature__ = shown  # pyright: ignore[reportAttributeAccessIssue] - what inspect looks for
+    search.__signature__ = shown  # pyright: ignore[reportAttributeAccessIssue] - inspect reads this attribute
     return search
 
 
@@ -114,7 +116,7 @@ def _next_batch_size(
 
 
 def _signature_of_callers(function: Callable[..., object], signature: inspect.Signature) -> inspect.Signature:
-    """The function's signature without its first argument, the batch size."""
+    """Return the function's signature without its first argument, the batch size."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise TypeError(
             f"{function.__qualname__} does its work after its call returned, where running out of memory is "
@@ -136,7 +138,7 @@ def _check_arguments(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> None:
-    """Fail before the first try, naming the usual mistake: a batch size that the caller passes itself."""
+    """Check a call's arguments before the first try; the usual mistake is to pass the batch size."""
     try:
         shown.bind(*args, **kwargs)
     except TypeError as error:
@@ -146,6 +148,6 @@ def _check_arguments(
 
 
 def _told(error: BaseException) -> str:
-    """The first line of an error's message, at most 200 characters."""
+    """Return an error's type and the first line of its message, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -1,5 +1,5 @@
-"""What can go wrong, as exceptions that say what was tried."""
+"""The exceptions of this package."""
 
 
 class NoBatchSizeFitsError(RuntimeError):
-    """Every batch size down to the smallest ran out of memory; the message lists them with what failed."""
+    """Every batch size down to the smallest ran out of memory; the message lists each with its error."""

@@ -1,4 +1,4 @@
-"""Giving memory back."""
+"""Free unused and cached memory."""
 
 import gc
 
@@ -6,9 +6,9 @@ import torch
 
 
 def free_memory() -> None:
-    """Collect garbage, then hand the accelerator's cached memory back to its driver.
+    """Collect garbage, then return the accelerator's cached memory to its driver.
 
-    What a name still refers to stays: delete the names first.
+    Objects that are still referenced stay allocated: delete the references first.
     """
     gc.collect()
     if torch.accelerator.current_accelerator(check_available=True) is not None:

@@ -1,4 +1,4 @@
-"""The peak of this process's resident memory, as the kernel counts it: nothing is sampled, nothing is missed."""
+"""The peak resident memory of this process, from the kernel's counter, which misses no short peak."""
 
 import sys
 from pathlib import Path
@@ -7,16 +7,16 @@ import psutil
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
-_RESET_PEAK = "5"  # proc(5): since Linux 4.0, sets the peak to what is resident now
+_RESET_PEAK = "5"  # proc(5): since Linux 4.0, resets the peak to the current resident memory
 
 
 def resident_bytes() -> int:
-    """What is resident now."""
+    """Return the current resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """The most that was resident since the last reset, or since the process started where none is possible."""
+    """Return the peak resident memory in bytes since the last reset, or since the process started without one."""
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -26,13 +26,17 @@ def peak_resident_bytes() -> int:
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes, other systems in KiB
 
 
 def reset_peak() -> bool:
-    """Let the peak start again from what is resident now; whether the system can: Linux, where /proc is writable."""
+    """Reset the peak to the current resident memory.
+
+    Returns:
+        Whether the system supports a reset: only Linux with a writable /proc does.
+    """
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
-    except OSError:  # another system, or a container that mounts /proc read-only
+    except OSError:  # not Linux, or a container that mounts /proc read-only
         return False
     return True

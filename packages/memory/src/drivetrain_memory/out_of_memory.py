@@ -1,8 +1,8 @@
-"""Telling an exception that means "out of memory" from any other."""
+"""Recognise exceptions that mean "out of memory"."""
 
 import torch
 
-# What torch and its libraries say where they raise a plain RuntimeError.
+# Messages of torch and its libraries where they raise a plain RuntimeError.
 _MESSAGES = (
     "out of memory",  # CUDA, HIP, XPU, MPS, NPU
     "can't allocate memory",  # the CPU allocator on Linux and macOS
@@ -14,7 +14,7 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory of the host or an accelerator ran out."""
+    """Return whether an exception means that the host or an accelerator ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)

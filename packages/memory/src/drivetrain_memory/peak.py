@@ -1,4 +1,4 @@
-"""The peak memory of a block, from the counters that the kernel and the accelerator's allocator keep themselves."""
+"""The peak memory of a block, from the counters of the kernel and of the accelerator's allocator."""
 
 from contextvars import ContextVar, Token
 from types import TracebackType
@@ -8,15 +8,15 @@ import torch
 
 from drivetrain_memory.host import peak_resident_bytes, reset_peak, resident_bytes
 
-# The innermost block that is being measured here: its peak is kept before a block within it resets the counters.
+# The innermost block being measured in this context. It records its peak before a nested block resets the counters.
 _ENCLOSING: "ContextVar[PeakMemory | None]" = ContextVar("drivetrain_memory_enclosing_block", default=None)
 
 
 class PeakMemory:
-    """Measures the peak memory of a block, on the host and on the current accelerator.
+    """A context manager that measures the peak memory of a block on the host and the current accelerator.
 
-    The counters belong to the process: memory that other threads take during the block counts too. Blocks may be
-    nested in one thread; blocks that overlap in several threads disturb each other.
+    The counters are those of the process: memory that other threads allocate during the block counts too. Blocks may
+    be nested in one thread; overlapping blocks in several threads disturb each other.
 
     Example:
         >>> with PeakMemory() as memory:
@@ -35,40 +35,40 @@ class PeakMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The most that was resident in host memory during the block; inside it, so far."""
+        """The peak resident host memory during the block, in bytes; inside the block, the peak so far."""
         self._update()
         return self._host_peak
 
     @property
     def host_before_bytes(self) -> int:
-        """What was resident when the block began."""
+        """The resident host memory at the start of the block, in bytes."""
         return self._host_before
 
     @property
     def host_is_exact(self) -> bool:
-        """Whether `host_bytes` is the peak of this block.
+        """True if `host_bytes` is the exact peak of the block.
 
-        False where the system cannot reset its counter (no Linux, or a read-only /proc) and the process was
-        larger before the block than it ever was in it: then `host_bytes` is the larger of what was resident at
-        its two ends, a lower bound.
+        False if the system cannot reset its counter (not Linux, or a read-only /proc) and the process used more
+        memory before the block than during it: `host_bytes` is then a lower bound, the larger of the resident memory
+        at the start and at the end.
         """
         self._update()
         return self._resets_host or self._host_peak > self._process_peak_before
 
     @property
     def device_bytes(self) -> int | None:
-        """The most that tensors took on the accelerator during the block; None without an accelerator."""
+        """The peak memory of tensors on the accelerator during the block, in bytes; None without an accelerator."""
         self._update()
         return self._device_peak if _has_accelerator() else None
 
     @property
     def device_before_bytes(self) -> int | None:
-        """What tensors took on the accelerator when the block began; None without an accelerator."""
+        """The memory of tensors on the accelerator at the start, in bytes; None without an accelerator."""
         return self._device_before if _has_accelerator() else None
 
     @property
     def device_reserved_bytes(self) -> int | None:
-        """The most that the allocator held, its cache among it; None without an accelerator."""
+        """The peak memory reserved by the allocator, cache included, in bytes; None without an accelerator."""
         self._update()
         return self._device_reserved_peak if _has_accelerator() else None
 
@@ -104,7 +104,7 @@ class PeakMemory:
         self._is_measuring = True
 
     def _update(self) -> None:
-        """Take up what the counters show, while the block lasts."""
+        """Update the peaks from the counters, if the block is still running."""
         if not self._is_measuring:
             return
         process_peak = peak_resident_bytes()

@@ -1,4 +1,4 @@
-"""Where time and memory go: torch's profiler, with one trace file a rank where a folder is given."""
+"""Profile time and memory with torch's profiler, with an optional trace file per rank."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -21,24 +21,24 @@ def profile(
     with_flops: bool = False,
     with_modules: bool = False,
 ) -> Generator[torch_profile]:
-    """Profile a block on the CPU and the accelerator; in a folder, write what it did as a Chrome trace.
+    """Profile a block on the CPU and the accelerator, and optionally write a Chrome trace.
 
-    Open the file at chrome://tracing or in Perfetto. Without a folder nothing is written: ask the profiler. Can be
-    called on all ranks, or on some.
+    Open the trace at chrome://tracing or in Perfetto. Without a directory no file is written: query the profiler. Can
+    be called on all ranks or on some.
 
     Args:
-        directory: Where `trace-rank-RANK.json` goes; made if it is missing. None writes no file.
-        rank: Of this process; it names the file.
-        schedule: Which steps to record, from `torch.profiler.schedule(...)`; call `step()` on what this yields
-            after each. Each cycle writes a file of its own, `trace-rank-RANK.CYCLE.json`, from 0.
-        record_shapes: Whether to note the shapes of operators' inputs.
-        profile_memory: Whether to note what operators allocate and free.
-        with_stack: Whether to note the Python line that called each operator; slow.
-        with_flops: Whether to estimate the floating point operations of matrix products and convolutions.
-        with_modules: Whether to note which module called each operator (TorchScript alone, as torch has it).
+        directory: The directory of `trace-rank-RANK.json`, created if it is missing. None writes no file.
+        rank: The rank of this process, for the file name.
+        schedule: The steps to record, from `torch.profiler.schedule(...)`; call the profiler's `step()` after each
+            step. Each cycle writes its own file, `trace-rank-RANK.CYCLE.json`, with cycles counted from 0.
+        record_shapes: Whether to record the shapes of operators' inputs.
+        profile_memory: Whether to record the memory that operators allocate and free.
+        with_stack: Whether to record the Python line that called each operator; slow.
+        with_flops: Whether to estimate the floating-point operations of matrix products and convolutions.
+        with_modules: Whether to record which module called each operator; torch supports this only for TorchScript.
 
     Yields:
-        torch's profiler, for `key_averages()` and `step()`.
+        The profiler of torch, for `key_averages()` and `step()`.
     """
     place = None if directory is None else Path(directory)
     if place is not None:
@@ -67,7 +67,7 @@ def profile(
 
 
 def _activities() -> list[ProfilerActivity]:
-    """The CPU, and the accelerator if the profiler knows its kind."""
+    """Return the activities of the CPU and, if the profiler supports it, the accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kinds = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
     wanted = [] if accelerator is None or accelerator.type not in kinds else [kinds[accelerator.type]]

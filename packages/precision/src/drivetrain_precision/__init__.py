@@ -1,8 +1,8 @@
-"""Mixed precision chosen for the hardware.
+"""Mixed precision that fits the hardware.
 
-`choose_policy` answers, for a device and a wish ("bf16", "fp16", "auto", "no"), what to compute in and why, or
-raises with what the device can do instead; nothing falls back in silence. `autocast` enters the policy, and
-`LossScaler` keeps fp16 gradients from vanishing.
+`choose_policy` takes a device and a mode ("bf16", "fp16", "auto" or "no") and returns the dtype to compute in and the
+reason, or raises an error that lists what the device supports; it never falls back silently. `autocast` applies the
+policy, and `LossScaler` keeps fp16 gradients from underflowing.
 """
 
 from typing import TYPE_CHECKING

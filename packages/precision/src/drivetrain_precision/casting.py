@@ -1,4 +1,4 @@
-"""A policy as a context: what runs inside computes in the policy's dtype."""
+"""A context manager that makes operations compute in a policy's dtype."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,15 +8,15 @@ from drivetrain_precision.policy import Policy
 
 
 def autocast(policy: Policy, device: torch.device, *, enabled: bool = True) -> AbstractContextManager[object]:
-    """Enter the policy's autocast; without one (fp32), do nothing.
+    """Return the policy's autocast context; in fp32, return a context that does nothing.
 
     Args:
         policy: The policy from `choose_policy`.
         device: The device whose operations are cast.
-        enabled: False turns an outer autocast off inside, for a loss that must be computed in fp32.
+        enabled: Whether to cast; False disables an outer autocast, for a loss that must be computed in fp32.
 
     Returns:
-        A context manager. It may be entered again after it was left, though not while it is open.
+        A context manager that is reusable, but not reentrant.
     """
     if policy.autocast_dtype is None:
         return nullcontext()

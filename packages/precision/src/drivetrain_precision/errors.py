@@ -1,5 +1,5 @@
-"""What can go wrong when a precision is chosen."""
+"""Exceptions raised when a precision is chosen."""
 
 
 class PrecisionError(ValueError):
-    """The device cannot compute in the precision that was asked for."""
+    """The device does not support the requested precision, or the precision is unknown."""

@@ -1,4 +1,4 @@
-"""The choice of a precision: a wish and a device in, a frozen policy out."""
+"""Choose a precision: map a mode and a device to a frozen policy."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is computed in which dtype, and why.
+    """A precision policy: the dtype to compute in, and the reason for it.
 
     Attributes:
         mode: The precision that is applied: "no" (fp32), "fp16" or "bf16".
-        autocast_dtype: The dtype matrix products run in under autocast; None without autocast.
-        scaling: How the loss scale moves, as fp16's narrow exponent demands one; None without one.
-        reason: One sentence for the effective plan.
+        autocast_dtype: The dtype of matrix products under autocast; None without autocast.
+        scaling: The settings of the loss scale, which fp16's narrow exponent requires; None in other modes.
+        reason: The reason for the choice, as a sentence for the effective plan.
     """
 
     mode: str
@@ -33,15 +33,16 @@ def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings |
     """Choose the precision for `device`.
 
     Args:
-        mode: "no" for fp32, "fp16", "bf16", or "auto": bf16 where the hardware computes in it, else fp16, else fp32.
+        mode: The mode: "no" (fp32), "fp16", "bf16" or "auto" (the first of bf16, fp16 and fp32 that the hardware
+            supports natively).
         device: The device that training runs on.
-        settings: How fp16's loss scale starts and moves.
+        settings: The settings of fp16's loss scale.
 
     Returns:
-        The policy; its `reason` says what was decided and why.
+        The policy; its `reason` explains the choice.
 
     Raises:
-        PrecisionError: The mode is unknown, or the device cannot compute in it; the message lists what it can do.
+        PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.
     """
     support = supported_modes(device)
     if mode == "auto":

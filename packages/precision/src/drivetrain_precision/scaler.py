@@ -1,7 +1,7 @@
-"""Dynamic loss scaling for fp16: scale the loss up, bring gradients back, skip the step that overflowed.
+"""Dynamic loss scaling for fp16: scale the loss, unscale the gradients, and skip steps that overflow.
 
-The scale lives on the device. Reading back whether a step overflowed is the one synchronisation of a step. The
-method is that of Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+The scale is a tensor on the device. Reading whether a step overflowed is the only device synchronisation of a step.
+The method follows Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 """
 
 from collections import defaultdict
@@ -16,12 +16,12 @@ from drivetrain_precision.settings import PrecisionSettings
 class LossScaler:
     """The loss scale of one training run.
 
-    A step is: `scale` the loss, backward, `unscale` the gradients (once for each group of parameters), ask
-    `overflowed`, step or skip, then `update` before the next window's first loss is scaled.
+    A step is: `scale` the loss, run backward, `unscale` the gradients (once for each parameter group), check
+    `overflowed`, step or skip, then `update` before scaling the first loss of the next accumulation window.
 
     Args:
-        device: Where the scale is kept: the device of the gradients.
-        settings: How the scale starts and moves.
+        device: The device of the gradients, which holds the scale.
+        settings: The settings of the scale; the defaults if None.
     """
 
     def __init__(self, device: torch.device, settings: PrecisionSettings | None = None) -> None:
@@ -32,22 +32,22 @@ class LossScaler:
         self._unscaled = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply a loss by the current scale, in fp32 at least."""
+        """Multiply a loss by the current scale, in at least fp32."""
         return loss * self._scale
 
     def unscale(self, gradients: Iterable[Tensor], *, factor: Tensor | float = 1.0) -> Tensor:
-        """Divide gradients by the scale in place, times `factor`, and look for overflow in the same pass.
+        """Divide gradients in place by the scale, multiply them by `factor`, and check for overflow, in one pass.
 
         Args:
-            gradients: The gradients; any mix of floating dtypes but fp16.
-            factor: Multiplied in at no cost: a correction of the loss's normalisation.
+            gradients: The gradients, of any floating-point dtypes except fp16.
+            factor: A factor applied at no extra cost, such as a correction of the loss's normalisation.
 
         Returns:
-            A float tensor of shape (): 1.0 if a gradient held an infinity or NaN, else 0.0. It is also added to
-            what `overflowed` and `update` look at. Ranks that hold different gradients must agree on it first.
+            A float tensor of shape (): 1.0 if a gradient held an infinity or NaN, else 0.0. `overflowed` and `update`
+            also take it into account. Ranks that hold different gradients must first agree on it.
 
         Raises:
-            ValueError: A gradient is fp16: its parameters are, and an update of those loses small steps.
+            ValueError: A gradient is fp16, and so is its parameter; updates of fp16 parameters lose small steps.
         """
         found_inf = torch.zeros_like(self._found_inf)
         inverse = (self._scale.reciprocal() * factor).float()
@@ -64,21 +64,24 @@ class LossScaler:
 
     @property
     def value(self) -> float:
-        """The current scale. Waits for the device."""
+        """The current loss scale. Reading it synchronises with the device."""
         return self._scale.item()
 
     def observe(self, *, overflowed: bool) -> None:
-        """Note a step whose gradients another unscaled, as an engine does, and whether one of them overflowed."""
+        """Record whether a step overflowed whose gradients an external engine unscaled."""
         if overflowed:
             self._found_inf.fill_(1.0)
         self._unscaled = True
 
     def overflowed(self) -> bool:
-        """Whether a gradient unscaled since the last `update` held an infinity or NaN. Waits for the device."""
+        """Return whether a gradient since the last `update` held an infinity or NaN. Synchronises with the device."""
         return bool(self._found_inf.item())
 
     def update(self) -> None:
-        """Move the scale: down if a gradient overflowed since the last update, up after a long run without."""
+        """Lower the scale if a gradient overflowed since the last update; raise it after a long run without overflow.
+
+        Without an `unscale` or `observe` since the last update, do nothing.
+        """
         if not self._unscaled:
             return
         s = self.settings
@@ -94,11 +97,11 @@ class LossScaler:
         self._unscaled = False
 
     def state_dict(self) -> dict[str, float | int]:
-        """The scale and the number of steps since it last moved. Waits for the device."""
+        """Return the scale and the number of steps since it last changed. Synchronises with the device."""
         return {"scale": self._scale.item(), "growth_tracker": int(self._growth_tracker.item())}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Take up the scale of a saved run."""
+        """Load the scale of a saved run."""
         self._scale.fill_(state["scale"])
         self._growth_tracker.fill_(state["growth_tracker"])
         self._found_inf.zero_()

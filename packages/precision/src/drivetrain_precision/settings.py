@@ -1,11 +1,11 @@
-"""The `precision` section: how fp16's loss scale moves."""
+"""The `precision` section: the settings of fp16's loss scale."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSettings:
-    """How the loss scale of fp16 training starts and moves; bf16 and fp32 have none."""
+    """The initial value and the updates of the loss scale of fp16 training; bf16 and fp32 have no loss scale."""
 
     initial_scale: float = field(
         default=65536.0, metadata={"help": "the loss scale of the first step; halved at each overflow"}

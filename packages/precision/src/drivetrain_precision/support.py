@@ -1,4 +1,4 @@
-"""What each kind of device can compute in, as a table."""
+"""A table of the precisions that each kind of device supports."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,16 +11,16 @@ Level = Literal["native", "emulated", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """How well a device computes in a mode.
+    """The level of a device's support for a mode, and the reason for it.
 
-    `native`: in hardware. `emulated`: correct, but slower than fp32, good for tests. `none`: not at all.
+    `native`: in hardware. `emulated`: correct, but slower than fp32; useful for tests. `none`: not supported.
     """
 
     level: Level
     reason: str
 
 
-# Kinds whose ability is a property of the kind; CUDA and the CPU are asked below, model by model.
+# Device types whose models all support the same; CUDA devices and CPUs are queried individually below.
 _BY_KIND: dict[str, dict[str, Support]] = {
     "xpu": {
         "fp16": Support(level="native", reason="Intel GPUs compute in fp16"),
@@ -52,13 +52,13 @@ _VOLTA = (7, 0)
 
 
 def supported_modes(device: torch.device) -> dict[str, Support]:
-    """Say how well `device` computes in each mode.
+    """Return how well `device` supports each mode.
 
     Args:
         device: The device that training runs on.
 
     Returns:
-        For each of "no" (fp32), "fp16" and "bf16" the level of support and the reason for it.
+        The level of support and the reason for it, for each of "no" (fp32), "fp16" and "bf16".
     """
     fp32 = Support(level="native", reason="fp32 is computed everywhere")
     if device.type == "cuda":
@@ -87,7 +87,7 @@ def _cuda(capability: tuple[int, int], name: str) -> dict[str, Support]:
 
 
 def _cpu() -> dict[str, Support]:
-    # The only question torch answers about a CPU's bf16 units; absent on builds for other architectures.
+    # Torch's only query about a CPU's bf16 units; builds for other architectures lack it.
     has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
     slow = "this processor has no {} units: correct, but slower than fp32"
     bf16 = (

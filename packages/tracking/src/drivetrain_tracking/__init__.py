@@ -1,7 +1,7 @@
-"""One tracker interface over many platforms; a JSONL tracker without dependencies.
+"""A tracker interface for many platforms, and a JSONL tracker without dependencies.
 
-`TrackerGroup` logs to several trackers from the right rank and names the one that fails; `make_tracker` finds those
-that installed packages announce; `JSONLTracker` writes a file of JSON lines that survives kills and resumes.
+`TrackerGroup` logs to several trackers from the right rank and names a tracker that fails. `make_tracker` creates
+trackers that installed packages register. `JSONLTracker` writes a JSON Lines file that survives kills and resumes.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from drivetrain_tracking.registry import tracker_names as tracker_names
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
 
-# Public name -> the file it stands in.
+# Public name -> the module that defines it.
 _ROOMS = {
     "JSONLTracker": "jsonl",
     "PlanTracker": "protocol",

@@ -1,4 +1,4 @@
-"""Checks of what users give: an object that is to be a tracker, options for a tracker's own calls."""
+"""Checks of user input: trackers, and options for a tracker's own calls."""
 
 from collections.abc import Mapping
 from inspect import Parameter, signature
@@ -14,10 +14,10 @@ _SHAPE = (
 
 
 def check_tracker(tracker: object) -> None:
-    """Refuse an object that is no tracker.
+    """Check that an object is a tracker.
 
     Raises:
-        TypeError: It is a class, or lacks a part of the protocol; the message names what.
+        TypeError: The object is a class, or lacks part of the protocol; the message names the missing parts.
     """
     if isinstance(tracker, type):
         raise TypeError(f"{tracker.__name__} is a class: pass an instance of it, {tracker.__name__}(...)")
@@ -31,10 +31,10 @@ def check_tracker(tracker: object) -> None:
 
 
 def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapping[str, Any]) -> None:
-    """Refuse options that a tracker's call does not take.
+    """Check that a tracker's `start` or `log` takes the given options.
 
     Raises:
-        TypeError: The message lists those that it takes.
+        TypeError: An option is unknown; the message lists the options that the tracker takes.
     """
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
         raise TypeError(

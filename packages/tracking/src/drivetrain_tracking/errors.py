@@ -1,17 +1,17 @@
-"""What can go wrong with tracking, as exceptions that name the tracker or the value and the way out."""
+"""Exceptions of tracking; their messages name the tracker or the value, and a remedy."""
 
 
 class UnknownTrackerError(ValueError):
-    """No installed package brings a tracker of this name, or it is not among those in use."""
+    """No installed package registers a tracker of this name, or the tracker is not in use."""
 
 
 class ValueNotLoggableError(ValueError):
-    """A value is none that a tracker takes; the message names its path and type."""
+    """A value has a type that cannot be logged; the message names its path and type."""
 
 
 class TrackerStateError(RuntimeError):
-    """A tracker was called out of order: logged to before its start, or started twice."""
+    """A tracker was called out of order: `log` before `start`, or `start` twice."""
 
 
 class TrackerFailedError(RuntimeError):
-    """A tracker raised; the message names the tracker and the call."""
+    """A tracker raised an exception; the message names the tracker and the call."""

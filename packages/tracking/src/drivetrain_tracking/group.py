@@ -1,4 +1,4 @@
-"""Several trackers as one: each value is made plain once, the rank that logs is chosen, a failure is named."""
+"""A group of trackers: converts each value once, selects the ranks that log, and reports failures by tracker."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -12,21 +12,21 @@ from drivetrain_tracking.settings import TrackingSettings
 
 logger = logging.getLogger(__name__)
 
-# Keyword arguments of trackers' own, by the tracker's name.
+# A tracker's name -> additional keyword arguments for its calls.
 Options: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 class TrackerGroup:
-    """Several trackers as one. It can be called on all ranks: each tracker hears from those that it wants to.
+    """A group of trackers that is used like one. Call it on all ranks: each tracker logs only on the ranks it needs.
 
     Args:
-        trackers: With names of their own.
-        is_main: Whether this is rank 0; elsewhere only trackers with `on_all_ranks` are started and logged to.
-        settings: The `tracking` section.
+        trackers: The trackers, each with a unique name.
+        is_main: Whether this is rank 0; other ranks start and log only to trackers with `on_all_ranks`.
+        settings: The `tracking` section; the defaults if None.
 
     Raises:
-        TypeError: One is no tracker; the message says what it lacks.
-        ValueError: Two trackers have one name.
+        TypeError: An object is not a tracker; the message says what it lacks.
+        ValueError: Two trackers have the same name.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TrackerGroup:
         self._settings = settings or TrackingSettings()
         self._is_started = False
         self._is_main = is_main
-        self._left_out: set[str] = set()  # names of options that were told to fit no tracker
+        self._left_out: set[str] = set()  # names in options that match no tracker, warned about once each
 
     @property
     def used(self) -> tuple[Tracker, ...]:
@@ -54,14 +54,14 @@ class TrackerGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all trackers, whether this rank logs to them or not."""
+        """The names of all trackers, including those that this rank does not log to."""
         return tuple(self._by_name)
 
     def get(self, name: str) -> Tracker:
-        """A tracker by its name, for what only its platform can do.
+        """Return a tracker by its name, for platform-specific calls.
 
         Raises:
-            UnknownTrackerError: It is not in use; the message lists those that are.
+            UnknownTrackerError: The tracker is not in use; the message lists those that are.
         """
         if name not in self._by_name:
             used = ", ".join(map(repr, self.names)) or "none"
@@ -81,17 +81,17 @@ class TrackerGroup:
         """Start every tracker.
 
         Args:
-            run_name: Of the run.
-            config: What the run was started with; trackers get it as it is, and nothing else in it.
-            plan: The run's effective plan, for those that keep one (`PlanTracker`).
-            options: Keyword arguments of a tracker's own `start`, by the tracker's name. Those of a tracker that is
-                not in use are left out, with a warning.
+            run_name: The name of the run.
+            config: The configuration of the run, passed to trackers without additions.
+            plan: The run's effective plan, for trackers that keep one (`PlanTracker`).
+            options: A mapping from a tracker's name to additional keyword arguments for its `start`. Options of a
+                tracker that is not in use are ignored, with a warning.
 
         Raises:
             TypeError: A tracker's `start` does not take an option.
-            TrackerStateError: They are started already.
-            ValueNotLoggableError: `config` holds something that is no plain value.
-            TrackerFailedError: A tracker raised; it is named.
+            TrackerStateError: The trackers are already started.
+            ValueNotLoggableError: `config` or `plan` holds a value that is not plain.
+            TrackerFailedError: A tracker raised an exception; the message names it.
         """
         if self._is_started:
             raise TrackerStateError("start() again: the trackers are started already; finish() them first")
@@ -107,18 +107,18 @@ class TrackerGroup:
         self._call("start", begin)
 
     def log(self, values: Values, *, step: int | None = None, options: Options | None = None) -> None:
-        """Log to every tracker; one that fails keeps no other from its values.
+        """Log values to every tracker; if one fails, the others still get the values.
 
         Args:
-            values: By name.
-            step: The optimizer step they belong to, if any.
-            options: Keyword arguments of a tracker's own `log`, by the tracker's name; see `start`.
+            values: A mapping from names to values.
+            step: The optimizer step that the values belong to, if any.
+            options: A mapping from a tracker's name to additional keyword arguments for its `log`; see `start`.
 
         Raises:
             TypeError: A tracker's `log` does not take an option.
-            TrackerStateError: They are not started.
-            ValueNotLoggableError: A value is none that can be logged.
-            TrackerFailedError: A tracker raised; it is named.
+            TrackerStateError: The trackers are not started.
+            ValueNotLoggableError: A value has a type that cannot be logged.
+            TrackerFailedError: A tracker raised an exception; the message names it.
         """
         own = self._options("log", options)
         if not self._used:
@@ -131,17 +131,17 @@ class TrackerGroup:
         )
 
     def finish(self) -> None:
-        """Finish every tracker, also after another failed to; without a start it does nothing.
+        """Finish every tracker, even if one fails; before `start`, do nothing.
 
         Raises:
-            TrackerFailedError: A tracker raised; it is named.
+            TrackerFailedError: A tracker raised an exception; the message names it.
         """
         if self._is_started:
             self._is_started = False
             self._call("finish()", lambda tracker: tracker.finish())
 
     def _options(self, method: Literal["start", "log"], options: Options | None) -> Options:
-        """Return the options, checked against the trackers in use; on all ranks, so that all raise or none."""
+        """Return the options after checking them on every rank, so that either all ranks raise or none does."""
         for name, given in (options or {}).items():
             if name in self._by_name:
                 check_options(self._by_name[name], method, given)
@@ -158,7 +158,7 @@ class TrackerGroup:
         for tracker in self._used:
             try:
                 call(tracker)
-            except Exception as error:  # noqa: BLE001 - told below, once the other trackers had their turn
+            except Exception as error:  # noqa: BLE001 - reported below, after the other trackers were called
                 failures.append(
                     (f"tracker {tracker.name!r} failed in {what}: {type(error).__name__}: {error}", error)
                 )

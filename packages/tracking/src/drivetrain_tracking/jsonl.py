@@ -1,6 +1,6 @@
-"""The tracker without dependencies: a file of JSON lines.
+"""A tracker without dependencies that writes JSON Lines.
 
-`DIRECTORY/log.jsonl` holds an object a line:
+`DIRECTORY/log.jsonl` holds one object per line:
 
 ```text
 {"event": "start", "time": 1763690000.1, "run": "bytes", "config": {"lr": 0.001}}
@@ -8,7 +8,7 @@
 {"event": "finish", "time": 1763690100.0}
 ```
 
-A resumed run goes on in the same file, so a step may be there twice: the later line counts.
+A resumed run appends to the same file, so a step may occur twice: the later line is valid.
 """
 
 import json
@@ -27,18 +27,18 @@ _RESERVED = ("step", "time", "event")
 
 
 class JSONLTracker:
-    """Writes `DIRECTORY/log.jsonl`, a line at a time; each line is in the file when its call returns.
+    """A tracker that writes `DIRECTORY/log.jsonl`; each line is in the file when its call returns.
 
-    NaN and the infinities, which JSON does not have, are written as the strings `"NaN"`, `"Infinity"` and
-    `"-Infinity"`; Python's `float()` reads them.
+    NaN and infinities, which JSON lacks, are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which
+    Python's `float()` parses.
 
     Args:
-        directory: Where the file goes; made at the start.
+        directory: The directory of the file, created by `start`.
 
     Attributes:
-        name: `"jsonl"`.
-        on_all_ranks: False.
-        path: The file.
+        name: The tracker's name, `"jsonl"`.
+        on_all_ranks: Always False: only rank 0 writes.
+        path: The absolute path of the file.
     """
 
     name = "jsonl"
@@ -49,11 +49,11 @@ class JSONLTracker:
         self._file: BinaryIO | None = None
 
     def start(self, run_name: str, config: Values) -> None:
-        """Open the file for appending. A line that a killed run left unfinished is cut off.
+        """Open the file for appending, and remove a partial last line that a killed run left.
 
         Raises:
-            TrackerStateError: It is started already.
-            ValueNotLoggableError: `config` holds something that JSON cannot express.
+            TrackerStateError: The tracker is already started.
+            ValueNotLoggableError: `config` holds a value that JSON cannot represent.
         """
         if self._file is not None:
             raise TrackerStateError(f"start() again, while {self.path} is open: finish() first")
@@ -64,11 +64,11 @@ class JSONLTracker:
         self._write({"event": "start", "time": time.time(), "run": run_name, "config": plain})
 
     def log(self, values: Values, *, step: int | None = None) -> None:
-        """Append a line.
+        """Append a line with the values.
 
         Raises:
-            TrackerStateError: It is not started.
-            ValueNotLoggableError: A value is none that can be logged, or its name is one of the file's own.
+            TrackerStateError: The tracker is not started.
+            ValueNotLoggableError: A value has a type that cannot be logged, or its name is reserved.
         """
         for name in _RESERVED:
             if name in values:
@@ -95,7 +95,7 @@ class JSONLTracker:
 
 
 def _strict(value: Plain) -> Plain:
-    """The value with NaN and infinities as the strings that JavaScript and Python read as such."""
+    """Return the value with NaN and infinities replaced by strings that JavaScript and Python parse as numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -106,7 +106,7 @@ def _strict(value: Plain) -> Plain:
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Shorten a file to its last line end."""
+    """Truncate a file after its last newline."""
     if not path.exists():
         return
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Logged values as plain ones: numbers, strings, booleans and None, in dicts and lists."""
+"""Convert logged values to plain ones: numbers, strings, booleans and None, in dicts and lists."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -12,27 +12,27 @@ Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | 
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, Plain]:
-    """Logged values as plain ones.
+    """Convert logged values to plain ones.
 
-    Tensors, arrays and scalars of shape () become numbers through their `.item()`, which waits for their device.
+    Tensors, arrays and scalars of shape () become numbers by their `.item()`, which synchronises with their device.
 
     Raises:
-        ValueNotLoggableError: Something else is among them; the message names its path and type.
+        ValueNotLoggableError: A value has any other type; the message names its path and type.
     """
     return _mapping(values, ())
 
 
 def plain_config(config: Mapping[str, object]) -> dict[str, Plain]:
-    """A run's configuration as plain values; dataclasses become dicts, paths strings, enumerators their values.
+    """Convert a run's configuration to plain values: dataclasses to dicts, paths to strings, enum members to values.
 
     Raises:
-        ValueNotLoggableError: Something else is in it; the message names its path and type.
+        ValueNotLoggableError: A value has any other type; the message names its path and type.
     """
     return _mapping(cast("Mapping[str, object]", _opened(config)), ())
 
 
 def _opened(value: object) -> object:
-    """The value with the containers that only a configuration may hold made plain ones."""
+    """Convert the types that only a configuration may hold: dataclasses, enum members, paths and other containers."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _opened(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -60,7 +60,7 @@ def _plain(value: object, path: tuple[object, ...]) -> Plain:
         if tuple(shape) != ():
             raise _refusal(path, value, f"has shape {tuple(shape)}: log .mean().item() of it, or .tolist()")
         return _plain(item(), path)
-    for kind in (bool, int, float, str):  # subclasses, such as an IntEnum's members
+    for kind in (bool, int, float, str):  # subclasses, such as the members of an IntEnum
         if isinstance(value, kind):
             return kind(value)
     raise _refusal(

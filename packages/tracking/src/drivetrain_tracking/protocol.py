@@ -1,70 +1,70 @@
-"""What a tracker is."""
+"""The protocol of a tracker."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-# What users log: numbers, strings, booleans, None, tensors and arrays of shape (), nested in mappings and sequences.
+# Logged values: numbers, strings, booleans, None, tensors and arrays of shape (), nested in mappings and sequences.
 Values: TypeAlias = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """Writes a run's values to one platform, or one kind of file.
+    """A tracker that writes a run's values to a platform or a file.
 
-    The calls, in order:
+    The calls are, in order:
 
     1. Construction with a directory, on every rank. It opens and writes nothing.
     2. `start`, once, before anything is logged.
     3. `log`, any number of times.
     4. `finish`, at the end; a second call, or one without a start, does nothing.
 
-    `start` and `log` may take keyword arguments of their own, with defaults: users give them as `options`. A tracker
-    that keeps the run's effective plan beside its configuration is a `PlanTracker`.
+    `start` and `log` may take additional keyword arguments with defaults, which users pass as `options`. A tracker
+    that keeps the run's effective plan besides its configuration is a `PlanTracker`.
 
-    Calls 2 to 4 are made on rank 0 alone, unless `on_all_ranks` is true. `drivetrain_tracking.testing` has the
-    contract that every tracker passes.
+    Calls 2 to 4 are made only on rank 0, unless `on_all_ranks` is true. `drivetrain_tracking.testing` holds the
+    contract that every tracker must pass.
     """
 
     @property
     def name(self) -> str:
-        """What users call it, and errors too."""
+        """The tracker's name in users' code and in errors."""
         ...
 
     @property
     def on_all_ranks(self) -> bool:
-        """Whether every rank starts it and logs its own values, instead of rank 0 alone."""
+        """True if every rank starts the tracker and logs its own values, instead of only rank 0."""
         ...
 
     def start(self, run_name: str, config: Values) -> None:
-        """Begin a run, or go on with the one of this name that was stopped.
+        """Start a run, or continue a stopped run of the same name.
 
         Args:
-            run_name: Of the run.
-            config: What the run was started with.
+            run_name: The name of the run.
+            config: The configuration of the run.
         """
         ...
 
     def log(self, values: Values, *, step: int | None = None) -> None:
-        """Write values; they can be read back when this returns.
+        """Write values so that they can be read back once the call returns.
 
         Args:
-            values: By name.
-            step: The optimizer step they belong to, if any.
+            values: A mapping from names to values.
+            step: The optimizer step that the values belong to, if any.
         """
         ...
 
     def finish(self) -> None:
-        """End the run: everything is written, everything is closed."""
+        """End the run: write all values, and close all files and connections."""
         ...
 
 
 @runtime_checkable
 class PlanTracker(Tracker, Protocol):
-    """A tracker that keeps the run's effective plan too, as an artifact or a file beside the configuration."""
+    """A tracker that also keeps the run's effective plan, as an artifact or file besides the configuration."""
 
     def record_plan(self, plan: Values) -> None:
-        """Keep the plan. Called once, after `start`.
+        """Record the plan. Called once, after `start`.
 
         Args:
-            plan: Plain values, several kilobytes of them.
+            plan: The plan as plain values, several kilobytes in size.
         """
         ...

@@ -1,4 +1,4 @@
-"""Which trackers there are: those that installed packages announce by entry point."""
+"""A registry of the trackers that installed packages announce by entry points."""
 
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -13,19 +13,19 @@ ENTRY_POINT_GROUP = "drivetrain.trackers"
 
 
 def tracker_names() -> tuple[str, ...]:
-    """Every name that `make_tracker` knows, sorted."""
+    """Return every name that `make_tracker` knows, sorted."""
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 
 def make_tracker(name: str, directory: Path | str) -> Tracker:
-    """A tracker by its name; its module is imported only now.
+    """Construct a tracker by its name, importing its module only now.
 
     Args:
-        name: As its package announces it in the entry point group `drivetrain.trackers`.
-        directory: Where it may write files; a tracker is constructed with nothing else.
+        name: The name of the tracker in the entry point group `drivetrain.trackers`.
+        directory: The directory that the tracker may write to, its only constructor argument.
 
     Raises:
-        UnknownTrackerError: No installed package brings it; the message lists those there are.
+        UnknownTrackerError: No installed package registers the tracker; the message lists the known names.
     """
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return cast("Tracker", point.load()(Path(directory)))
@@ -39,11 +39,11 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
 
 
 def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the trackers' names, each once, with every one there is in the place of `"all"`."""
+    """Return the names with `"all"` replaced by every known name; with `"all"`, each name occurs once."""
     found = [one for name in names for one in (tracker_names() if name == "all" else (name,))]
     return tuple(dict.fromkeys(found)) if "all" in names else tuple(names)
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a Python module of a tracker's name can be imported; nothing is."""
+    """Return whether a Python module of this name can be found, without importing it."""
     return name.isidentifier() and find_spec(name) is not None

@@ -1,4 +1,4 @@
-"""What can be set about tracking."""
+"""The settings of tracking."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args

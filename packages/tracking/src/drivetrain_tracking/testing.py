@@ -1,7 +1,7 @@
-"""The contract that every tracker passes.
+"""The contract that every tracker must pass.
 
-A tracker's test subclasses `TrackerContract`, says how to make one and how to read back what it wrote, and calls
-`check_all` with an empty directory.
+A tracker's test subclasses `TrackerContract`, implements `make` and `logged`, and calls `check_all` with an empty
+directory.
 """
 
 from abc import ABC, abstractmethod
@@ -21,15 +21,15 @@ VALUES: Mapping[str, object] = {
 
 
 class TrackerContract(ABC):
-    """Every check that a tracker passes; a failed one is an AssertionError that says what was expected."""
+    """A set of checks that every tracker must pass; a failed check raises an AssertionError that explains it."""
 
     @abstractmethod
     def make(self, directory: Path) -> Tracker:
-        """A new tracker that may write into `directory`."""
+        """Return a new tracker that may write to `directory`."""
 
     @abstractmethod
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
-        """The step and values of every `log`, in order, as they can be read back from the platform's files."""
+        """Return the step and values of every `log`, in order, as read back from the platform's files."""
 
     def check_all(self, directory: Path) -> list[str]:
         """Run every check, each in a directory of its own.
@@ -38,7 +38,7 @@ class TrackerContract(ABC):
             The names of the checks that ran.
 
         Raises:
-            AssertionError: A check failed; the message says what a tracker must do.
+            AssertionError: A check failed; the message says what the tracker must do.
         """
         checks: tuple[Callable[[Path], None], ...] = (
             self.check_construction_writes_nothing,
@@ -55,7 +55,7 @@ class TrackerContract(ABC):
         return [check.__name__ for check in checks]
 
     def check_construction_writes_nothing(self, directory: Path) -> None:
-        """A tracker is constructed on every rank: it must leave no trace until it is started."""
+        """Check that construction, which happens on every rank, writes nothing before `start`."""
         tracker = self.make(directory)
         assert tracker.name, "a tracker has a name"
         assert isinstance(tracker.on_all_ranks, bool), "on_all_ranks says whether every rank logs"
@@ -63,7 +63,7 @@ class TrackerContract(ABC):
         assert not list(directory.iterdir()), "a tracker that is never started writes nothing"
 
     def check_values_come_back(self, directory: Path) -> None:
-        """Numbers, strings, booleans and nested dicts are written with their steps, in order."""
+        """Check that numbers, strings, booleans and nested dicts are written with their steps, in order."""
         tracker = self.make(directory)
         tracker.start("contract", {"seed": 1, "model": {"width": 8}})
         tracker.log(VALUES, step=0)
@@ -72,7 +72,7 @@ class TrackerContract(ABC):
         self._expect(directory, [(0, VALUES), (10, {"loss": 0.25})])
 
     def check_values_are_there_before_the_end(self, directory: Path) -> None:
-        """A run that is killed has lost nothing that it logged."""
+        """Check that logged values can be read back before `finish`, so that a killed run loses none."""
         tracker = self.make(directory)
         tracker.start("contract", {})
         tracker.log({"loss": 1.0}, step=1)
@@ -80,7 +80,7 @@ class TrackerContract(ABC):
         tracker.finish()
 
     def check_a_resumed_run_goes_on(self, directory: Path) -> None:
-        """A second tracker of the same run adds to what the first wrote."""
+        """Check that a second tracker of the same run appends to the output of the first."""
         for step in (1, 2):
             tracker = self.make(directory)
             tracker.start("contract", {})
@@ -89,7 +89,7 @@ class TrackerContract(ABC):
         self._expect(directory, [(1, {"loss": 1.0}), (2, {"loss": 0.5})])
 
     def check_numbers_that_are_none(self, directory: Path) -> None:
-        """NaN and infinities are logged, not refused: a loss that diverges is what one wants to see."""
+        """Check that NaN and infinities are logged, not refused: users need to see a diverging loss."""
         tracker = self.make(directory)
         tracker.start("contract", {})
         tracker.log({"loss": float("nan"), "grad_norm": float("inf")}, step=1)
@@ -100,7 +100,7 @@ class TrackerContract(ABC):
         )
 
     def check_order_of_calls(self, directory: Path) -> None:
-        """Logging before the start and starting twice are errors; finishing twice is none."""
+        """Check that logging before `start` and starting twice are errors, and finishing twice is not."""
         tracker = self.make(directory)
         assert _raises_state_error(lambda: tracker.log({"loss": 1.0})), "log() before start() is an error"
         tracker.start("contract", {})

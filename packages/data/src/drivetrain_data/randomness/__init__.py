@@ -1,1 +1,1 @@
-"""Draw random orders and numbers that depend on a key alone."""
+"""Draw random orders and numbers that depend only on a key."""

@@ -1,4 +1,4 @@
-"""Random draws that depend on a key alone: not on what the program drew before, and not felt by it afterwards."""
+"""Random draws that depend only on a key and leave the program's global generators unchanged."""
 
 import base64
 import random
@@ -15,17 +15,17 @@ from drivetrain_data.randomness.permutation import hash_key
 
 class _States(NamedTuple):
     torch: torch.Tensor
-    numpy: Any  # the bit generator itself: exchanging it takes 1 us, copying its state 30
+    numpy: Any  # the bit generator itself: swapping it takes 1 us, copying its state 30 us
     python: Any
 
 
 class KeyedDraws:
-    """The global CPU generators of torch, NumPy and Python, seeded from a key, for as long as a block lasts.
+    """A keyed state of the global CPU generators of torch, NumPy and Python, in effect inside a block.
 
-    The next block goes on where the last one stopped; outside, the generators are as if nothing had been drawn.
+    The next block continues where the last one stopped. Outside, the generators are as if nothing had been drawn.
 
     Args:
-        key: Any non-negative integers, such as (seed, epoch).
+        key: The key, any non-negative integers such as (seed, epoch).
     """
 
     def __init__(self, *key: int) -> None:
@@ -34,7 +34,7 @@ class KeyedDraws:
 
     @contextmanager
     def active(self) -> Generator[None]:
-        """Draw from the keyed generators inside."""
+        """Run the block with the keyed generators in place of the global ones."""
         outside = _capture()
         if self._states is None:
             seed_global_generators(self._seed)
@@ -55,7 +55,7 @@ def seed_global_generators(seed: int) -> None:
 
 
 def plain_states() -> dict[str, Any]:
-    """The states of the global CPU generators of torch, NumPy and Python, as numbers, strings and lists."""
+    """Return the states of the global CPU generators of torch, NumPy and Python as numbers, strings and lists."""
     version, words, gauss = random.getstate()
     return {
         "torch": _as_text(torch.get_rng_state().numpy()),
@@ -65,7 +65,7 @@ def plain_states() -> dict[str, Any]:
 
 
 def load_plain_states(states: Mapping[str, Any]) -> None:
-    """Take up what `plain_states` gave."""
+    """Restore the generator states that `plain_states` returned."""
     torch.default_generator.set_state(torch.from_numpy(_as_array(states["torch"], "uint8")))
     np.random.set_bit_generator(getattr(np.random, states["numpy"]["bit_generator"])())  # pyright: ignore[reportAttributeAccessIssue]
     np.random.set_state(_unplain(states["numpy"]))
@@ -85,7 +85,7 @@ def _restore(states: _States) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """A bit generator's state with its arrays as text."""
+    """Return a bit generator's state with its arrays encoded as base64 text."""
     if isinstance(state, dict):
         return {name: _plain(value) for name, value in cast("dict[str, Any]", state).items()}
     if isinstance(state, np.ndarray):

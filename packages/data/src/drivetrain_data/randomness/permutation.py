@@ -1,11 +1,11 @@
-"""A keyed bijection on [0, n): random order without a list.
+"""A keyed bijection on [0, n): a random order without a list.
 
-Any position's index is computed by itself, so that shuffling needs no memory that grows with the dataset and a resume
-starts anywhere at once. Up to 2**20 samples the order is the argsort of a keyed 64-bit hash. Above, it is a Feistel
-network (Luby and Rackoff, 1988) over the next power of two, with cycle walking (Black and Rogaway, 2002), and a keyed
-exchange of two indices: a Feistel network alone is an even permutation.
+The index at each position is computed on its own, so that shuffling needs no memory that grows with the dataset and a
+resume starts at any position in constant time. Up to 2**20 samples, the order is the argsort of a keyed 64-bit hash.
+Above, it is a Feistel network (Luby and Rackoff, 1988) over the next power of two, with cycle walking (Black and
+Rogaway, 2002) and a keyed swap of two indices, because a Feistel network alone is an even permutation.
 
-An order, once published, never changes: `ORDER_VERSION` counts the published ones, and tests hold golden vectors.
+A published order never changes: `ORDER_VERSION` numbers the published orders, and tests check golden vectors.
 """
 
 import numpy as np
@@ -28,11 +28,11 @@ _MIX_2 = 0x94D049BB133111EB
 class Permutation:
     """A pseudo-random order of `size` samples, a pure function of `size` and `key`.
 
-    Up to 2**20 samples it is computed whole at its first use and held, in 8 bytes a sample.
+    Up to 2**20 samples, the first use computes the whole order and keeps it, at 8 bytes per sample.
 
     Args:
         size: The number of samples, 0 to 2**62.
-        key: Any non-negative integers, such as (seed, epoch).
+        key: The key, any non-negative integers such as (seed, epoch).
 
     Raises:
         ValueError: `size` is out of range.
@@ -50,15 +50,15 @@ class Permutation:
         return self.size
 
     def __getitem__(self, position: int) -> int:
-        """The index at one position."""
+        """Return the index at one position."""
         if not 0 <= position < self.size:
             raise IndexError(f"position {position} of a permutation of {self.size}")
         return int(self.at(np.array([position], dtype=np.int64))[0])
 
     def at(self, positions: Positions) -> Positions:
-        """The indices at positions in [0, size), in the positions' shape.
+        """Return the indices at positions in [0, size), in the shape of `positions`.
 
-        Cheapest in blocks of some thousands: one alone costs nearly as much as 1,000.
+        Call it with blocks of some thousands of positions: one position costs nearly as much as 1,000.
         """
         if self.size <= _TABLE_LIMIT:
             if self._table is None:
@@ -66,11 +66,11 @@ class Permutation:
             return self._table[positions]
         indices = self._walk(positions.astype(np.uint64).ravel())
         if _is_odd(self._keys):
-            indices ^= indices < 2  # 0 and 1 change places
+            indices ^= indices < 2  # swaps indices 0 and 1
         return indices.astype(np.int64).reshape(positions.shape)
 
     def _walk(self, values: _Words) -> _Words:
-        """Encipher until every value lies below `size`: under two rounds on average, since the domain is < 2 size."""
+        """Encipher until every value is below `size`: under two rounds on average, since the domain is < 2 * size."""
         num_bits = (self.size - 1).bit_length()
         values = _encipher(values, num_bits, self._keys)
         outside = np.flatnonzero(values >= self.size)
@@ -81,7 +81,7 @@ class Permutation:
 
 
 def hash_key(*key: int) -> int:
-    """A 64-bit number that depends on every bit of every part of the key."""
+    """Return a 64-bit hash that depends on every bit of every part of the key."""
     state = _mix_one(len(key) + _GOLDEN)
     for part in key:
         if part < 0:
@@ -92,7 +92,7 @@ def hash_key(*key: int) -> int:
 
 
 def hash_words(words: _Words, key: int) -> _Words:
-    """SplitMix64's finalizer over `words`, keyed before and between two passes; a bijection of 64-bit words."""
+    """Apply two keyed passes of SplitMix64's finalizer to `words`; a bijection of 64-bit words."""
     mixed = _mix(words * np.uint64(_GOLDEN) + np.uint64(key))
     return _mix(mixed ^ np.uint64(_mix_one(key ^ _WORD)))
 
@@ -103,12 +103,12 @@ def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_odd(keys: tuple[int, ...]) -> bool:
-    """A bit drawn from the key, like the keys of the rounds."""
+    """Return a bit derived from the key, like the round keys."""
     return bool(_mix_one(keys[-1] + _GOLDEN) & 1)
 
 
 def _table(size: int, keys: tuple[int, ...]) -> Positions:
-    """The whole order: the stable argsort of the hashes, by digits of 16 bits, for which NumPy has a radix sort."""
+    """Return the whole order: the stable argsort of the hashes by 16-bit digits, which NumPy radix-sorts."""
     hashes = hash_words(np.arange(size, dtype=np.uint64), keys[0])
     table = np.arange(size, dtype=np.int64)
     for shift in range(0, 64, 16):
@@ -118,7 +118,7 @@ def _table(size: int, keys: tuple[int, ...]) -> Positions:
 
 
 def _encipher(values: _Words, num_bits: int, keys: tuple[int, ...]) -> _Words:
-    """One pass of an alternating Feistel network over `num_bits` bits, whose halves may differ by one bit."""
+    """Apply one pass of an alternating Feistel network over `num_bits` bits, whose halves may differ by one bit."""
     low_bits = np.uint64(num_bits // 2)
     low_mask = np.uint64((1 << (num_bits // 2)) - 1)
     high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)

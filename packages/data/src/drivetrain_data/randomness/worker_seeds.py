@@ -1,6 +1,7 @@
-"""Workers that live on from epoch to epoch are seeded once by torch; here each loop's seed travels with its indices.
+"""Reseed persistent workers for every loop.
 
-It cannot be told to them beside the queue: they may still be busy with indices of a loop that was left.
+Torch seeds persistent workers only once, so each loop's seed travels with its indices through the queue. A side
+channel would not do: workers may still be processing indices of an earlier loop that was left.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,8 +17,8 @@ class Loop(NamedTuple):
     """A loop over a loader.
 
     Attributes:
-        number: Which one it is, counted from 1.
-        seed: What its workers are seeded from.
+        number: The number of the loop, from 1.
+        seed: The seed of the loop's workers.
     """
 
     number: int
@@ -25,10 +26,10 @@ class Loop(NamedTuple):
 
 
 class LoopSeedSampler(Sampler[Any]):
-    """What a sampler gives, each with the loop that it is for.
+    """A sampler that pairs the items of another sampler with the loop that they belong to.
 
     Args:
-        sampler: Gives indices, or batches of them.
+        sampler: The sampler of indices, or of batches of indices.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
@@ -36,7 +37,7 @@ class LoopSeedSampler(Sampler[Any]):
         self._loop = Loop(0, 0)
 
     def begin(self, seed: int) -> None:
-        """Say what the workers of the next loop are seeded from."""
+        """Set the seed of the workers of the next loop."""
         self._loop = Loop(self._loop.number + 1, seed)
 
     def __iter__(self) -> Iterator[tuple[Loop, Any]]:
@@ -46,13 +47,16 @@ class LoopSeedSampler(Sampler[Any]):
 
 
 class LoopSeededDataset(Dataset[Any]):
-    """A dataset whose worker is seeded anew at the first indices of each loop; in all else it answers as the dataset.
+    """A wrapper of a dataset that reseeds its worker at the first indices of each loop.
+
+    All other attributes are those of the dataset.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset to wrap.
     """
 
     def __init__(self, dataset: Any) -> None:
+        # Bypasses __setattr__, which writes to the dataset.
         self.__dict__.update({_DATASET: dataset, _LOOP: 0})
 
     def __len__(self) -> int:
@@ -60,13 +64,13 @@ class LoopSeededDataset(Dataset[Any]):
 
     def __getitem__(self, sent: Any) -> Any:
         if not (isinstance(sent, tuple) and sent and isinstance(sent[0], Loop)):
-            return self.__dict__[_DATASET][sent]  # asked for by a worker's set-up, say
+            return self.__dict__[_DATASET][sent]  # a plain index, for example from worker_init_fn
         loop, index = sent
         self._seed_for(loop)
         return self.__dict__[_DATASET][index]
 
     def __getitems__(self, sent: tuple[Loop, list[Any]]) -> list[Any]:
-        """A batch's samples."""
+        """Return the samples of a batch."""
         loop, indices = sent
         self._seed_for(loop)
         dataset = self.__dict__[_DATASET]
@@ -92,5 +96,5 @@ class LoopSeededDataset(Dataset[Any]):
             seed_global_generators(hash_key(loop.seed, info.id if info else 0))
 
 
-_DATASET = "_drivetrain_dataset"  # names that no dataset has
+_DATASET = "_drivetrain_dataset"  # attribute names that no dataset uses
 _LOOP = "_drivetrain_loop"

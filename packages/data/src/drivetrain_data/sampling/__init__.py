@@ -1,1 +1,1 @@
-"""Decide which samples each shard reads in each step."""
+"""Compute which samples each shard reads in each step."""

@@ -1,4 +1,4 @@
-"""A user's batch sampler for torch's DataLoader: its batches are dealt out whole, or each split among the shards."""
+"""A sampler that distributes the batches of a user's batch sampler: whole, or each split among the shards."""
 
 from array import array
 from collections import deque
@@ -19,21 +19,21 @@ from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 from drivetrain_data.state.sampler_snapshot import Drawn, EpochStart
 
-_DRAWN_STEPS = 64  # steps of a batch sampler drawn at once
+_DRAWN_STEPS = 64  # batches drawn at once
 
 
 class WholeBatchSampler(StepSampler):
-    """A user's batches, dealt out whole in turn, or each split among the shards.
+    """A sampler of a user's batches, distributed whole in turn, or each split among the shards.
 
     Args:
         batches: The user's batch sampler.
-        seed: What generators are seeded from, with the epoch.
-        size: The samples of the dataset, to check indices against; None if that is not known.
-        shard: Whose batches are given.
-        even: What becomes of the last step, if there are fewer batches than shards.
-        split: Divide each batch among the shards, instead of giving each shard a whole one.
-        reads_for_all: Give every shard's batches.
-        agree: Told what was drawn first each time an epoch begins, to hold it against that of the other ranks.
+        seed: The seed, with the epoch, of the generators.
+        size: The number of samples in the dataset, to check indices against; None if unknown.
+        shard: The shard whose batches to yield.
+        even: The treatment of a last step with fewer batches than shards.
+        split: Whether to split each batch among the shards, instead of giving each shard a whole one.
+        reads_for_all: Whether to yield the batches of all shards.
+        agree: A callback that checks that all ranks drew the same, at the start and the end of an epoch.
     """
 
     def __init__(
@@ -55,37 +55,37 @@ class WholeBatchSampler(StepSampler):
         self.split = split
         self._start = EpochStart(batches)
         self._agree = agree
-        self._checksums = (0, array("Q"))  # of an epoch: that of all batches up to each one, as far as drawn
+        self._checksums = (0, array("Q"))  # an epoch, and for each batch drawn the checksum of all up to it
 
     @property
     def name(self) -> str:
-        """What a saved position names the order by."""
+        """The name of the order in a saved position."""
         return f"batches:{type(self.batches).__name__}"
 
     @property
     def source(self) -> str:
-        """Where the order comes from, as one phrase for people."""
+        """The origin of the order, as a phrase for users."""
         return f"whole batches of {type(self.batches).__name__}, {self._start.how(self.seed)}"
 
     def identity(self) -> dict[str, Any]:
-        """What the batches must agree on in a saved position, as far as it can be seen."""
+        """Return the values that must match those of a saved position, as far as they are visible."""
         size = getattr(self.batches, "batch_size", None)
         return {"batch_size": size, "num_batches": self._start.fixed_length}
 
     def extra_state(self, epoch: int, position: int) -> dict[str, Any]:
-        """What leads to an epoch, and a checksum of the batches up to a position."""
+        """Return the sampler's state before an epoch, and a checksum of the batches up to a position."""
         begun, checksums = self._checksums
         if begun != epoch or not 0 < position <= len(checksums):
             return self._start.state(epoch)
         return self._start.state(epoch, Drawn(position, checksums[position - 1]))
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Draw an epoch as the run did that was saved in it."""
+        """Draw the epoch again as the saved run drew it."""
         self._start.resume(epoch, state)
         self._checksums = (epoch, array("Q"))
 
     def num_steps(self, epoch: int, position: int) -> int:
-        """The steps of an epoch from a position on."""
+        """Return the number of steps of an epoch from a position on."""
         num_batches = self._start.length(self.seed, epoch) - position
         if self.split:
             return num_batches
@@ -93,7 +93,7 @@ class WholeBatchSampler(StepSampler):
         return whole + (rest > 0 and self.even != "drop")
 
     def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
-        """Give batches of indices."""
+        """Yield batches of indices."""
         taken_a_step = 1 if self.split else self.shard.count
         batches = self._rest()
         first = group = list(islice(batches, taken_a_step))
@@ -112,7 +112,7 @@ class WholeBatchSampler(StepSampler):
             group = following
 
     def _deal(self, group: list[list[Any]], first: list[list[Any]]) -> tuple[list[list[Any]], list[int]]:
-        """Each shard's batch, and how many of its samples count."""
+        """Return each shard's batch, and the number of its real samples."""
         count = self.shard.count
         if self.split:
             (batch,) = group
@@ -120,7 +120,7 @@ class WholeBatchSampler(StepSampler):
             held = [batch[begin:end] or batch[-1:] for begin, end in bounds]
             return held, [end - begin for begin, end in bounds]
         missing = count - len(group)
-        repeated = [first[i % len(first)] for i in range(missing)]  # to pad with
+        repeated = [first[i % len(first)] for i in range(missing)]  # the padding
         extra = repeated if self.even == "pad" else [group[-1]] * missing
         return group + extra, [len(batch) for batch in group] + [0] * missing
 
@@ -138,7 +138,7 @@ class WholeBatchSampler(StepSampler):
         return replace(plan, replayed=plan.replays(self.shard.index))
 
     def _rest(self) -> Iterator[list[Any]]:
-        """The batches from the position on, if those before it are what they were in the run that was saved."""
+        """Return the batches from the position on, after checking those before it against the saved run."""
         checksums = array("Q")
         batches = self._draw(checksums)
         deque(islice(batches, self.position), maxlen=0)
@@ -151,7 +151,7 @@ class WholeBatchSampler(StepSampler):
         return batches
 
     def _draw(self, checksums: "array[int]") -> Iterator[list[Any]]:
-        """The user's batches of the epoch, drawn in blocks so that generators are exchanged seldom."""
+        """Yield the user's batches of the epoch, drawn in blocks so that generators are swapped seldom."""
         self._start.begin(self.seed, self.epoch)
         draws = KeyedDraws(self.seed, self.epoch)
         checksum, is_first = 0, True
@@ -171,9 +171,8 @@ class WholeBatchSampler(StepSampler):
             try:
                 for batch in held:
                     yield batch.tolist() if isinstance(batch, np.ndarray) else batch
-            except (
-                GeneratorExit
-            ):  # the loop is left, and its epoch over: the sampler comes to the epoch's end
+            except GeneratorExit:
+                # The loop was left, which ends its epoch: bring the sampler to the epoch's end.
                 self._start.exhaust(drawn, draws, num_drawn=len(checksums))
                 raise
             if is_last:

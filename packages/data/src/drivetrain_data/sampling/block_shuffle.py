@@ -1,4 +1,4 @@
-"""Orders that keep to storage: blocks of the data that shards read each for itself, and blocks that are shuffled."""
+"""Orders that keep reads local: blocks of data that each shard reads for itself, and runs that are shuffled."""
 
 import logging
 from collections.abc import Mapping
@@ -12,49 +12,50 @@ from drivetrain_data.errors import DataStateError, IndexRangeError
 from drivetrain_data.randomness.permutation import ORDER_VERSION, Permutation, Positions, hash_key
 from drivetrain_data.shard import Shard
 
-_CHECKED_WHOLE = 2**20  # samples, up to which a function is asked for all of them
+_CHECKED_WHOLE = 2**20  # up to this many samples, a function is checked at every position
 
 logger = logging.getLogger(__name__)
 
 
 class IndexFunction(Protocol):
-    """A user's rule for which sample a shard reads; a pure function of its two arguments.
+    """A user's function that assigns samples to shards; a pure function of its two arguments.
 
-    Over all shards of a count, each of which reads one sample at each of its positions (the first `size % count` of
-    them one more), every sample comes exactly once.
+    Each of `count` shards has `size // count` positions (the first `size % count` shards have one more). Over all
+    shards and their positions, every sample occurs exactly once.
     """
 
     def __call__(self, position: int, shard: Shard, /) -> int:
-        """The sample at a shard's own position, counted from 0."""
+        """Return the index of the sample at a shard's own position, counted from 0."""
         ...
 
 
 @runtime_checkable
 class InvertibleFunction(IndexFunction, Protocol):
-    """A rule that also tells who reads a sample, so that another number of shards can take up its rest."""
+    """An invertible function, which lets a different number of shards resume an epoch in the middle."""
 
     def inverse(self, index: int, num_shards: int, /) -> tuple[int, int]:
-        """The position and the shard's index that a sample is read at."""
+        """Return the position and the shard's index at which a sample is read."""
         ...
 
 
 class BlockOrder:
-    """Blocks of the data, each in an order of its own; the epoch goes round them, so that what is read is a prefix.
+    """An order that cycles through blocks of the data, each in its own order.
 
-    Position p is number p // num_blocks of block p % num_blocks. Blocks are contiguous and their sizes differ by at
-    most one, unless `function` says which samples they hold.
+    Position p is number p // num_blocks of block p % num_blocks, so that the samples read are a prefix of the order.
+    Blocks are contiguous and their sizes differ by at most one, unless `function` assigns their samples.
 
     Args:
         size: The number of samples in the dataset.
-        num_blocks: How many blocks.
-        seed: The seed of all epochs.
-        shuffled: Whether each block is read in a random order, another one each epoch.
-        function: Which sample each shard reads, where blocks are shards.
-        tells: Warn where a resume leaves the blocks; on one rank, since all know the same.
+        num_blocks: The number of blocks.
+        seed: The seed from which, with the epoch, every order is derived.
+        shuffled: Whether each block is read in a random order that changes with the epoch.
+        function: The user's function that assigns samples to shards, where each block belongs to one shard; None for
+            contiguous blocks.
+        tells: Whether to warn if a resume makes shards leave their blocks; set it on one rank only.
 
     Raises:
-        IndexRangeError: `function` gives an index that the dataset does not have.
-        ValueError: It gives a sample twice.
+        IndexRangeError: `function` returns an index that is not in the dataset.
+        ValueError: `function` returns a sample twice.
     """
 
     def __init__(
@@ -73,20 +74,20 @@ class BlockOrder:
         self._shuffled = shuffled
         self._function = function
         self._tells = tells
-        self._resumed: tuple[int, int] | None = None  # an epoch begun with another number of blocks
+        self._resumed: tuple[int, int] | None = None  # a resumed epoch and its original number of blocks
         self._permutation = lru_cache(maxsize=num_blocks)(Permutation)
-        # Of what the function gives, by the number of shards.
+        # The number of shards -> the checksum of the function's values.
         self._checksums = {} if function is None else {num_blocks: check_function(function, size, num_blocks)}
 
     @property
     def name(self) -> str:
-        """What a saved position names it by."""
+        """The name of the order in a saved position."""
         kind = "blocks" if self._function is None else f"function:{_name(self._function)}"
         return f"{kind}, {'shuffled' if self._shuffled else 'sequential'}/{ORDER_VERSION}"
 
     @property
     def source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         if self._function is None:
             held = f"{self._num_blocks} contiguous blocks"
         else:
@@ -98,19 +99,19 @@ class BlockOrder:
         )
 
     def num_blocks(self, epoch: int) -> int:
-        """The blocks of an epoch: as asked, or those with which it was begun before a resume."""
+        """Return the number of blocks of an epoch; a resumed epoch keeps the number it was begun with."""
         return self._resumed[1] if self._resumed and self._resumed[0] == epoch else self._num_blocks
 
     def length(self, _epoch: int) -> int:
-        """The positions in an epoch."""
+        """Return the number of positions in an epoch."""
         return self.size
 
     def identity(self) -> dict[str, Any]:
-        """What it was built from."""
+        """Return the values that describe what the order was built from."""
         return {"num_positions": self.size}
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
-        """The samples at positions."""
+        """Return the indices of the samples at the given positions."""
         num_blocks = self.num_blocks(epoch)
         numbers, blocks = np.divmod(positions, num_blocks)
         taken = np.empty_like(positions)
@@ -120,7 +121,7 @@ class BlockOrder:
         return taken.tolist()
 
     def extra_state(self, epoch: int, position: int) -> dict[str, Any]:
-        """The number of blocks of an epoch that was begun, and a checksum of what a function gives them."""
+        """Return the number of blocks of an epoch in progress, and a checksum of the function's values."""
         if not position:
             return {}
         num_blocks = self.num_blocks(epoch)
@@ -128,10 +129,11 @@ class BlockOrder:
         return {**found, "function": self._checksums[num_blocks]} if self._function is not None else found
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Go on with an epoch that was begun with a number of blocks.
+        """Resume an epoch with the number of blocks that it was begun with.
 
         Raises:
-            DataStateError: It is another number, and the user's function has no inverse; or the function was another.
+            DataStateError: The number differs from this order's and the user's function has no inverse, or the
+                function differs.
         """
         num_blocks: int = state.get("num_blocks", self._num_blocks)
         if num_blocks != self._num_blocks and not isinstance(self._function, InvertibleFunction | None):
@@ -192,13 +194,13 @@ class BlockOrder:
 
 
 def check_function(function: IndexFunction, size: int, num_shards: int) -> int:
-    """Hold a function against what it must be: every sample once over all shards. Returns a checksum of its values.
+    """Check that a function returns every sample once over all shards, and return a checksum of its values.
 
-    Up to 2**20 samples it is asked for all of them; above, for 2**16, evenly spread over the positions of each shard.
+    Up to 2**20 samples, every position is checked; above, 2**16 positions, evenly spaced on each shard.
 
     Raises:
-        IndexRangeError: It gives an index that the dataset does not have.
-        ValueError: It gives a sample twice, or no whole number.
+        IndexRangeError: The function returns an index that is not in the dataset.
+        ValueError: The function returns a sample twice, or a value that is not an integer.
     """
     given = np.empty(0, dtype=np.int64)
     places: list[Positions] = []
@@ -227,7 +229,7 @@ def _looked_at(length: int, num_shards: int, size: int) -> Positions:
 
 
 def _values(function: IndexFunction, positions: Positions, shard: Shard, size: int) -> Positions:
-    """What a function gives for positions of a shard."""
+    """Return a function's checked values at positions of a shard."""
     given = [function(position, shard) for position in cast("list[int]", positions.tolist())]
     for position, index in zip(positions.tolist(), given, strict=True):
         if not hasattr(index, "__index__"):
@@ -244,14 +246,14 @@ def _values(function: IndexFunction, positions: Positions, shard: Shard, size: i
 
 
 class BlockShuffledOrder:
-    """Runs of neighbouring samples in a random order, each shuffled within: random access stays near.
+    """An order of shuffled runs of neighbouring samples, each shuffled within, which keeps random access local.
 
-    The last run, if it is shorter, stands anywhere among the others.
+    If the last run is shorter, it too gets a random place among the others.
 
     Args:
         size: The number of samples in the dataset.
-        block_size: The samples of a run.
-        seed: The seed of all epochs.
+        block_size: The number of samples in a run.
+        seed: The seed from which, with the epoch, every order is derived.
     """
 
     def __init__(self, size: int, block_size: int, *, seed: int) -> None:
@@ -264,33 +266,33 @@ class BlockShuffledOrder:
 
     @property
     def name(self) -> str:
-        """What a saved position names it by."""
+        """The name of the order in a saved position."""
         return f"shuffled in blocks of {self.block_size}/{ORDER_VERSION}"
 
     @property
     def source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         return (
             f"blocks of {self.block_size} neighbours, shuffled and each shuffled within: permutation {ORDER_VERSION} "
             f"keyed by (seed {self.seed}, epoch)"
         )
 
     def length(self, _epoch: int) -> int:
-        """The positions in an epoch."""
+        """Return the number of positions in an epoch."""
         return self.size
 
     def identity(self) -> dict[str, Any]:
-        """What it was built from."""
+        """Return the values that describe what the order was built from."""
         return {"num_positions": self.size}
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
-        """The samples at positions."""
+        """Return the indices of the samples at the given positions."""
         num_whole, rest = divmod(self.size, self.block_size)
         short_at = hash_key(self.seed, epoch, 1) % (num_whole + 1) * self.block_size
         in_short = (positions >= short_at) & (positions < short_at + rest)
         whole = np.where(positions < short_at, positions, positions - rest)
         places, within = np.divmod(whole, self.block_size)
-        blocks = np.full_like(positions, num_whole)  # the short one
+        blocks = np.full_like(positions, num_whole)  # the short run
         if num_whole:
             blocks[~in_short] = self._blocks(num_whole, self.seed, epoch, 0).at(places[~in_short])
         within[in_short] = positions[in_short] - short_at

@@ -1,4 +1,4 @@
-"""What samplers give: held against the dataset, and summed up to be held against what a resume gives."""
+"""Check the indices that samplers return against the dataset, and compute checksums that a resume compares."""
 
 from collections.abc import Sequence
 from operator import index
@@ -15,15 +15,15 @@ _PLAIN = (str, bytes, int, float, tuple)
 
 
 def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions | list[Any]:
-    """What a sampler drew, as whole numbers, held against the dataset's length; or as it is, if it drew other keys.
+    """Return a sampler's items as an array of checked integers, or unchanged if they are other keys.
 
     Args:
-        items: What it drew.
-        size: The samples of the dataset; None if that is not known.
-        sampler: To name in errors.
+        items: The items that the sampler drew.
+        size: The number of samples in the dataset; None if unknown.
+        sampler: The sampler, to name it in errors.
 
     Raises:
-        IndexRangeError: An index lies outside, or is none.
+        IndexRangeError: An index is out of range, or an item is neither an index nor a key.
     """
     try:
         indices = np.fromiter(map(index, items), dtype=np.int64, count=len(items))
@@ -38,7 +38,7 @@ def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions
 
 
 def outside_of(given: int, size: int, sampler: object) -> IndexRangeError:
-    """The error for an index that a dataset does not have."""
+    """Return the error for an index that is not in the dataset."""
     return IndexRangeError(
         f"{type(sampler).__name__} gave index {given}, and the dataset has {size} samples (0 to {size - 1}); "
         "build the sampler for this dataset"
@@ -46,7 +46,7 @@ def outside_of(given: int, size: int, sampler: object) -> IndexRangeError:
 
 
 def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int:
-    """A checksum of indices, weights or keys, going on from that of what came before."""
+    """Return a checksum of indices, weights or keys, continued from the checksum `before` of earlier ones."""
     if isinstance(drawn, np.ndarray):
         return crc32(np.ascontiguousarray(drawn).data, before)
     return crc32(
@@ -55,7 +55,11 @@ def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int
 
 
 def _check_keys(items: list[Any], size: int | None, sampler: object) -> None:
-    """Keys of a dataset may be of any kind, but for nothing and fractions, and not mixed with indices."""
+    """Check that keys are neither None nor floats and are not mixed with indices; any other type is allowed.
+
+    Raises:
+        IndexRangeError: A key is not allowed, or an index is out of range.
+    """
     for number, item in enumerate(items):
         if item is None or isinstance(item, float) or isinstance(item, int) != isinstance(items[0], int):
             raise IndexRangeError(

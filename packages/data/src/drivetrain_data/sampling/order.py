@@ -1,7 +1,7 @@
-"""The order of an epoch: which sample stands at each position, the same on every rank.
+"""The order of an epoch: the sample at each position, the same on every rank.
 
-Each order is a function of an epoch's number and of what it was built from. Ranks, workers and batch sizes play no
-part, so any of them may change in the middle of an epoch.
+An order depends only on the epoch and on the values it was built from. It is independent of ranks, workers and batch
+sizes, so any of these may change in the middle of an epoch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class Order(Protocol):
 
     @property
     def seed(self) -> int:
-        """What the order of every epoch depends on; a resume sets the one it was saved with."""
+        """The seed of the order of every epoch; loading a state sets the saved seed."""
         ...
 
     @seed.setter
@@ -27,40 +27,40 @@ class Order(Protocol):
 
     @property
     def name(self) -> str:
-        """What a saved position names it by; another name or version is another order."""
+        """The name and version of the order in a saved position; a different name means a different order."""
         ...
 
     @property
     def source(self) -> str:
-        """Where the order comes from, as one phrase for people."""
+        """The origin of the order, as a phrase for users."""
         ...
 
     def length(self, epoch: int, /) -> int:
-        """The positions in an epoch."""
+        """Return the number of positions in an epoch."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What a saved position must agree on besides the name: what the order was built from."""
+        """Return the values, besides the name, that must match those of a saved position."""
         ...
 
     def take(self, epoch: int, positions: Positions, /) -> list[Any]:
-        """What a dataset is to be indexed with, for positions in [0, length)."""
+        """Return the dataset indices or keys at positions in [0, length)."""
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An order, or a user's batches, of which a state must hold more than the position."""
+    """An order, or a sampler of a user's batches, whose state is more than the position."""
 
     def extra_state(self, epoch: int, position: int, /) -> dict[str, Any]:
-        """What a state must hold besides the epoch and the position."""
+        """Return what a state must hold besides the epoch and the position."""
         ...
 
     def resume(self, epoch: int, state: Mapping[str, Any], /) -> None:
-        """Go on with an epoch from a saved state.
+        """Resume an epoch from a saved state.
 
         Raises:
-            DataStateError: It cannot be taken up here.
+            DataStateError: The state does not fit this order.
         """
         ...
 
@@ -73,28 +73,28 @@ class SequentialOrder:
 
     def __init__(self, size: int, *, seed: int) -> None:
         self.size = size
-        self.seed = seed  # for workers; of no consequence to the order
+        self.seed = seed  # seeds the workers only; the order does not depend on it
 
     def length(self, _epoch: int) -> int:
-        """The positions in an epoch."""
+        """Return the number of positions in an epoch."""
         return self.size
 
     def identity(self) -> dict[str, Any]:
-        """What it was built from."""
+        """Return the values that describe what the order was built from."""
         return {"num_positions": self.size}
 
     def take(self, _epoch: int, positions: Positions) -> list[int]:
-        """The positions themselves."""
+        """Return the positions unchanged."""
         return positions.tolist()
 
 
 class ShuffledOrder:
-    """Every sample once in a keyed random order; beyond the dataset's size, another permutation follows.
+    """An order of every sample once, keyed and random; beyond the dataset's size, another permutation follows.
 
     Args:
         size: The number of samples in the dataset.
-        seed: The seed of all epochs.
-        num_positions: The positions in an epoch; `size` by default.
+        seed: The seed from which, with the epoch, every order is derived.
+        num_positions: The number of positions in an epoch; `size` by default.
     """
 
     def __init__(self, size: int, *, seed: int, num_positions: int | None = None) -> None:
@@ -105,24 +105,24 @@ class ShuffledOrder:
 
     @property
     def name(self) -> str:
-        """What a saved position names it by."""
+        """The name of the order in a saved position."""
         return f"shuffled/{ORDER_VERSION}"
 
     @property
     def source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         return f"shuffled: permutation {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
 
     def length(self, _epoch: int) -> int:
-        """The positions in an epoch."""
+        """Return the number of positions in an epoch."""
         return self.num_positions
 
     def identity(self) -> dict[str, Any]:
-        """What it was built from."""
+        """Return the values that describe what the order was built from."""
         return {"num_positions": self.num_positions, "built_from": self.size}
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
-        """The samples at positions."""
+        """Return the indices of the samples at the given positions."""
         if self.num_positions <= self.size:
             return self._permutation(self.size, self.seed, epoch).at(positions).tolist()
         rounds, inside = np.divmod(positions, self.size)
@@ -135,12 +135,12 @@ class ShuffledOrder:
 
 
 class ReplacementOrder:
-    """Samples drawn with replacement, each position for itself.
+    """An order of samples drawn with replacement, independently at each position.
 
     Args:
         size: The number of samples in the dataset; the bias of a draw is below size / 2**64.
-        seed: The seed of all epochs.
-        num_positions: The positions in an epoch.
+        seed: The seed from which, with the epoch, every order is derived.
+        num_positions: The number of positions in an epoch.
     """
 
     def __init__(self, size: int, *, seed: int, num_positions: int) -> None:
@@ -150,34 +150,34 @@ class ReplacementOrder:
 
     @property
     def name(self) -> str:
-        """What a saved position names it by."""
+        """The name of the order in a saved position."""
         return f"replacement/{ORDER_VERSION}"
 
     @property
     def source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         return f"drawn with replacement: hash {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
 
     def length(self, _epoch: int) -> int:
-        """The positions in an epoch."""
+        """Return the number of positions in an epoch."""
         return self.num_positions
 
     def identity(self) -> dict[str, Any]:
-        """What it was built from."""
+        """Return the values that describe what the order was built from."""
         return {"num_positions": self.num_positions, "built_from": self.size}
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
-        """The samples at positions."""
+        """Return the indices of the samples at the given positions."""
         hashed = hash_words(positions.astype(np.uint64), hash_key(self.seed, epoch))
         return (hashed % np.uint64(self.size)).tolist()
 
 
 class SubsetOrder:
-    """A shuffled choice of samples.
+    """A shuffled subset of the samples.
 
     Args:
-        indices: The samples.
-        seed: The seed of all epochs.
+        indices: The indices of the samples in the subset.
+        seed: The seed from which, with the epoch, every order is derived.
     """
 
     def __init__(self, indices: Sequence[int] | Positions, *, seed: int) -> None:
@@ -186,7 +186,7 @@ class SubsetOrder:
 
     @property
     def seed(self) -> int:
-        """What the order of every epoch depends on."""
+        """The seed of the order of every epoch."""
         return self._inner.seed
 
     @seed.setter
@@ -195,22 +195,22 @@ class SubsetOrder:
 
     @property
     def name(self) -> str:
-        """What a saved position names it by."""
+        """The name of the order in a saved position."""
         return f"subset-{self._inner.name}"
 
     @property
     def source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         return f"a subset of {len(self._indices)} samples, {self._inner.source}"
 
     def length(self, _epoch: int) -> int:
-        """The positions in an epoch."""
+        """Return the number of positions in an epoch."""
         return len(self._indices)
 
     def identity(self) -> dict[str, Any]:
-        """What it was built from."""
+        """Return the values that describe what the order was built from."""
         return {"num_positions": len(self._indices), "built_from": checksum_of(self._indices)}
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
-        """The samples at positions."""
+        """Return the indices of the samples at the given positions."""
         return self._indices[np.asarray(self._inner.take(epoch, positions), dtype=np.int64)].tolist()

@@ -13,14 +13,14 @@ from drivetrain_data.state.sampler_snapshot import Drawn, EpochStart
 
 
 class DrawnOrder:
-    """What a sampler draws, with every generator that it can be using seeded from (seed, epoch).
+    """An order drawn by a sampler, with every generator that it may use seeded from (seed, epoch).
 
-    An epoch is drawn whole at its start, which touches no data; a resume draws it again.
+    A whole epoch is drawn at its start, without reading data; a resume draws it again.
 
     Args:
-        sampler: The user's, with a length.
-        seed: The seed of all epochs.
-        size: The samples of the dataset, to check indices against; None if that is not known.
+        sampler: The user's sampler, with a length.
+        seed: The seed from which, with the epoch, every order is derived.
+        size: The number of samples in the dataset, to check indices against; None if unknown.
     """
 
     def __init__(self, sampler: Any, *, seed: int, size: int | None) -> None:
@@ -29,35 +29,35 @@ class DrawnOrder:
         self.size = size
         self._drawn: tuple[int, int, Any] | None = None
         self._summary = Drawn(0, 0)
-        # Of the epoch drawn; built once, since it is asked for at every step.
+        # The state of the drawn epoch, built once because extra_state is called at every step.
         self._state: dict[str, Any] = {}
         self._start = EpochStart(sampler)
 
     @property
     def name(self) -> str:
-        """What a saved position names it by."""
+        """The name of the order in a saved position."""
         return f"drawn:{type(self.sampler).__name__}"
 
     @property
     def source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         return f"{type(self.sampler).__name__}, {self._start.how(self.seed)}"
 
     def length(self, epoch: int) -> int:
-        """The positions in an epoch: those drawn, or before that what the sampler says."""
+        """Return the number of positions in an epoch: those drawn or, before the draw, the sampler's length."""
         if self._drawn is not None and self._drawn[:2] == (self.seed, epoch):
             return len(self._drawn[2])
         return self._start.length(self.seed, epoch)
 
     def identity(self) -> dict[str, Any]:
-        """What the sampler was built from, as far as it can be seen; what it drew is in the state."""
+        """Return what the sampler was built from, as far as it is visible; the state holds what it drew."""
         found: dict[str, Any] = {"num_positions": self._start.fixed_length}
         if type(self.sampler) is WeightedRandomSampler:
             found["built_from"] = checksum_of(self.sampler.weights.numpy())
         return found
 
     def take(self, epoch: int, positions: Positions) -> list[Any]:
-        """The samples at positions."""
+        """Return the indices of the samples at the given positions."""
         drawn = self._draw(epoch)
         return (
             drawn[positions].tolist()
@@ -66,18 +66,18 @@ class DrawnOrder:
         )
 
     def checksum(self, epoch: int) -> int:
-        """Of what is drawn in an epoch."""
+        """Return the checksum of the samples drawn in an epoch."""
         self._draw(epoch)
         return self._summary.checksum
 
     def extra_state(self, epoch: int, position: int) -> dict[str, Any]:
-        """What leads to an epoch, and if it is begun a checksum of what was drawn."""
+        """Return the sampler's state before an epoch and, once it has begun, a checksum of what was drawn."""
         if position and self._drawn is not None and self._drawn[1] == epoch:
             return self._state
         return self._start.state(epoch)
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Draw an epoch as the run did that was saved in it."""
+        """Draw the epoch again as the saved run drew it."""
         self._start.resume(epoch, state)
         self._drawn = None
 

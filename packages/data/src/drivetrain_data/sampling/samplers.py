@@ -1,4 +1,4 @@
-"""Samplers for torch's DataLoader that give one shard's batches, and note for each step what all shards do."""
+"""Samplers for torch's DataLoader that yield one shard's batches and record the plan of each step."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -17,21 +17,21 @@ from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.settings import Even
 from drivetrain_data.shard import Shard
 
-_BLOCK = 8192  # positions computed at once
+_BLOCK = 8192  # the number of positions computed at once
 
 
 class PermutationSampler(Sampler[int]):
-    """Shuffles any dataset in no memory and no time: an index is computed when it is asked for.
+    """A sampler that shuffles any dataset in constant memory, computing each index when it is requested.
 
     Args:
-        num_samples: The dataset's length.
-        seed: The seed of all epochs.
+        num_samples: The length of the dataset.
+        seed: The seed from which, with the epoch, every order is derived.
         epoch: The first epoch; `set_epoch` chooses another.
-        block_size: Keep runs of so many neighbouring samples together, each shuffled within, for storage that is read
-            best in sequence; None shuffles all.
+        block_size: The size of the runs of neighbouring samples to keep together, each shuffled within, for storage
+            that is fastest to read in sequence; None shuffles all samples.
 
     Raises:
-        ValueError: A number is no whole one, or out of range.
+        ValueError: A number is not an integer, or out of range.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PermutationSampler(Sampler[int]):
         self.order(seed)  # checks them
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch. A loader that is sharded counts its epochs itself, and does not hear it."""
+        """Choose the epoch of the next iteration. A sharded loader counts epochs itself and ignores this."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -59,24 +59,25 @@ class PermutationSampler(Sampler[int]):
             yield from order.take(self.epoch, np.arange(start, min(start + _BLOCK, self.num_samples)))
 
     def order(self, seed: int) -> ShuffledOrder | BlockShuffledOrder:
-        """The order that it gives, with a seed."""
+        """Return the sampler's order with a given seed."""
         if self.block_size is None:
             return ShuffledOrder(self.num_samples, seed=seed)
         return BlockShuffledOrder(self.num_samples, self.block_size, seed=seed)
 
 
 class StepSampler:
-    """What the samplers here share: where they stand, for whom they read, and the plans they leave.
+    """A base class of samplers that read for a shard and record a plan for each step.
 
     Args:
-        shard: Whose plans are made.
-        even: What becomes of a tail.
-        reads_for_all: Give every shard's batches in shard order, without repeats, instead of this shard's.
+        shard: The shard whose plans to record.
+        even: The treatment of an epoch's tail.
+        reads_for_all: Whether to yield the batches of all shards in shard order, without repeats, instead of only
+            this shard's.
 
     Attributes:
-        epoch: The epoch that the next iteration gives.
-        position: Where in it the next iteration starts.
-        plans: One plan a step of the newest iteration, for the loader to take from the left.
+        epoch: The epoch that the next iteration yields.
+        position: The position in the epoch at which the next iteration starts.
+        plans: A queue with the plan of each step of the newest iteration; the loader pops plans from the left.
     """
 
     def __init__(self, shard: Shard, even: Even, *, reads_for_all: bool) -> None:
@@ -88,7 +89,7 @@ class StepSampler:
         self.plans: deque[BatchPlan] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Not a generator itself: the iteration gets a queue of its own before torch asks for the first batch.
+        # Not a generator: each iteration must get its own queue before torch requests the first batch.
         self.plans = deque()
         return self.steps(self.plans)
 
@@ -96,28 +97,28 @@ class StepSampler:
         return self.num_steps(self.epoch, self.position)
 
     def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
-        """Give batches of indices, noting each step's plan before its first batch."""
+        """Yield batches of indices, and append each step's plan to `plans` before its first batch."""
         raise NotImplementedError
 
     def num_steps(self, epoch: int, position: int) -> int:
-        """The steps of an epoch from a position on.
+        """Return the number of steps of an epoch from a position on.
 
         Raises:
-            TypeError: They cannot be known beforehand.
+            TypeError: The number of steps cannot be known in advance.
         """
         raise NotImplementedError
 
 
 class OrderSampler(StepSampler):
-    """Batches of an order, cut by a partition.
+    """A sampler that cuts an order into batches by a partition.
 
     Args:
         order: The order of every epoch.
-        batch_size: Samples of a batch on each shard.
-        shard: Whose batches are given.
-        even: What becomes of the tail.
-        reads_for_all: Give every shard's batches.
-        agree: Told what an epoch was drawn by each time one begins, to hold it against that of the other ranks.
+        batch_size: The number of samples in a batch on each shard.
+        shard: The shard whose batches to yield.
+        even: The treatment of an epoch's tail.
+        reads_for_all: Whether to yield the batches of all shards.
+        agree: A callback that checks, as an epoch starts, that all ranks drew the same samples.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class OrderSampler(StepSampler):
         self._agree = agree
 
     def partition(self, epoch: int, position: int) -> Partition:
-        """The rest of an epoch; shards keep to the order's blocks where these are as many or a divisor."""
+        """Return the rest of an epoch; shards keep to the order's blocks if their number divides that of shards."""
         num_blocks = self.order.num_blocks(epoch) if isinstance(self.order, BlockOrder) else 1
         return Partition(
             start=position,
@@ -148,14 +149,14 @@ class OrderSampler(StepSampler):
         )
 
     def num_steps(self, epoch: int, position: int) -> int:
-        """The steps of an epoch from a position on."""
+        """Return the number of steps of an epoch from a position on."""
         return self.partition(epoch, position).num_steps
 
     def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
-        """Give batches of indices: whole steps in blocks, then the tail."""
+        """Yield batches of indices: full steps, computed in blocks, then the tail."""
         epoch = self.epoch
         if isinstance(self.order, DrawnOrder):
-            checksum = self.order.checksum(epoch)  # draws it, so that the partition knows how much that is
+            checksum = self.order.checksum(epoch)  # also draws the epoch, whose length the partition needs
             if self._agree is not None:
                 self._agree(type(self.order.sampler).__name__, checksum)
         partition = self.partition(epoch, self.position)
@@ -181,17 +182,17 @@ class OrderSampler(StepSampler):
 
 
 class ItemSampler(OrderSampler):
-    """Single indices of an order, for datasets that are read without batching (batch_size=None)."""
+    """A sampler of single indices of an order, for datasets that are read without batching (batch_size=None)."""
 
     def steps(self, plans: deque[BatchPlan]) -> Iterator[Any]:
-        """Give an index a step."""
+        """Yield one index per step."""
         noted: deque[BatchPlan] = deque()
         newest = unsized = None
         for (item,) in super().steps(noted):
             if noted:
                 plan = noted.popleft()
                 if plan is not newest:
-                    # What an item holds is the dataset's business: how many samples is not known.
+                    # An item may be a batch made by the dataset, so its number of samples is unknown.
                     newest, unsized = plan, replace(plan, sizes=None)
                 assert unsized is not None
                 plans.append(unsized)

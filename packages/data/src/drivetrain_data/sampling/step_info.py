@@ -1,21 +1,21 @@
-"""What every rank knows, without asking, about the batch just read."""
+"""The plan of a step, which every rank knows without communication."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """One step's batches on all shards.
+    """A plan of one step: the numbers of samples in its batches on all shards.
 
     Attributes:
-        real_counts: The samples of each shard that count, in shard order: no padding, no replay. None if unknown;
-            where batches of another library do not tell their sizes, 1 for each shard that has one.
-        sizes: The samples that each shard holds, repeats included. None if unknown.
-        even: Whether all shards hold equally many samples as in any other step, and all of them count in training.
-        is_last: Whether no batch follows in this epoch.
+        real_counts: The number of real samples of each shard, in shard order, without padding and replays. None if
+            unknown. For a foreign loader whose batch sizes are unknown, 1 for each shard that has a batch.
+        sizes: The number of samples that each shard holds, repeats included. None if unknown.
+        even: Whether all shards hold equally many samples, as in a full step, and all of them count in training.
+        is_last: Whether this is the last step of the epoch.
         replayed: Whether this shard has no sample of its own and repeats one, with weight 0, to keep in step.
-        advance: How far the step moves the position in the epoch.
-        guessed: Whether sizes were read off the batches, whose layout is not ours to know.
+        advance: The distance that the step moves the position in the epoch.
+        guessed: Whether the sizes were guessed from the batches of a foreign loader.
     """
 
     real_counts: tuple[int, ...] | None
@@ -28,24 +28,24 @@ class BatchPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether what shards hold is just what counts, so that nothing is to be trimmed."""
+        """True if all samples that the shards hold are real, so that nothing needs trimming."""
         if self.sizes is None:
             return self.real_counts is None or 0 not in self.real_counts
         return self.real_counts == self.sizes
 
     @property
     def equal_sizes(self) -> bool:
-        """Whether shards are known to hold equally many samples, so that a gather need not ask for shapes."""
+        """True if all shards are known to hold equally many samples, so that a gather need not exchange shapes."""
         return not self.guessed and self.sizes is not None and len(set(self.sizes)) == 1
 
     def weight(self, shard: int) -> float:
-        """The factor of a shard's mean loss that makes the mean over all shards that over the samples that count.
+        """Return the weight of a shard's mean loss, with which the mean over shards is the mean over real samples.
 
-        It is 1 where the step is even, or samples are not known, and 0 for a shard that repeats a sample: where that
-        loss can be NaN, replace it instead.
+        The weight is 1 if the step is even or its counts are unknown, and 0 for a shard that repeats a sample. If
+        that loss can be NaN, replace it instead, since 0 times NaN is NaN.
 
         Raises:
-            ValueError: There is no such shard.
+            ValueError: `shard` is out of range.
         """
         counts = self.real_counts
         if counts is not None and shard not in range(len(counts)):
@@ -55,14 +55,14 @@ class BatchPlan:
         return counts[shard] * len(counts) / max(sum(counts), 1)
 
     def replays(self, shard: int) -> bool:
-        """Whether a shard has no sample of its own and repeats one; `replayed` says it of this one."""
+        """Return whether a shard has no sample of its own and repeats one; for this shard see `replayed`."""
         return not self.even and self.real_counts is not None and self.real_counts[shard] == 0
 
     def kept(self, shard: int) -> slice:
-        """The samples of a shard's batch that count.
+        """Return the slice of a shard's batch that holds its real samples.
 
         Raises:
-            RuntimeError: It is not known.
+            RuntimeError: The number of real samples is unknown.
         """
         if self.real_counts is None:
             raise RuntimeError("the loader does not know how many samples each shard holds")

@@ -1,4 +1,4 @@
-"""Which order stands for a sampler: torch's own are replaced by orders that any rank computes at any position."""
+"""Replace torch's own samplers by equivalent orders that any rank can compute at any position."""
 
 from typing import Any, cast
 
@@ -21,16 +21,16 @@ from drivetrain_data.state.sampler_objects import parts_of
 
 
 def order_of(sampler: Any, *, seed: int, num_samples: int | None) -> Order:
-    """The order that stands for a sampler: one of ours for torch's own, else what the sampler draws.
+    """Return the order that replaces a sampler: a computed order for torch's samplers, else what the sampler draws.
 
     Args:
-        sampler: The user's, with a length.
-        seed: What the order depends on, with the epoch.
-        num_samples: The dataset's length; None if that is not known.
+        sampler: The user's sampler, with a length.
+        seed: The seed from which, with the epoch, the order is derived.
+        num_samples: The length of the dataset; None if unknown.
 
     Raises:
-        ValueError: The sampler divides the data itself, or was told an epoch that would be forgotten.
-        IndexRangeError: It gives indices that the dataset does not have.
+        ValueError: The sampler divides the data itself, its epoch would be ignored, or it draws from no samples.
+        IndexRangeError: The sampler returns indices that are not in the dataset.
     """
     kind = type(sampler)
     if kind is SequentialSampler:
@@ -52,7 +52,7 @@ def order_of(sampler: Any, *, seed: int, num_samples: int | None) -> Order:
         _check_subset(indices, num_samples, sampler)
         return SubsetOrder(indices, seed=seed)
     elif is_torchs_distributed(sampler):
-        # It takes a part for one rank; what is sharded here is the whole that it was made for.
+        # The sampler selects one rank's part; the whole dataset behind it is sharded here instead.
         size = len(sampler.dataset)
         order = ShuffledOrder(size, seed=seed) if sampler.shuffle else SequentialOrder(size, seed=seed)
     elif kind is PermutationSampler:
@@ -75,20 +75,20 @@ def block_order_of(
     function: IndexFunction | None = None,
     tells: bool = True,
 ) -> BlockOrder:
-    """The order that stands for a sampler where shards keep to blocks of the data: sequential or random in each.
+    """Return the order that replaces a sampler if shards keep to blocks, each read in sequence or shuffled.
 
     Args:
-        sampler: The user's, with a length.
-        num_blocks: How many blocks.
-        seed: What the order depends on, with the epoch.
-        num_samples: The dataset's length; None if that is not known.
-        strategy: As people say it.
-        function: Which sample each shard reads.
-        tells: Warn where a resume leaves the blocks.
+        sampler: The user's sampler, with a length.
+        num_blocks: The number of blocks.
+        seed: The seed from which, with the epoch, the order is derived.
+        num_samples: The length of the dataset; None if unknown.
+        strategy: The name of the strategy, for errors.
+        function: The user's function that assigns samples to shards; None for contiguous blocks.
+        tells: Whether to warn if a resume makes shards leave their blocks.
 
     Raises:
-        ValueError: The sampler gives something else than every sample once, or there are fewer samples than blocks.
-        IndexRangeError: It gives indices that the dataset does not have.
+        ValueError: The sampler does not return every sample once, or there are fewer samples than blocks.
+        IndexRangeError: The sampler returns indices that are not in the dataset.
     """
     kind = type(sampler)
     size, shuffled = len(sampler), kind is not SequentialSampler
@@ -116,7 +116,7 @@ def block_order_of(
 
 
 def _is_random(kind: type) -> bool:
-    """Whether it is torch's RandomSampler, or torchdata's, which has the same fields."""
+    """Return whether a class is torch's RandomSampler, or torchdata's, which has the same fields."""
     return kind is RandomSampler or (kind.__module__, kind.__name__) == (
         "torchdata.stateful_dataloader.sampler",
         "RandomSampler",
@@ -124,7 +124,7 @@ def _is_random(kind: type) -> bool:
 
 
 def is_torchs_distributed(sampler: Any) -> bool:
-    """Whether a sampler gives a rank what torch's DistributedSampler gives, so that the whole is known."""
+    """Return whether a sampler behaves as torch's DistributedSampler, so that the undivided order is known."""
     if not isinstance(sampler, DistributedSampler):
         return False
     kind = type(cast("Any", sampler))
@@ -137,13 +137,13 @@ def is_torchs_distributed(sampler: Any) -> bool:
 
 
 def check_undivided(reader: Any) -> None:
-    """Refuse what gives one rank's part of the data.
+    """Check that a sampler does not divide the data among ranks itself.
 
     Args:
-        reader: A sampler or a batch sampler of the user's.
+        reader: The user's sampler or batch sampler.
 
     Raises:
-        ValueError: It, or a sampler inside it, divides the data.
+        ValueError: The sampler, or a sampler inside it, divides the data.
     """
     for part in parts_of(reader):
         count = getattr(part, "num_replicas", None)
@@ -157,7 +157,7 @@ def check_undivided(reader: Any) -> None:
 
 
 def _check_subset(indices: Positions, num_samples: int | None, sampler: object) -> None:
-    # An index from the end is none that torch's samplers would have: it is a mistake, or the same sample twice.
+    # Negative indices are refused: they are a mistake, or name a sample that is already in the subset.
     if num_samples is None:
         return
     outside = np.flatnonzero((indices < 0) | (indices >= num_samples))

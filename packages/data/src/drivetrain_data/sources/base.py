@@ -1,4 +1,4 @@
-"""Where a sharded loader's batches come from: the seam between what is read and how a loop sees it."""
+"""The source of a sharded loader's batches: the interface between reading data and looping over it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -7,11 +7,11 @@ from drivetrain_data.sampling.step_info import BatchPlan
 
 
 class Mark(NamedTuple):
-    """What a source wants to hear of a step again, once the loop has it.
+    """A note that travels with a step and comes back to the source once the loop has received the step.
 
     Attributes:
-        worker: The worker that read it.
-        snapshot: Where its dataset stood after it, if it was asked.
+        worker: The index of the worker that read the step; 0 without workers.
+        snapshot: The state of the worker's dataset after the step; None if none was taken.
     """
 
     worker: int
@@ -22,23 +22,23 @@ Reading: TypeAlias = tuple[BatchPlan, Any, Mark | None]
 
 
 class Source(Protocol):
-    """Gives a shard's batches of an epoch with their plans. Every rank has one and makes the same calls.
+    """A source of a shard's batches and their plans. Every rank has one and makes the same calls.
 
-    1. `open` starts an epoch at a position; each step yields what all ranks know of it, this rank's batch, and a
-       mark, if a resume needs more than the position. A source that reads for all yields a list in place of the
-       batch: the batches of the shards that have their own, in shard order.
-    2. `note_received` follows each step that comes with a mark, once the loop has it.
-    3. `identity` and `extra_state` go into a saved state; `take_up` reads the latter back before the next `open`.
+    1. `open` starts an epoch at a position. Each step yields its plan, this rank's batch, and a mark if a resume
+       needs more than the position. A source that reads for all shards yields a list in place of the batch: the
+       batches of the shards that have their own, in shard order.
+    2. `note_received` follows each step that has a mark, once the loop has received the step.
+    3. `identity` and `extra_state` go into a saved state; `take_up` loads the latter before the next `open`.
 
     Attributes:
-        reads_for_all: Whether a step's batches of all shards are given.
+        reads_for_all: Whether each step yields the batches of all shards.
     """
 
     reads_for_all: bool
 
     @property
     def seed(self) -> int:
-        """What the order of every epoch depends on; a resume sets the one it was saved with."""
+        """The seed of the order of every epoch; loading a state sets the saved seed."""
         ...
 
     @seed.setter
@@ -46,7 +46,7 @@ class Source(Protocol):
 
     @property
     def order_source(self) -> str:
-        """Where the order comes from, as one phrase for people."""
+        """The origin of the order, as a phrase for users."""
         ...
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
@@ -54,33 +54,33 @@ class Source(Protocol):
         ...
 
     def note_received(self, plan: BatchPlan, mark: Mark, /) -> None:
-        """A step has reached the loop."""
+        """Record that the loop has received a step."""
         ...
 
     def num_steps(self, epoch: int, position: int, /) -> int:
-        """The steps of an epoch from a position on.
+        """Return the number of steps of an epoch from a position on.
 
         Raises:
-            TypeError: They cannot be known beforehand.
+            TypeError: The number of steps cannot be known in advance.
         """
         ...
 
     def position_after(self, epoch: int, position: int, num_steps: int, /) -> int:
-        """The position when `num_steps` steps from `position` are done."""
+        """Return the position `num_steps` steps after `position`."""
         ...
 
     def identity(self) -> Mapping[str, Any]:
-        """What a saved state and this source must agree on."""
+        """Return the values that must match those of a saved state."""
         ...
 
     def extra_state(self, epoch: int, position: int, /) -> Mapping[str, Any]:
-        """What a state must hold besides the epoch and the position."""
+        """Return what a state must hold besides the epoch and the position."""
         ...
 
     def take_up(self, epoch: int, state: Mapping[str, Any], /) -> None:
-        """Go on from a state that was saved in an epoch.
+        """Load the state that `extra_state` returned in an epoch.
 
         Raises:
-            DataStateError: It cannot be taken up here; nothing has changed.
+            DataStateError: The state does not fit this source; the source is unchanged.
         """
         ...

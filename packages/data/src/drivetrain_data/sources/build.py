@@ -1,4 +1,4 @@
-"""How a loader is to be read for a shard, and the source that reads it so."""
+"""Build the source that reads a loader for a shard."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """How a loader is to be read.
+    """A plan of how to read a loader.
 
     Attributes:
-        shard: For whom.
-        even: What becomes of the tail.
-        split: The loader's batch size is the sum over shards.
-        strategy: Which samples are whose.
-        num_blocks: The blocks of the data that shards keep to; 1 if they take turns over all of it.
-        seed: What shuffled orders depend on.
-        for_all: One rank reads for all shards.
-        group: The ranks that share the data, if they are known.
+        shard: The shard to read for.
+        even: The treatment of an epoch's tail.
+        split: Whether the loader's batch size is the sum over shards.
+        strategy: The assignment of samples to shards.
+        num_blocks: The number of blocks of data that shards keep to; 1 if they take turns over all of it.
+        seed: The seed of shuffled orders.
+        for_all: Whether one rank reads for all shards.
+        group: The process group of the ranks that share the data; None if unknown.
     """
 
     shard: Shard
@@ -55,18 +55,22 @@ class ReadPlan:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether shards keep to blocks of the data."""
+        """True if shards keep to blocks of the data."""
         return self.strategy != "interleaved"
 
     @property
     def agree(self) -> Agree | None:
-        """Holds what ranks draw against each other; None where one alone draws, or the others are not known."""
+        """The check that all ranks draw the same; None if only one rank draws or the group is unknown."""
         if self.group is None or self.for_all or dist.get_world_size(self.group) == 1:
             return None
         return partial(check_agreement, self.group)
 
     def check_interleaved(self, what: str) -> None:
-        """Refuse blocks where what is read cannot be laid out by index."""
+        """Check that the strategy is "interleaved", for a loader that cannot be sharded by index.
+
+        Raises:
+            ValueError: The strategy is another one; the message gives the reason `what`.
+        """
         if self.in_blocks:
             raise ValueError(
                 f"strategy={_said(self.strategy)}: {what}; leave it out for this loader, or say 'interleaved'"
@@ -74,7 +78,7 @@ class ReadPlan:
 
 
 def source_of(loader: Any, plan: ReadPlan) -> tuple[Source, int | None]:
-    """The source of a loader's batches, and the samples of a batch on each shard."""
+    """Return the source of a loader's batches, and the batch size on each shard (None for whole batches)."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         check_undivided_stream(loader.dataset, alone=plan.shard.count == 1 and not plan.for_all)
     if not is_stock(loader):
@@ -92,7 +96,7 @@ def source_of(loader: Any, plan: ReadPlan) -> tuple[Source, int | None]:
 
 
 def is_stock(loader: Any) -> bool:
-    """Whether a loader reads as torch's does, so that its batches can be laid out anew."""
+    """Return whether a loader reads as torch's DataLoader does, so that it can be rebuilt with another sampler."""
     if not isinstance(loader, DataLoader):
         return False
     kind = type(cast("Any", loader))
@@ -154,7 +158,13 @@ def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int |
 
 
 def _check_seeded(dataset: Any, plan: ReadPlan) -> None:
-    """A stream that each process shuffles in another order cannot be read by several, nor resumed by another."""
+    """Check that only one rank reads a stream shuffled without a seed, whose order differs between processes.
+
+    A warning says that such a stream cannot be resumed in the middle of an epoch.
+
+    Raises:
+        ValueError: Several ranks read the stream.
+    """
     if not shuffles_unseeded(dataset):
         return
     name = type(dataset).__name__
@@ -204,7 +214,7 @@ def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int 
 
 
 class _ReadsBy(NamedTuple):
-    """What a DataLoader reads by: a sampler and a batch size (None: without batching), or batches of the user's."""
+    """The way a DataLoader reads: by a sampler and a batch size (None: no batching), or by a user's batch sampler."""
 
     sampler: Any
     batch_size: int | None
@@ -215,7 +225,7 @@ class _ReadsBy(NamedTuple):
 def _reads_by(loader: DataLoader[Any], *, drop_last: bool) -> _ReadsBy:
     batches: Any = None if loader.batch_size is not None else loader.batch_sampler
     sampler, size = cast("Any", loader.sampler), loader.batch_size
-    if type(batches) is BatchSampler:  # one that does no more than a batch size says
+    if type(batches) is BatchSampler:  # equivalent to its sampler and a batch size
         sampler, size, drop_last = batches.sampler, batches.batch_size, drop_last or batches.drop_last
         batches = None
     if batches is None and not hasattr(sampler, "__len__"):
@@ -297,7 +307,7 @@ def _check_drop(sampler: OrderSampler) -> None:
 
 
 def _tell_empty(what: str, shard: Shard) -> None:
-    """Warn once, of all shards, that an epoch has no step, as that of torch's loader with `drop_last`."""
+    """Warn on the first shard that epochs have no steps; torch's loader with `drop_last` is empty then too."""
     if shard.index == 0:
         logger.warning(
             "%s on each of %d shards, and the tail is dropped: every epoch of this loader is empty; use a smaller "
@@ -310,7 +320,7 @@ def _tell_empty(what: str, shard: Shard) -> None:
 def _rebuild(
     loader: DataLoader[Any], dataset: Any, generator: torch.Generator, **layout: Any
 ) -> DataLoader[Any]:
-    """A DataLoader that fetches, pins and works as the user's does, with another layout."""
+    """Return a DataLoader with the user's workers, pinning and other options, but another sampler layout."""
     if loader.pin_memory_device:
         layout["pin_memory_device"] = loader.pin_memory_device
     return DataLoader(

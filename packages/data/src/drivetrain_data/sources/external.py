@@ -1,4 +1,4 @@
-"""Loaders that are not torch's: their batches are dealt out whole, in turn."""
+"""Foreign loaders, which are not torch's: their batches are distributed whole, in turn."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -23,15 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class ForeignSource:
-    """Reads any iterable of batches, `shard.count` of them a step.
+    """A source that reads any iterable of batches, `shard.count` batches per step.
 
     Args:
-        loader: Anything that can be iterated anew for each epoch.
-        shard: Whose batches are given.
-        even: What becomes of the last step, if there are fewer batches than shards.
-        seed: What the generators that the loader holds, and the global ones while it reads, are seeded from, with the
-            epoch.
-        reads_for_all: Give the batches of all shards.
+        loader: An iterable of batches that starts anew with each loop.
+        shard: The shard whose batches to yield.
+        even: The treatment of a last step with fewer batches than shards.
+        seed: The seed, with the epoch, of the generators that the loader holds and, while it reads, the global ones.
+        reads_for_all: Whether to yield the batches of all shards.
     """
 
     def __init__(self, loader: Any, shard: Shard, even: Even, *, seed: int, reads_for_all: bool) -> None:
@@ -44,20 +43,20 @@ class ForeignSource:
         self._stream: Any = dataset if isinstance(dataset, IterableDataset) else None
         self._left_out = left_out_of_state(self._stream, getattr(loader, "num_workers", 0))
         self._snapshots = Snapshots(loader, trusted=self._left_out is None)
-        self._received = 0  # batches, of the epoch
+        self._received = 0  # the number of batches received in the epoch
         self._stand: Stand | None = None
-        self._told = False  # of batches that do not say how many samples they hold
+        self._told = False  # whether a warning about batches of unknown size was logged
 
     @property
     def order_source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         name = type(self._loader).__name__
         if self._shard.count == 1:
             return f"the batches of {name} as they come"
         return f"the batches of {name}, dealt out in turn; it must yield the same on every rank that reads"
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
-        """Read an epoch, one step ahead, since only the loader knows when it ends."""
+        """Read an epoch from a position on, one step ahead, since only the loader knows when it ends."""
         prepare_sampler(self._loader, self.seed, epoch)
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(epoch)
@@ -66,7 +65,7 @@ class ForeignSource:
         with drawing():
             batches = self._batches_from(position)
             first = group = list(islice(batches, count))
-            snapshot = self._snapshots.take()  # at once: another step is read before this one is given
+            snapshot = self._snapshots.take()  # now, because the next step is read before this one is yielded
         while group and not (len(group) < count and self._even == "drop"):
             with drawing():
                 following = list(islice(batches, count))
@@ -84,13 +83,13 @@ class ForeignSource:
             group, snapshot = following, following_snapshot
 
     def note_received(self, plan: BatchPlan, mark: Mark) -> None:
-        """Count the batches, and keep where the loader stood."""
+        """Count the received batches, and keep the snapshot of the loader."""
         self._received += plan.advance
         if mark.snapshot is not None:
             self._stand = Stand(self._received, mark.snapshot)
 
     def num_steps(self, _epoch: int, position: int) -> int:
-        """The steps of an epoch from a position on.
+        """Return the number of steps of an epoch from a position on.
 
         Raises:
             TypeError: The loader has no length.
@@ -99,19 +98,19 @@ class ForeignSource:
         return whole + (rest > 0 and self._even != "drop")
 
     def position_after(self, _epoch: int, position: int, num_steps: int) -> int:
-        """The position when `num_steps` steps from `position` are done."""
+        """Return the position `num_steps` steps after `position`."""
         return position + num_steps * self._shard.count
 
     def identity(self) -> Mapping[str, Any]:
-        """What a saved state must agree on."""
+        """Return the values that must match those of a saved state."""
         return {"order": f"loader:{type(self._loader).__name__}"}
 
     def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
-        """Where the loader stood, if it tells; else a position says all, given that it yields the same again."""
+        """Return the loader's own state, if it has one; else the position suffices, if the loader repeats itself."""
         return {"stand": self._stand._asdict()} if position and self._stand is not None else {}
 
     def take_up(self, _epoch: int, state: Mapping[str, Any]) -> None:
-        """Go on where the loader stood."""
+        """Load the loader's own state."""
         self._stand = Stand(**state["stand"]) if "stand" in state else None
 
     def _batches_from(self, position: int) -> Iterator[Any]:
@@ -134,7 +133,8 @@ class ForeignSource:
             return islice(iter(self._loader), position, None)
         self._loader.load_state_dict(stand.snapshot["reader"])
         batches = iter(self._loader)
-        if not isgenerator(batches):  # which would only begin now, and draw what it drew when the epoch began
+        # A generator starts only at its first batch, and then repeats the draws of the epoch's start.
+        if not isgenerator(batches):
             load_plain_states(stand.snapshot["generators"])
         return islice(batches, position - stand.received, None)
 

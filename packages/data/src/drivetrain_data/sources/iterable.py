@@ -1,4 +1,4 @@
-"""Iterable datasets: a step's samples are read in one go and dealt out by the collate function."""
+"""Iterable datasets: one fetch reads a step's samples, and the collate function splits them among the shards."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,9 +26,9 @@ class Dealt(NamedTuple):
     """A step as it comes from the dataset.
 
     Attributes:
-        num_samples: The samples read for all shards; none where a worker lets its turn pass.
-        mark: The worker that read them, 0 without workers, and at times where its dataset stood after them.
-        batches: This shard's batch, or those of all shards that have their own.
+        num_samples: The number of samples read for all shards; 0 if a worker skips its turn.
+        mark: The worker that read the samples, and occasionally the state of its dataset after them.
+        batches: A list of this shard's batch, or of the batches of all shards that have their own.
     """
 
     num_samples: int
@@ -37,15 +37,15 @@ class Dealt(NamedTuple):
 
 
 class DealingCollate:
-    """Cuts a step's samples into one batch a shard and collates what is wanted of them.
+    """A collate function that splits a step's samples into one batch per shard and collates the requested batches.
 
     Args:
-        collate: The user's; takes a list of samples, or one sample if `batch_size` is None.
-        batch_size: Samples of a batch on each shard; None for datasets that give batches themselves.
-        shard: Whose batch is wanted.
-        even: What becomes of a tail; padding repeats the tail's own samples.
-        reads_for_all: All shards' batches are wanted.
-        snapshots: Tells now and then where the dataset stands.
+        collate: The user's collate function; takes a list of samples, or one sample if `batch_size` is None.
+        batch_size: The number of samples in a batch on each shard; None for datasets that yield batches themselves.
+        shard: The shard whose batch is requested.
+        even: The treatment of the tail; padding repeats the tail's own samples.
+        reads_for_all: Whether the batches of all shards are requested.
+        snapshots: The snapshots to take of the dataset's state from time to time.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DealingCollate:
         self.snapshots = snapshots
 
     def __call__(self, samples: list[Any]) -> Dealt:
-        """Cut and collate a step."""
+        """Split and collate the samples of a step."""
         info = get_worker_info()
         if samples[0] is PLACEHOLDER:
             return Dealt(0, Mark(info.id if info else 0), [])
@@ -86,24 +86,24 @@ class DealingCollate:
                 begin = sum(counts[:shard])
                 chosen = samples[begin : begin + counts[shard]] or samples[-1:]
             batches.append(self.collate(chosen[0] if self.batch_size is None else chosen))
-        # Only now, since collating may draw from the generators too.
+        # Take the snapshot last, since collating may draw from the generators too.
         return Dealt(len(samples), Mark(info.id if info else 0, self.snapshots.take()), batches)
 
 
 class StreamSource:
-    """Reads an iterable dataset step by step; the order is that of the dataset, worker by worker in turn.
+    """A source that reads an iterable dataset step by step, in the dataset's order, with workers taking turns.
 
-    What the dataset draws from the global generators depends on the seed, the epoch and the worker alone, and is in
-    one worker what it is without: ranks that each read all of it read the same.
+    What the dataset draws from the global generators depends only on the seed, the epoch and the worker; one worker
+    draws the same as none. Ranks that each read the whole dataset therefore read the same samples.
 
     Args:
-        build: Makes the DataLoader over `reader`.
-        reader: Begins the user's dataset.
-        collate: The loader's.
-        generator: The loader's; seeds its workers and is seeded here.
-        num_workers: The loader's.
-        seed: What draws depend on, with the epoch.
-        left_out: What the dataset's own state does not hold, so that it is not used.
+        build: A function that builds the DataLoader over `reader`.
+        reader: The reader that starts the epochs of the user's dataset.
+        collate: The collate function of the DataLoader.
+        generator: The generator of the DataLoader, which seeds its workers; this source seeds it.
+        num_workers: The number of workers of the DataLoader.
+        seed: The seed of all draws, together with the epoch.
+        left_out: The part that the dataset's own state lacks, so that the state is not used; None if it is complete.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class StreamSource:
         self._reads_here = num_workers == 0
         self._left_out = left_out
         self._own_draws = self._saved_draws = own_draws(self._dataset)
-        self._epoch = 0  # that what is known of the workers is of
+        self._epoch = 0  # the epoch that the state of the workers below belongs to
         self._forget()
         self.seed = seed
         self.reads_for_all = collate.reads_for_all
 
     @property
     def order_source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         name = type(self._dataset).__name__
         if self._collate.shard.count == 1:
             return f"the order in which {name} yields"
@@ -144,7 +144,7 @@ class StreamSource:
         )
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
-        """Read an epoch, one step ahead, since only the dataset knows when it ends."""
+        """Read an epoch from a position on, one step ahead, since only the dataset knows when it ends."""
         self._generator.manual_seed(hash_key(self.seed, epoch) >> 1)
         drawing = KeyedDraws(self.seed, epoch, 0).active if self._reads_here else nullcontext
         steps = filter(_has_samples, self._begun(epoch, position))
@@ -163,17 +163,17 @@ class StreamSource:
             yield plan, dealt.batches if self.reads_for_all else dealt.batches[0], dealt.mark
 
     def note_received(self, plan: BatchPlan, mark: Mark) -> None:
-        """Count what has come from a worker, and keep where its dataset stood."""
+        """Count the samples received from a worker, and keep the snapshot of its dataset."""
         self._received[mark.worker] += plan.advance
         self._next_worker = (mark.worker + 1) % self._num_workers
         if mark.snapshot is not None:
             self._stands[mark.worker] = Stand(self._received[mark.worker], mark.snapshot)
 
     def num_steps(self, _epoch: int, position: int) -> int:
-        """The steps of an epoch from a position on, if the dataset has a length and at most one worker reads it.
+        """Return the number of steps of an epoch from a position on.
 
         Raises:
-            TypeError: They cannot be known.
+            TypeError: The number is unknown: the dataset has no length, or several workers read it.
         """
         num_samples = len(self._dataset)  # pyright: ignore[reportArgumentType]
         if self._num_workers > 1:
@@ -187,11 +187,11 @@ class StreamSource:
         return whole + (self._collate.even != "drop" and rest > 0)
 
     def position_after(self, _epoch: int, position: int, num_steps: int) -> int:
-        """The position when `num_steps` steps from `position` are done; exact without workers."""
+        """Return the position `num_steps` steps after `position`; exact without workers."""
         return position + num_steps * (self._collate.batch_size or 1) * self._collate.shard.count
 
     def identity(self) -> Mapping[str, Any]:
-        """What a saved state must agree on."""
+        """Return the values that must match those of a saved state."""
         return {
             "order": f"stream:{type(self._dataset).__name__}",
             "num_positions": _length_of(self._dataset),
@@ -199,7 +199,7 @@ class StreamSource:
         }
 
     def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
-        """The samples received from each worker, and where its dataset stood, if it tells."""
+        """Return the number of samples received from each worker and, if it has one, its dataset's state."""
         found: dict[str, Any] = {}
         if not position:
             return found
@@ -212,7 +212,7 @@ class StreamSource:
         return found
 
     def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Go on where each worker stood."""
+        """Load the saved state of each worker."""
         self._forget()
         self._epoch = epoch
         self._received = list(state.get("received", self._received))
@@ -222,7 +222,7 @@ class StreamSource:
         self._saved_draws = state.get("own_draws", self._own_draws)
 
     def _forget(self) -> None:
-        self._received = [0] * self._num_workers  # from each worker
+        self._received = [0] * self._num_workers  # the number of samples received from each worker
         self._stands: list[Stand | None] = [None] * self._num_workers
         self._next_worker = 0
         self._saved_draws = self._own_draws
@@ -236,7 +236,7 @@ class StreamSource:
             return iter(self._loader)
         if self._num_workers == 1:
             self._received = [position]
-            # Batches may have been skipped in an epoch that was read further before.
+            # Drop a snapshot beyond the position: the epoch may have been read further before.
             self._stands = [it if it is not None and it.received <= position else None for it in self._stands]
         self._check_found(position)
         known = sum(stand.received for stand in self._stands if stand is not None)
@@ -251,7 +251,7 @@ class StreamSource:
             )
         start = Start(tuple(self._received), tuple(self._stands), self._next_worker)
         self._reader.begin(self.seed, epoch, start)
-        # Workers that live on have begun already: those of the rest of an epoch are others.
+        # Persistent workers have started already and cannot take a new start: build a loader with workers of its own.
         return iter(self._build())
 
     def _check_found(self, position: int) -> None:
@@ -274,7 +274,7 @@ def _has_samples(dealt: Dealt) -> bool:
 
 
 def _length_of(dataset: Any) -> int | None:
-    """The length of a stream, if it tells."""
+    """Return the length of a stream, or None if it has none."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Map-style datasets: torch's own DataLoader with a sampler of ours."""
+"""Map-style datasets: torch's own DataLoader with a sampler of this package."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -18,14 +18,14 @@ from drivetrain_data.state.sampler_objects import length_of
 
 
 class IndexedSource:
-    """Reads the batches that a step sampler lays out.
+    """A source that reads the batches of a step sampler.
 
     Args:
-        loader: A DataLoader over the sampler; its generator seeds its workers and is seeded here.
-        sampler: What lays out the steps.
-        generator: The loader's.
-        dataset: The user's.
-        loop_seeds: Seeds its workers, if they live on.
+        loader: The DataLoader over the sampler.
+        sampler: The sampler that lays out the steps.
+        generator: The generator of the DataLoader, which seeds its workers; this source seeds it.
+        dataset: The dataset of the user's loader.
+        loop_seeds: The sampler that reseeds persistent workers; None without them.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class IndexedSource:
         self._num_samples = length_of(dataset)
         self._loop_seeds = loop_seeds
         self.reads_for_all = sampler.reads_for_all
-        # Looked at once: it is asked at every optimizer step.
+        # Checked once, because extra_state is called at every optimizer step.
         self._resumable = self._laid_out_by if isinstance(self._laid_out_by, Resumable) else None
 
     @property
     def seed(self) -> int:
-        """What the order of every epoch depends on."""
+        """The seed of the order of every epoch."""
         return self._laid_out_by.seed
 
     @seed.setter
@@ -58,14 +58,14 @@ class IndexedSource:
 
     @property
     def order_source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         return self._laid_out_by.source
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch from a position on.
 
         Raises:
-            ValueError: The dataset has another length than when the loader was sharded.
+            ValueError: The length of the dataset has changed since the loader was sharded.
         """
         if length_of(self._dataset) != self._num_samples:
             raise ValueError(
@@ -74,7 +74,8 @@ class IndexedSource:
             )
         sampler = self._sampler
         sampler.epoch, sampler.position = epoch, position
-        # What workers draw depends on nothing that the program draws, and is not drawn again after a resume.
+        # The seed does not depend on the program's draws, and includes the position so that workers do not repeat
+        # their draws after a resume.
         seed = hash_key(self.seed, epoch, sampler.shard.index, position)
         self._generator.manual_seed(seed >> 1)
         if self._loop_seeds is not None:
@@ -91,20 +92,20 @@ class IndexedSource:
             yield plan, [first, *islice(batches, num_batches - 1)], None
 
     def note_received(self, _plan: BatchPlan, _mark: Mark) -> None:
-        """Nothing: a position says all."""
+        """Do nothing: the position is the whole state."""
 
     def num_steps(self, epoch: int, position: int) -> int:
-        """The steps of an epoch from a position on."""
+        """Return the number of steps of an epoch from a position on."""
         return self._sampler.num_steps(epoch, position)
 
     def position_after(self, epoch: int, position: int, num_steps: int) -> int:
-        """The position when `num_steps` steps from `position` are done."""
+        """Return the position `num_steps` steps after `position`."""
         if isinstance(self._sampler, OrderSampler):
             return self._sampler.partition(epoch, position).position_after(num_steps)
         return position + num_steps * (1 if self._sampler.split else self._sampler.shard.count)
 
     def identity(self) -> Mapping[str, Any]:
-        """What a saved state must agree on."""
+        """Return the values that must match those of a saved state."""
         return {
             "order": self._laid_out_by.name,
             "num_samples": self._num_samples,
@@ -112,11 +113,11 @@ class IndexedSource:
         }
 
     def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
-        """What the order needs; for most, a position says all."""
+        """Return the state of the order; empty for most orders, which need only the position."""
         return {} if self._resumable is None else self._resumable.extra_state(epoch, position)
 
     def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Give the order back what it needs."""
+        """Load the state of the order."""
         if self._resumable is not None:
             self._resumable.resume(epoch, state)
 
@@ -126,6 +127,6 @@ class IndexedSource:
 
 
 def num_holders(plan: BatchPlan, *, padded: bool) -> int:
-    """How many shards have a batch of their own in a step, if it is read for all."""
+    """Return how many shards have a batch of their own in a step that is read for all shards."""
     assert plan.real_counts is not None
     return len(plan.real_counts) if padded else sum(count > 0 for count in plan.real_counts)

@@ -1,8 +1,8 @@
 """Dispatch: one rank reads, and every rank receives its own batches.
 
-A message is one scatter, as large as the one before was; a message that has outgrown it takes a second one for the
-rest. Small steps that are read fast share a message. Structure, shapes and what is known of a step travel along only
-when they change. A reader that fails sends its traceback in place of a batch, so that no rank waits for one.
+Small steps that are read quickly share a message. The structure, the shapes and the plan of a step are sent only when
+they change. A reader that fails sends its traceback in place of a batch, so that no rank waits forever. See
+`drivetrain_data.transport` for how a message is sent.
 """
 
 import traceback
@@ -22,12 +22,12 @@ from drivetrain_data.transport.channel import open_channel
 from drivetrain_data.transport.message import Incoming, Layout, Outgoing, Step, take_apart
 
 _NO_WORKER = -1
-_GROUP_BYTES = 2**18  # for a rank; beyond, a message is no cheaper for holding more
-_GROUP_NANOSECONDS = 3_000_000  # that a read step may wait for others
+_GROUP_BYTES = 2**18  # for each rank; larger messages cost no less per step
+_GROUP_NANOSECONDS = 3_000_000  # the longest time that a step waits for others to share its message
 
 
 class _Read(NamedTuple):
-    """A step as the reader has it, and as it is sent."""
+    """A step as it was read, and its batches as they are sent."""
 
     reading: Reading
     steps: list[Step]  # one for each batch
@@ -38,14 +38,16 @@ class _Read(NamedTuple):
 
 
 class DispatchSource:
-    """Hands out what a source reads on the first rank of a group. Every method is called on all of its ranks.
+    """A source that distributes what another source reads on the first rank of a group.
+
+    Every method is called on all ranks of the group.
 
     Args:
-        inner: Reads for all shards. It is opened on the first rank alone.
-        group: The ranks that receive.
-        shard: Which batch of a step is this rank's.
-        device: What the group communicates on, if it cannot on the CPU.
-        read_ahead: Start sending the next message before the batches of the current one are given to the loop.
+        inner: The source that reads for all shards. Only the first rank opens it.
+        group: The process group of the ranks that receive batches.
+        shard: The shard of this rank, which selects its batch of a step.
+        device: The device that the group communicates on, if it cannot communicate on the CPU.
+        read_ahead: Whether to start sending the next message before the loop gets the batches of the current one.
     """
 
     reads_for_all = False
@@ -65,13 +67,13 @@ class DispatchSource:
         self._channel = open_channel(group, device)
         self._shards = _shards_of(group, shard)
         self._read_ahead = read_ahead
-        self._loop = 0  # how many loops have begun
+        self._loop = 0  # the number of loops started
         self._sent: list[Layout] = []
         self._received: Layout | None = None
 
     @property
     def seed(self) -> int:
-        """What the order of every epoch depends on."""
+        """The seed of the order of every epoch."""
         return self._inner.seed
 
     @seed.setter
@@ -80,14 +82,14 @@ class DispatchSource:
 
     @property
     def order_source(self) -> str:
-        """Where the order comes from."""
+        """The origin of the order, as a phrase for users."""
         order = self._inner.order_source.split("; ")[0]
         return f"{order}; read by one rank, which hands out every rank's batches through {self._channel.name}"
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
-        """Read or receive an epoch."""
+        """Read an epoch on the first rank, and receive it on the others."""
         self._loop += 1
-        self._sent = []  # a message that was sent ahead, and the layout in it, may have been left unread
+        self._sent = []  # a receiver may have left a message unread, and so lack the layout sent in it
         steps = self._send(epoch, position) if self._is_reader else self._receive()
         try:
             yield from steps
@@ -96,35 +98,35 @@ class DispatchSource:
             self._channel.settle()
 
     def note_received(self, plan: BatchPlan, mark: Mark) -> None:
-        """A step has reached the loop."""
+        """Record that the loop has received a step."""
         self._inner.note_received(plan, mark)
 
     def num_steps(self, epoch: int, position: int) -> int:
-        """The steps of an epoch from a position on."""
+        """Return the number of steps of an epoch from a position on."""
         return self._inner.num_steps(epoch, position)
 
     def position_after(self, epoch: int, position: int, num_steps: int) -> int:
-        """The position when `num_steps` steps from `position` are done."""
+        """Return the position `num_steps` steps after `position`."""
         return self._inner.position_after(epoch, position, num_steps)
 
     def identity(self) -> Mapping[str, Any]:
-        """What a saved state must agree on."""
+        """Return the values that must match those of a saved state."""
         return self._inner.identity()
 
     def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
-        """What a state must hold besides the position; of a stream's own state the reader alone knows."""
+        """Return what a state must hold besides the position; only the reading rank has a stream's own state."""
         return self._inner.extra_state(epoch, position)
 
     def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Load the state that `extra_state` returned."""
         self._inner.take_up(epoch, state)
 
     def _send(self, epoch: int, position: int) -> Generator[Reading]:
         try:
             yield from self._sent_steps(self._inner.open(epoch, position))
-        except DispatchError:  # a rank that is handed batches has ended: there is nobody to tell
+        except DispatchError:  # a receiving rank has exited, so there is no one to send an error to
             raise
-        except (Exception, SystemExit):  # of the dataset, or in packing what it gave: told to all
+        except (Exception, SystemExit):  # reading or packing failed: send the traceback to all ranks
             self._tell(traceback.format_exc())
             raise
 
@@ -146,7 +148,7 @@ class DispatchSource:
                 group = self._post(next(groups, []))
 
     def _groups(self, readings: Iterator[Reading]) -> Iterator[list[_Read]]:
-        """Steps of one layout, as many as are read in a moment; an error comes after the steps before it."""
+        """Yield groups of steps that share a layout and a message; raise an error only after the steps before it."""
         group: list[_Read] = []
         begun = num_bytes = 0
         while True:
@@ -234,10 +236,10 @@ def _same_layouts(one: list[Layout], other: list[Layout]) -> bool:
 
 
 def _shards_of(group: dist.ProcessGroup, shard: Shard) -> list[int]:
-    """The shard of each rank of a group. Called on all of them.
+    """Return the shard of each rank of a group. Called on all ranks of the group.
 
     Raises:
-        ValueError: A shard has no rank there, so that nobody would get its batches.
+        ValueError: No rank of the group holds one of the shards, so that its batches would be lost.
     """
     shards: list[Shard | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(shards, shard, group=group)

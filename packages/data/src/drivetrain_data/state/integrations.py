@@ -1,6 +1,6 @@
-"""What is known of other libraries' streams: who divides the data itself, and whose state does not say all.
+"""Checks of other libraries' streams: which ones divide the data themselves, and whose state is incomplete.
 
-They are told by what they are made of, by name: none of these libraries need be installed.
+Streams are recognised by the names of their parts, so none of these libraries need be installed.
 """
 
 import inspect
@@ -18,14 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_undivided_stream(stream: Any, *, alone: bool) -> None:
-    """Refuse a stream that gives every rank a part of its own: divided once more, most of it would be read by none.
+    """Check that a stream does not divide the data among ranks: sharding it again would lose most samples.
 
     Args:
-        stream: A dataset.
-        alone: It is not divided here: what a rank was given by Hugging Face's split is then all read, with a warning.
+        stream: The iterable dataset to check.
+        alone: Whether the stream is not sharded here. A part from Hugging Face's `split_dataset_by_node` is then read
+            whole, with a warning.
 
     Raises:
-        ValueError: It divides the data itself.
+        ValueError: The stream divides the data itself.
     """
     for part in _parts(stream):
         kind = type(part)
@@ -53,14 +54,14 @@ def check_undivided_stream(stream: Any, *, alone: bool) -> None:
 
 
 def left_out_of_state(stream: Any, num_workers: int) -> str | None:
-    """What a stream's own state does not hold, as a phrase; None if nothing is known to be missing.
+    """Describe what a stream's own state lacks, as a phrase; return None if nothing is known to be missing.
 
     Args:
-        stream: A dataset.
-        num_workers: That read it, each with a state of its own.
+        stream: The iterable dataset to check.
+        num_workers: The number of workers that read the stream, each with its own state.
 
     Raises:
-        TypeError: The stream has a state that cannot be asked for.
+        TypeError: The `state_dict` of the stream requires arguments.
     """
     state_dict = getattr(stream, "state_dict", None)
     if state_dict is None:
@@ -79,8 +80,8 @@ def left_out_of_state(stream: Any, num_workers: int) -> str | None:
     ]
     if sizes:
         return f"its shuffle buffer of {max(sizes)} samples"
-    # A worker's state is loaded into the undivided stream first, where the lists are longer: as of datasets 5.2 that
-    # raises IndexError, or repeats samples.
+    # A worker's state is first loaded into the undivided stream, whose lists are longer: as of datasets 5.2 this
+    # raises IndexError or repeats samples.
     made_of_theirs = any(_package(type(part)) == "datasets" for part in _parts(stream))
     if num_workers > 1 and made_of_theirs and _has_list(state_dict()):
         return f"which of its sources are read by which of {num_workers} workers"
@@ -88,7 +89,7 @@ def left_out_of_state(stream: Any, num_workers: int) -> str | None:
 
 
 def own_draws(stream: Any) -> str | None:
-    """A mark of how Hugging Face streams shuffle: generators and sizes of buffers; None if they do not."""
+    """Return a hash of the generators and buffer sizes by which a Hugging Face stream shuffles, or None."""
     states = [
         f"{getattr(part, 'buffer_size', None)} {generator.bit_generator.state}"
         for part, generator in _shuffles(stream)
@@ -97,7 +98,7 @@ def own_draws(stream: Any) -> str | None:
 
 
 def shuffles_unseeded(stream: Any) -> bool:
-    """Whether a Hugging Face stream shuffles without a seed: by entropy of the system, another in each process."""
+    """Return whether a Hugging Face stream shuffles without a seed, by system entropy that differs per process."""
     return any(
         cast("Any", generator.bit_generator).seed_seq.entropy >= 2**64 for _, generator in _shuffles(stream)
     )
@@ -112,7 +113,7 @@ def _shuffles(stream: Any) -> Iterator[tuple[Any, np.random.Generator]]:
 
 
 def _parts(stream: Any) -> Iterator[Any]:
-    """A stream and the streams that it is made of."""
+    """Yield a stream and the streams that it is made of."""
     return reachable(stream, _streams_in)
 
 

@@ -1,4 +1,4 @@
-"""A loader's position as a handful of integers, and what must agree before it is taken up."""
+"""The state of a loader's position, and the checks before a loader loads it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,15 +17,15 @@ def make_state(
     fingerprint: str | None,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """A position as plain values.
+    """Return a position as plain values.
 
     Args:
-        epoch: The epoch being read, or the next one if it is read to its end.
-        position: What has been received of it, in samples (in batches, where a user's batches are dealt out).
-        seed: What the order depends on.
-        identity: What must be the same when the state is taken up.
-        fingerprint: The dataset's own mark of its content, if it has one.
-        extra: What else the source needs.
+        epoch: The epoch being read, or the next one if the loop has reached its end.
+        position: The number of samples received (of batches, where a user's batches are distributed whole).
+        seed: The seed of the order.
+        identity: The values that must match when the state is loaded.
+        fingerprint: The dataset's own fingerprint of its content; None if it has none.
+        extra: The further state that the source needs.
     """
     return {
         "format": STATE_FORMAT,
@@ -39,10 +39,10 @@ def make_state(
 
 
 def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Hold a saved state against the loader that is to take it up.
+    """Check that a saved state fits the loader that loads it.
 
     Raises:
-        DataStateError: It is of a newer format, or of other data or another order; the message says what differs.
+        DataStateError: Its format is newer, or its data or order differs; the message says what differs.
     """
     _check_values(state)
     for name, own in identity.items():
@@ -59,7 +59,11 @@ def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], finger
 
 
 def _check_values(state: Mapping[str, Any]) -> None:
-    """Refuse what no `make_state` has given, before anything is taken up."""
+    """Check that a state has the format and the values of `make_state`.
+
+    Raises:
+        DataStateError: A value is missing or invalid, or the format is newer.
+    """
     if not hasattr(state, "keys") or not _is_count(state.get("format")):
         given = f"a {type(state).__name__}" if not hasattr(state, "keys") else "one without 'format'"
         raise DataStateError(

@@ -1,4 +1,4 @@
-"""The random generators that a user's sampler holds: found at any depth, and seeded for an epoch."""
+"""Find the random generators that a user's sampler holds at any depth, and seed them for an epoch."""
 
 import random
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 def own_generators(sampler: object) -> Iterator[Any]:
-    """Every generator that a sampler holds, at any depth, without the global ones."""
-    numpy_random: Any = np.random  # whose global generator has no public name
+    """Yield every generator that a sampler holds at any depth, except the global ones."""
+    numpy_random: Any = np.random  # its global generator has no public name
     shared = (torch.default_generator, numpy_random.mtrand._rand)
     for part in parts_of(sampler):
         if isinstance(part, _GENERATORS) and not any(part is one for one in shared):
@@ -23,7 +23,7 @@ def own_generators(sampler: object) -> Iterator[Any]:
 
 
 def seed_own_generators(sampler: object, *key: int) -> None:
-    """Seed every generator that a sampler holds, at any depth, each by its own number; the global ones are left."""
+    """Seed every generator that a sampler holds at any depth, except the global ones, from the key and its number."""
     for number, part in enumerate(own_generators(sampler)):
         seed = hash_key(*key, number) if number else hash_key(*key)
         if isinstance(part, torch.Generator):

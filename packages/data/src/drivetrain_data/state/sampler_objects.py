@@ -1,4 +1,4 @@
-"""What a user's sampler is made of: the objects that it holds at any depth, and a copy of them to go back to."""
+"""Walk the objects that a user's sampler holds at any depth, and copy them so that they can be restored."""
 
 import io
 import pickle
@@ -16,24 +16,24 @@ _CONTAINERS = (list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _FOREIGN = (Dataset, DataLoader, torch.nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
 _VALUES = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
-# Longer containers hold indices, not samplers.
+# Containers longer than this are taken to hold indices, not samplers.
 _LOOKED_THROUGH = 1000
 
 
 def parts_of(sampler: object) -> Iterator[Any]:
-    """A sampler and all that it is made of, each once, in an order that is the same on every rank.
+    """Yield a sampler and every object that it holds at any depth, once each, in the same order on every rank.
 
-    Datasets, models and values are not looked into.
+    Datasets, models and values are yielded, but their contents are not.
     """
     return reachable(sampler, lambda part: _held_by(part) if part is sampler or not _is_apart(part) else [])
 
 
 def reachable(first: object, held_by: Callable[[Any], Sequence[Any]]) -> Iterator[Any]:
-    """An object and what it holds, what that holds, and so on, each once.
+    """Yield an object and every object that can be reached from it, once each.
 
     Args:
-        first: The object.
-        held_by: What an object holds, as far as it is to be looked at.
+        first: The object to start from.
+        held_by: A function that returns the objects that an object holds and that should be visited.
     """
     seen: set[int] = set()
     waiting = [first]
@@ -47,7 +47,7 @@ def reachable(first: object, held_by: Callable[[Any], Sequence[Any]]) -> Iterato
 
 
 def length_of(sized: Any) -> int | None:
-    """The length of a sampler or a dataset, if it has one: a batch sampler has only if the sampler inside it does."""
+    """Return the length of a sampler or dataset, or None; a batch sampler has one only if its inner sampler has."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -55,12 +55,12 @@ def length_of(sized: Any) -> int | None:
 
 
 class SamplerCopy:
-    """The attributes of a sampler as they stand. Generators, datasets, models and functions are not copied.
+    """A copy of a sampler's current attributes, without generators, datasets, models and functions.
 
-    Nor are long containers of anything but numbers and strings: those hold data.
+    Long containers are copied only if they hold numbers or strings; others are taken to hold data.
 
     Attributes:
-        content: Two copies of a sampler that did not change have the same.
+        content: The serialized attributes, equal for two copies of a sampler that did not change in between.
     """
 
     def __init__(self, sampler: object) -> None:
@@ -71,13 +71,13 @@ class SamplerCopy:
         self.content = buffer.getvalue()
 
     def restore(self) -> None:
-        """Give the sampler its attributes back."""
+        """Restore the attributes of the sampler."""
         attributes = _Unpickler(io.BytesIO(self.content), self._kept).load()
         vars(self._sampler).clear()
         vars(self._sampler).update(attributes)
 
     def _keep(self, part: Any) -> int | bytes | None:
-        """A part's number if it is not copied, its copy if that is quicker made at once, else None."""
+        """Return the number of a part that is not copied, the pickled bytes of a long container, or else None."""
         if isinstance(part, _CONTAINERS) and len(part) > _LOOKED_THROUGH:  # pyright: ignore[reportUnknownArgumentType]
             if isinstance(next(iter(part)), (int, float, str, bytes)):  # pyright: ignore[reportUnknownArgumentType]
                 return pickle.dumps(part, protocol=pickle.HIGHEST_PROTOCOL)
@@ -88,7 +88,7 @@ class SamplerCopy:
 
 
 def copy_of(sampler: object) -> SamplerCopy | None:
-    """A copy of a sampler's attributes; None if it has none, or holds what cannot be copied."""
+    """Return a copy of a sampler's attributes; None if it has none, or they cannot be copied."""
     if not hasattr(sampler, "__dict__"):
         return None
     try:
@@ -103,7 +103,7 @@ class _Pickler(pickle.Pickler):
         self._keep = keep
 
     def persistent_id(self, obj: Any) -> int | bytes | None:
-        """What stands for a part; None for the part itself."""
+        """Return the persistent ID of a part, or None to pickle the part itself."""
         return self._keep(obj)
 
 
@@ -113,12 +113,12 @@ class _Unpickler(pickle.Unpickler):
         self._kept = kept
 
     def persistent_load(self, pid: Any) -> Any:
-        """The part that this stands for."""
+        """Return the part that a persistent ID stands for."""
         return pickle.loads(pid) if isinstance(pid, bytes) else self._kept[pid]
 
 
 def _is_apart(part: Any) -> bool:
-    """Whether a part is no piece of the sampler's own: a generator, or data and code that it refers to."""
+    """Return whether a part is not the sampler's own: a generator, or data or code that the sampler refers to."""
     if isinstance(part, (*_VALUES, *_CONTAINERS, dict)):
         return False
     if isinstance(part, (*_GENERATORS, *_FOREIGN)):

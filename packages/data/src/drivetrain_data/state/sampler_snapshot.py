@@ -1,4 +1,4 @@
-"""A user's sampler at the start of an epoch: told of it, generators seeded, what it was before brought back."""
+"""Prepare a user's sampler for an epoch: restore its state, call `set_epoch` and seed its generators."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -16,23 +16,23 @@ from drivetrain_data.state.sampler_objects import SamplerCopy, copy_of, length_o
 
 @runtime_checkable
 class StatefulSampler(Protocol):
-    """A sampler that changes from epoch to epoch by more than generators, and can say how far it has come."""
+    """A sampler with a state dict, for state that changes from epoch to epoch besides its generators."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What the next iteration depends on."""
+        """Return the state that the next iteration depends on."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take up what `state_dict` gave."""
+        """Load the state that `state_dict` returned."""
         ...
 
 
 class Drawn(NamedTuple):
-    """What was drawn in an epoch, to be held against what a resume draws.
+    """A summary of the samples drawn in an epoch, which a resume compares with what it draws.
 
     Attributes:
-        length: The positions drawn.
-        checksum: Of them.
+        length: The number of positions drawn.
+        checksum: The checksum of the samples drawn.
     """
 
     length: int
@@ -40,38 +40,38 @@ class Drawn(NamedTuple):
 
 
 class EpochStart:
-    """Begins the epochs of a user's sampler, so that one can be begun again.
+    """A controller that starts the epochs of a user's sampler so that a resume can start the same epoch again.
 
-    A sampler that says what it has come to (`state_dict`) is given that back. One that cannot, and whose attributes
-    are others after it was read, is read again from its first epoch on.
+    A sampler with a `state_dict` gets its state back. A sampler without one whose attributes change when it is read
+    is read again from its first epoch on.
 
     Args:
-        sampler: The user's.
+        sampler: The user's sampler or batch sampler.
     """
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self._is_stateful = isinstance(sampler, StatefulSampler)
         self._told: tuple[int, int] | None = None
-        self._first: SamplerCopy | None = None  # the sampler before it was touched
+        self._first: SamplerCopy | None = None  # the sampler before its first epoch
         self._copies = not self._is_stateful and type(sampler) is not WeightedRandomSampler
         self._before: bytes | None = None
         self._changes = False
-        self._read: list[list[int]] = []  # the epochs it was read in, as runs [start, stop)
-        self._begun: tuple[int, dict[str, Any]] | None = None  # the epoch begun last, and what leads to it
+        self._read: list[list[int]] = []  # the epochs in which the sampler was read, as runs [start, stop)
+        self._begun: tuple[int, dict[str, Any]] | None = None  # the epoch begun last, and the state before it
         self._resumed: tuple[int, dict[str, Any]] | None = None
-        self._expected: Drawn | None = None  # in the resumed epoch
+        self._expected: Drawn | None = None  # the summary that the resumed epoch must match
 
     @property
     def fixed_length(self) -> int | None:
-        """The sampler's length, if it is the same in each epoch as far as can be known."""
+        """The sampler's length; None if it has none, or `set_epoch` may change it."""
         return None if hasattr(self.sampler, "set_epoch") else length_of(self.sampler)
 
     def length(self, seed: int, epoch: int) -> int:
-        """The sampler's length in an epoch.
+        """Return the sampler's length in an epoch.
 
         Raises:
-            TypeError: It has none.
+            TypeError: The sampler has no length.
         """
         if hasattr(self.sampler, "set_epoch"):
             self._tell(seed, epoch)
@@ -87,13 +87,14 @@ class EpochStart:
             self._told = (seed, epoch)
 
     def begin(self, seed: int, epoch: int) -> None:
-        """Prepare the sampler to be iterated for an epoch."""
+        """Prepare the sampler for the iteration of an epoch."""
         self.finish()
         resumes = self._resumed is not None and self._resumed[0] == epoch
         resumed = self._resumed[1] if self._resumed is not None and resumes else {}
         if "sampler" in resumed and self._is_stateful:
             self.sampler.load_state_dict(deepcopy(resumed["sampler"]))
-        if "read" in resumed or (resumes and self._changes):  # a state of the first epoch may not know of it
+        # A state from the first epoch has no "read", because only finishing an epoch shows that reading changes it.
+        if "read" in resumed or (resumes and self._changes):
             self._read_again(seed, resumed.get("read", []))
         leads = {"sampler": deepcopy(self.sampler.state_dict())} if self._is_stateful else {}
         if self._changes:
@@ -102,7 +103,7 @@ class EpochStart:
         self._begun = (epoch, leads)
 
     def finish(self) -> None:
-        """Note what reading has made of the sampler."""
+        """Record whether reading has changed the sampler."""
         if self._before is None:
             return
         now = copy_of(self.sampler)
@@ -113,28 +114,27 @@ class EpochStart:
             self._begun = (epoch, {**leads, "read": _without_last(self._read)})
 
     def exhaust(self, drawn: Iterator[Any], draws: KeyedDraws, *, num_drawn: int) -> None:
-        """Draw the rest of an epoch that is left, if the next one depends on it and the rest has an end."""
+        """Draw the rest of an abandoned epoch, if later epochs depend on it and its length is known."""
         self.finish()
         length = length_of(self.sampler)
         if (self._is_stateful or self._changes) and length is not None:
             with draws.active():
-                deque(
-                    islice(drawn, max(0, length - num_drawn) + 1), maxlen=0
-                )  # and what comes after the last
+                # One item more than the rest, so that the sampler's code after its last yield runs.
+                deque(islice(drawn, max(0, length - num_drawn) + 1), maxlen=0)
 
     def how(self, seed: int) -> str:
-        """How an epoch comes about, as one phrase for people."""
+        """Describe how an epoch is drawn, as a phrase for users."""
         own = "from its saved state, " if self._is_stateful else ""
         if self._changes:
             own = "after all epochs before it, since reading changes it, "
         return f"drawn on every rank {own}with its own and the global generators seeded from (seed {seed}, epoch)"
 
     def state(self, epoch: int, drawn: Drawn | None = None) -> dict[str, Any]:
-        """What must be saved in an epoch, or before it.
+        """Return the state to save in an epoch or before it.
 
         Args:
-            epoch: The epoch.
-            drawn: What was drawn of it, if any is used up.
+            epoch: The number of the epoch.
+            drawn: The summary of the samples drawn; None if no sample has been received.
         """
         found = self._leads_to(epoch)
         if drawn is None:
@@ -143,20 +143,20 @@ class EpochStart:
         return {**found, "drawn": {"length": length, "checksum": checksum}}
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Let the epoch begin with what `state` gave."""
+        """Start the epoch later from the state that `state` returned."""
         self._resumed = (epoch, dict(state))
         self._expected = Drawn(**state["drawn"]) if "drawn" in state else None
         self._begun = self._told = None
 
     def expected(self, epoch: int) -> Drawn | None:
-        """What an epoch must give, if it is resumed."""
+        """Return the summary that a resumed epoch must match; None for any other epoch."""
         return self._expected if self._resumed is not None and self._resumed[0] == epoch else None
 
     def check(self, epoch: int, drawn: Drawn | None) -> None:
-        """Hold what an epoch gave against what it must give.
+        """Check the samples drawn in an epoch against those of the saved run.
 
         Raises:
-            DataStateError: It is something else.
+            DataStateError: The sampler drew other samples.
         """
         expected = self.expected(epoch)
         if expected not in (None, drawn):
@@ -186,7 +186,7 @@ class EpochStart:
             self._read.append([epoch, epoch + 1])
 
     def _read_again(self, seed: int, runs: list[list[int]]) -> None:
-        """Read the epochs that led to one, from the first state of the sampler on."""
+        """Read earlier epochs again, from the sampler's first state on."""
         if self._first is not None:
             self._first.restore()
         self._read = []
@@ -199,10 +199,10 @@ class EpochStart:
 
 
 def prepare_sampler(sampler: object, seed: int, epoch: int) -> None:
-    """Tell a sampler the epoch and seed the generators that it holds."""
+    """Call a sampler's `set_epoch`, if it has one, and seed the generators that it holds."""
     set_epoch = getattr(sampler, "set_epoch", None)
     if set_epoch is not None:
-        # It may draw, too.
+        # Seed before as well as after, because set_epoch may draw.
         seed_own_generators(sampler, seed, epoch)
         with KeyedDraws(seed, epoch).active():
             set_epoch(epoch)

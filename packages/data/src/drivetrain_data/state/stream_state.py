@@ -1,4 +1,4 @@
-"""Where an iterable dataset or loader stands: its own state, taken now and then as it is read, and a start there."""
+"""Take the state of an iterable dataset or loader from time to time as it is read, and resume from such a state."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -13,31 +13,31 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from drivetrain_data.randomness.generators import load_plain_states, plain_states, seed_global_generators
 from drivetrain_data.randomness.permutation import hash_key
 
-# A state may cost as much as many samples to take; those read since the last one are read again.
+# Taking a snapshot may cost as much as reading many samples; a resume reads those since the last snapshot again.
 _SECONDS_BETWEEN = 0.5
 
-PLACEHOLDER = object()  # stands for a sample of a worker whose turn it is not
+PLACEHOLDER = object()  # stands for the samples of a worker that skips its turn
 
 
 @runtime_checkable
 class StatefulReader(Protocol):
-    """An iterable that knows where it stands, as datasets of Hugging Face and loaders of torchdata do."""
+    """An iterable with a state dict, such as Hugging Face's datasets and torchdata's loaders."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Where the iteration stands."""
+        """Return the state of the iteration."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Let the next iteration go on from there."""
+        """Load a state from which the next iteration continues."""
         ...
 
 
 class Stand(NamedTuple):
-    """Where one worker's dataset stood.
+    """A snapshot of one worker's dataset, with its position.
 
     Attributes:
-        received: The samples that had come from the worker by then.
-        snapshot: What `Snapshots.take` gave.
+        received: The number of samples received from the worker up to the snapshot.
+        snapshot: The snapshot from `Snapshots.take`.
     """
 
     received: int
@@ -45,12 +45,12 @@ class Stand(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where an epoch is begun.
+    """The point at which an epoch is started or resumed.
 
     Attributes:
-        received: The samples that each worker gave before.
-        stands: Where each worker's dataset stood at some time before; what it gave since then is read and dropped.
-        first_worker: Whose turn it is.
+        received: The number of samples received from each worker so far.
+        stands: The last snapshot of each worker's dataset, or None; samples since then are read again and dropped.
+        first_worker: The index of the worker whose turn it is.
     """
 
     received: tuple[int, ...]
@@ -59,20 +59,20 @@ class Start(NamedTuple):
 
 
 class Snapshots:
-    """Takes the state of what is read in this process, with that of the generators it may draw from.
+    """The snapshots of a dataset or loader, taken from time to time, with the global generators that it may use.
 
     Args:
-        reader: The dataset, if it is read without workers; in a worker it is the worker's own. Or a loader.
-        trusted: The reader's state says all that it needs to go on; else it is not asked.
+        reader: The loader, or the dataset if it is read without workers; a worker uses its own dataset instead.
+        trusted: Whether the reader's state is complete; if not, no snapshots are taken.
     """
 
     def __init__(self, reader: Any, *, trusted: bool = True) -> None:
         self._reader = reader
-        self._is_stateful = trusted  # until looked at: a worker's reader is another one
+        self._is_stateful = trusted  # updated by the first take, because a worker reads its own copy
         self._next_time = 0.0
 
     def take(self) -> Mapping[str, Any] | None:
-        """The states after what was read last; None if it is too early for another, or the reader has none."""
+        """Return a snapshot after the last sample read; None if it is too early for another, or there is no state."""
         if not self._is_stateful or time.monotonic() < self._next_time:
             return None
         info: Any = get_worker_info()
@@ -86,14 +86,14 @@ class Snapshots:
 
 
 class EpochReader:
-    """Begins a dataset's epochs, in this process or in a worker: told of the epoch, seeded, and where it is to start.
+    """A reader that starts a dataset's epochs, in this process or a worker: sets the epoch, the seeds and the start.
 
     Args:
-        stream: The dataset.
-        num_workers: That read it; 0 for this process.
-        stride: The samples that a worker reads at a time.
-        persistent: Workers live on from epoch to epoch; then they cannot be given a start other than the beginning.
-        trusted: The dataset's state, if it has one, says all that it needs to go on.
+        stream: The iterable dataset to read.
+        num_workers: The number of workers that read the dataset; 0 for this process.
+        stride: The number of samples that a worker reads at a time.
+        persistent: Whether workers persist across epochs; they can then start only at the beginning of an epoch.
+        trusted: Whether the dataset's state, if it has one, is complete.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class EpochReader:
         if persistent:
             self._seed_and_epoch.share_memory_()
         self._is_stateful = trusted and isinstance(stream, StatefulReader)
-        self._first_state: Any = None  # before anything was read in this process
-        self._has_moved = False  # it was left in the middle, or started there
+        self._first_state: Any = None  # the dataset's state before this process read anything
+        self._has_moved = False  # whether an iteration was left, or started, in the middle of the dataset
 
     def begin(self, seed: int, epoch: int, start: Start | None = None) -> None:
-        """Say what the next loop reads. Called before its workers start, or go on with another epoch."""
+        """Set what the next loop reads. Called before its workers start, or continue with another epoch."""
         self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, epoch
         self._start = start or self._beginning
         self._tell_epoch(epoch)
@@ -120,7 +120,7 @@ class EpochReader:
         info = get_worker_info()
         worker = info.id if info else 0
         if worker < self._start.first_worker:
-            # Workers take turns from 0 on: these let theirs pass.
+            # Torch's loader asks workers in turn from 0 on: the workers before the first one skip their turn.
             yield from repeat(PLACEHOLDER, self._stride)
         stand = self._start.stands[worker]
         self._prepare(worker if info else None, stand)
@@ -139,16 +139,17 @@ class EpochReader:
         self._tell_epoch(epoch)
         if isinstance(stream, IterDataPipe):
             _prepare_pipe(stream, hash_key(seed, epoch))
-        if worker is not None:  # without workers, the loop itself keeps the program's draws apart
+        if worker is not None:  # without workers, the source swaps the generators around each read
             seed_global_generators(hash_key(seed, epoch, worker))
         if stand is not None:
             stream.load_state_dict(deepcopy(stand.snapshot["reader"]))
             load_plain_states(stand.snapshot["generators"])
 
     def _tell_epoch(self, epoch: int) -> None:
-        """Here before workers start, and in each that has not heard: those of Hugging Face share what was told here.
+        """Call the dataset's `set_epoch` before workers start, and in each worker that does not know the epoch yet.
 
-        Were they told again, they would add to it at once, and read another epoch.
+        Workers of Hugging Face datasets share the epoch set here; setting it again in a worker would change it and
+        make them read another epoch.
         """
         stream: Any = self.stream
         if hasattr(stream, "set_epoch") and getattr(stream, "epoch", None) != epoch:
@@ -156,7 +157,7 @@ class EpochReader:
 
 
 def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
-    """What torch's loader does for its pipes: all workers shuffle alike, and each keeps its part."""
+    """Seed and shard a pipe as torch's loader does: all workers shuffle alike, and each keeps its part."""
     apply_random_seed(pipe, torch.Generator().manual_seed(seed))
     info = get_worker_info()
     if info is not None:
@@ -164,18 +165,20 @@ def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
 
 
 class EpochStream(IterableDataset[Any]):
-    """A dataset as a reader begins it; in all else it answers as the dataset itself, to a worker's set-up too.
+    """A dataset that a reader iterates; all other attributes are those of the reader's own dataset.
+
+    This includes attributes that a worker's `worker_init_fn` reads or sets.
 
     Args:
-        reader: The reader.
+        reader: The reader of the dataset.
     """
 
     def __init__(self, reader: EpochReader) -> None:
-        self.__dict__[_READER] = reader
+        self.__dict__[_READER] = reader  # bypasses __setattr__, which writes to the user's dataset
 
     @staticmethod
     def inside(dataset: Any) -> Any:
-        """The dataset itself."""
+        """Return the user's dataset inside an `EpochStream`, or any other dataset unchanged."""
         reader = vars(dataset).get(_READER) if isinstance(dataset, EpochStream) else None
         return dataset if reader is None else reader.stream
 
@@ -194,4 +197,4 @@ class EpochStream(IterableDataset[Any]):
         return EpochStream, (self.__dict__[_READER],)
 
 
-_READER = "_drivetrain_reader"  # a name that no dataset has
+_READER = "_drivetrain_reader"  # an attribute name that no dataset uses

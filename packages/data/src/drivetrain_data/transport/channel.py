@@ -1,4 +1,4 @@
-"""Messages from a group's first rank to each of its ranks, in the same order on all of them."""
+"""A channel that carries messages from a group's first rank to its other ranks, in the same order on all of them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,41 +12,41 @@ from drivetrain_data.transport.shared_memory import meet
 
 
 class Channel(Protocol):
-    """What a way of sending gives.
+    """A channel from the first rank of a group to the other ranks.
 
     Attributes:
-        name: What it is, as a phrase for people.
+        name: The kind of channel, as a phrase for users.
     """
 
     name: str
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
-        """Start sending. Called on the first rank.
+        """Start sending messages. Called on the first rank.
 
         Args:
-            messages: One for each other rank of the group, in rank order.
-            complete: Have all of it under way on return, and not only at the next call.
+            messages: The message for each other rank of the group, in rank order.
+            complete: Whether to start sending all parts before returning; else the rest may wait for the next call.
         """
         ...
 
     def expect(self) -> None:
-        """Say that a message will be received, and start where that helps. Called on the other ranks."""
+        """Announce that `receive` follows, so that receiving can start early. Called on the other ranks."""
         ...
 
     def receive(self) -> Bytes:
-        """The next message, in memory that is the caller's. Called on the other ranks."""
+        """Return the next message, in memory that the caller owns. Called on the other ranks."""
         ...
 
     def settle(self) -> None:
-        """Finish what was started: the sender's last message, and one that was expected. Called on all ranks."""
+        """Finish sending the last message, or receiving an announced one. Called on all ranks."""
         ...
 
 
 def open_channel(group: dist.ProcessGroup, device: torch.device | None) -> Channel:
-    """Shared memory where all ranks run on one Linux machine, else a collective. Called on all ranks of the group.
+    """Open shared memory if all ranks run on one Linux machine, else a scatter. Called on all ranks of the group.
 
     Args:
-        group: The ranks.
-        device: What they communicate on, if it cannot be the CPU.
+        group: The process group of the sender and the receivers.
+        device: The device that the group communicates on, if it cannot communicate on the CPU.
     """
     return meet(group) or ScatterChannel(group, transport_device(group, device))

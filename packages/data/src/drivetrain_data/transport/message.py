@@ -1,4 +1,4 @@
-"""A message for one rank as one run of bytes: header, tensors, other objects, and the layout if it is new."""
+"""A message for one rank as contiguous bytes: header, tensors, other objects, and the layout if it is new."""
 
 import ctypes
 import pickle
@@ -14,7 +14,8 @@ import torch
 from drivetrain_data._nested import Nested, map_leaves
 
 HEADER_BYTES = 64
-# of 8 bytes: steps, bytes of a step's tensors, of objects, of the layout, of the longest message, and the loop
+# Fields of 8 bytes: the number of steps, the bytes of a step's tensors, of the objects, of the layout and of the
+# longest message, and the number of the loop.
 _NUM_FIELDS = 6
 _ALIGNMENT = 16
 
@@ -22,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TensorPlace:
-    """Where a tensor stood in a batch; no dataclass, for the walk over a batch would enter it."""
+    """A placeholder for a tensor in a batch; not a dataclass, because `map_leaves` would descend into it."""
 
     __slots__ = ("dtype", "requires_grad", "shape")
 
@@ -32,7 +33,7 @@ class TensorPlace:
         self.requires_grad = tensor.requires_grad
 
     def same(self, other: "TensorPlace") -> bool:
-        """Whether a tensor of one place fits the other."""
+        """Return whether two placeholders have the same shape, dtype and `requires_grad`."""
         return (
             self.shape == other.shape
             and self.dtype == other.dtype
@@ -41,37 +42,37 @@ class TensorPlace:
 
 
 class ObjectPlace:
-    """Where any other object stood in a batch."""
+    """A placeholder for any other object in a batch."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What is the same from step to step as long as shapes and structure are.
+    """The part of a step that stays the same while shapes and structure do.
 
     Attributes:
-        note: What the sender tells along with each step.
-        places: The batch, with a place for each tensor and object.
+        note: The object that the sender sends with each step, such as its plan.
+        places: The structure of the batch, with a placeholder for each tensor and object.
     """
 
     note: Any
     places: Nested
 
     def same(self, other: "Layout") -> bool:
-        """Whether a message of one is read rightly with the other: types and the order of keys count too."""
+        """Return whether either layout decodes the other's messages: types and the order of keys must match too."""
         return self.note == other.note and _same_places(self.places, other.places)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A batch taken apart.
+    """A batch separated into layout, tensors and objects.
 
     Attributes:
-        layout: Its structure.
-        tensors: Its tensors, in walking order.
-        objects: Its other leaves, in walking order.
-        num_bytes: The bytes that the tensors take in a message.
+        layout: The layout of the batch.
+        tensors: The tensors of the batch, in traversal order.
+        objects: The other leaves of the batch, in traversal order.
+        num_bytes: The number of bytes that the tensors occupy in a message, with alignment.
     """
 
     layout: Layout
@@ -81,7 +82,7 @@ class Step:
 
 
 def take_apart(note: Any, batch: Nested) -> Step:
-    """Separate tensors and objects from structure."""
+    """Separate a batch into its layout, tensors and other objects."""
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
 
@@ -101,16 +102,16 @@ def take_apart(note: Any, batch: Nested) -> Step:
 
 
 class Outgoing:
-    """Steps of one layout, ready to be written.
+    """A message of steps that share a layout, ready to be written.
 
     Args:
-        steps: The steps.
-        tags: A number that goes with each.
-        loop: Which loop of the sender's they belong to.
-        with_layout: The receiver does not have the layout yet.
+        steps: The steps to send.
+        tags: A number to send with each step.
+        loop: The number of the sender's loop that the steps belong to.
+        with_layout: Whether to include the layout, which the receiver does not have yet.
 
     Attributes:
-        used: The bytes that it takes.
+        used: The size of the message in bytes.
     """
 
     def __init__(self, steps: Sequence[Step], tags: Sequence[int], *, loop: int, with_layout: bool) -> None:
@@ -126,8 +127,8 @@ class Outgoing:
         """Write the message.
 
         Args:
-            into: At least `used` bytes.
-            longest: The bytes of the longest message that other ranks get at the same time.
+            into: The buffer to write to, at least `used` bytes.
+            longest: The size in bytes of the longest message sent to any rank at the same time.
         """
         steps, objects, layout = self._steps, self._objects, self._layout
         header = (len(steps), steps[0].num_bytes, len(objects), len(layout), longest, self._loop)
@@ -145,20 +146,20 @@ class Outgoing:
 
 
 def longest_bytes(header: Bytes) -> int:
-    """The bytes of the longest message that a rank gets at the same time, read from a header."""
+    """Return the size in bytes of the longest message sent to any rank at the same time, from a header."""
     return _header(header)[4]
 
 
 class Incoming:
-    """A message as it arrived; tensors taken from it share its memory.
+    """A received message; its tensors share its memory.
 
     Args:
-        packed: The bytes.
+        packed: The bytes of the message.
 
     Attributes:
-        tags: The numbers that go with the steps, one each.
-        loop: Which loop of the sender's they belong to.
-        layout: The layout that it brings; None if it is that of the message before.
+        tags: The number sent with each step.
+        loop: The number of the sender's loop that the steps belong to.
+        layout: The layout in the message; None if that of the previous message still applies.
     """
 
     def __init__(self, packed: Bytes) -> None:
@@ -173,7 +174,7 @@ class Incoming:
         self.layout: Layout | None = pickle.loads(layout) if num_layout else None
 
     def batch(self, layout: Layout, step: int) -> Nested:
-        """The batch of one step."""
+        """Return the batch of one step."""
         packed = self._packed
         objects: Iterator[Any] = iter(self._objects[step] if self._objects else ())
         offset = self._begin + step * self._step_bytes
@@ -208,7 +209,7 @@ def _same_places(one: Nested, other: Nested) -> bool:
         return list(one) == list(other) and all(map(_same_places, one.values(), other.values()))
     if kind is list or kind is tuple:
         return len(one) == len(other) and all(map(_same_places, one, other))
-    return pickle.dumps(one) == pickle.dumps(other)  # may hold more than its children
+    return pickle.dumps(one) == pickle.dumps(other)  # other types may hold more than their children
 
 
 def _header(packed: Bytes) -> list[int]:
@@ -220,7 +221,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, one after the other in memory."""
+    """Return the same values in contiguous memory, with lazy negation and conjugation resolved."""
     return tensor.detach().resolve_neg().resolve_conj().contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Messages by a collective of the group, which reaches ranks on other machines too."""
+"""A channel that sends messages by a scatter of the group, which reaches ranks on other machines too."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,13 @@ _FIRST_BYTES = 4096
 
 
 class ScatterChannel:
-    """One scatter a message, of a size that every rank knows; a second one if a message has outgrown it.
+    """A channel that sends each message by one scatter of a size that every rank knows.
+
+    If a message exceeds that size, a second scatter sends the rest. The next size follows from the last message.
 
     Args:
-        group: The ranks.
-        device: What they communicate on.
+        group: The process group of the sender and the receivers.
+        device: The device that the group communicates on.
     """
 
     name = "a scatter"
@@ -27,21 +29,21 @@ class ScatterChannel:
         self._num_ranks = dist.get_world_size(group)
         self._source = dist.get_global_rank(group, 0)
         self._capacity = _FIRST_BYTES  # the bytes of the first scatter of the next message
-        # Two, written in turn: one is on its way while the other is filled.
+        # Two buffers, written in turn: one is being sent while the other is filled.
         self._rows = [torch.empty((0, 0), dtype=torch.uint8)] * 2
         self._under_way: list[Any] = []
-        # gloo's thread lets go of a tensor after wait() has returned. If its was the last hold, it would need the
-        # interpreter, and abort the process where that is ending: so what was sent or received last is held here.
+        # gloo's thread releases a tensor after wait() has returned. Releasing the last reference needs the
+        # interpreter and aborts the process during its shutdown, so references to the latest tensors are kept here.
         self._held: list[list[torch.Tensor]] = []
         self._rest: tuple[torch.Tensor, int] | None = None
         self._expected: tuple[Any, torch.Tensor] | None = None
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
-        """Start sending. Called on the first rank.
+        """Start sending messages. Called on the first rank.
 
         Args:
-            messages: One for each other rank, in rank order.
-            complete: Send what goes beyond the first scatter at once, and not only at the next call.
+            messages: The message for each other rank, in rank order.
+            complete: Whether to start the second scatter, if one is needed, now instead of at the next call.
         """
         self._send_rest()
         before, self._under_way = self._under_way, []
@@ -51,11 +53,12 @@ class ScatterChannel:
         self._rest = (rows, longest)
         if complete:
             self._send_rest()
+        # Wait for the previous message only now, while this one is being sent: the next call reuses its buffer.
         for work in before:
             work.wait()
 
     def settle(self) -> None:
-        """Finish what was started: the reader waits for its last message, others take one they expected."""
+        """Finish sending the last message, or receiving an announced one. Called on all ranks."""
         if self._expected is not None:
             self.receive()
         self._send_rest()
@@ -64,12 +67,12 @@ class ScatterChannel:
             work.wait()
 
     def expect(self) -> None:
-        """Start receiving. Called on the other ranks."""
+        """Start receiving the next message. Called on the other ranks."""
         tensor = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
         self._expected = (self._scatter(tensor, None), tensor)
 
     def receive(self) -> Bytes:
-        """The next message. Called on the other ranks."""
+        """Return the next message. Called on the other ranks."""
         if self._expected is None:
             self.expect()
         assert self._expected is not None
@@ -95,7 +98,7 @@ class ScatterChannel:
         self._capacity = _next_capacity(longest, self._capacity)
 
     def _write(self, messages: Sequence[Outgoing], longest: int) -> torch.Tensor:
-        """Messages as rows, in memory that nothing on its way uses."""
+        """Write messages as rows of a buffer that no running scatter uses."""
         length = max(longest, self._capacity)
         rows = self._rows.pop(0)
         if rows.shape != (self._num_ranks, length):
@@ -106,7 +109,7 @@ class ScatterChannel:
         return rows
 
     def _start(self, rows: torch.Tensor) -> None:
-        """Scatter rows; the first is the sender's own, which it has already."""
+        """Start a scatter of rows; the first row goes to the sender itself, which does not read it."""
         pieces = list(rows.unbind())
         self._under_way.append(self._scatter(pieces[0], pieces))
 
@@ -116,7 +119,7 @@ class ScatterChannel:
 
 
 def transport_device(group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
-    """The CPU where the group can, since what is read lies there; else the ranks' accelerator."""
+    """Return the CPU if the group supports it, since batches are read there; else the ranks' accelerator."""
     backends = dist.get_backend_config(group)
     if "cpu" in backends or device is None:
         return torch.device("cpu")
@@ -124,7 +127,7 @@ def transport_device(group: dist.ProcessGroup, device: torch.device | None) -> t
 
 
 def _next_capacity(used: int, capacity: int) -> int:
-    """Somewhat more than the last message took, if that was too much or far too little."""
+    """Return the size of the next first scatter: unchanged unless the last message was too large or far smaller."""
     if capacity // 4 <= used <= capacity:
         return capacity
     return max(_FIRST_BYTES, -(-(used + used // 4) // 1024) * 1024)

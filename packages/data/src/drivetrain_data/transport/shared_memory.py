@@ -1,8 +1,8 @@
-"""Messages on one machine, through memory that the sender shares with each receiver.
+"""A channel on one machine, through memory that the sender shares with each receiver.
 
-A receiver has two slots, written in turn. Over a socket the sender says which of them holds a message, and the
-receiver answers when it has copied it. Neither slots nor sockets have a name in the file system, so that nothing is
-left behind by a process that is killed, and the end of a process is noticed by those that wait for it.
+Each receiver has two slots, written in turn. Over a socket, the sender announces which slot holds a message, and the
+receiver replies once it has copied the message. Neither slots nor sockets have a name in the file system, so that a
+killed process leaves nothing behind, and the processes that wait for it notice its exit.
 """
 
 import os
@@ -21,17 +21,18 @@ import torch.distributed as dist
 from drivetrain_data.errors import DispatchError
 from drivetrain_data.transport.message import Bytes, Outgoing
 
-_NOTICE = struct.Struct("=qq?")  # the slot, the bytes of its message, whether its memory comes along
+# The slot, the bytes of its message, and whether a descriptor of new memory for the slot is attached.
+_NOTICE = struct.Struct("=qq?")
 _RANK = struct.Struct("=q")
 _COPIED = b"."
 _SMALLEST_SLOT = 2**16
 
 
 class SharedMemoryChannel:
-    """Two slots and a socket for each receiver. `meet` makes it.
+    """A channel of two slots and a socket for each receiver. Create it with `meet`.
 
     Args:
-        connections: The sockets to the other ranks, by rank; on a receiver that to the sender alone, as rank 0.
+        connections: The sockets to the other ranks, by rank; on a receiver only the socket to the sender, as rank 0.
     """
 
     name = "shared memory"
@@ -42,32 +43,32 @@ class SharedMemoryChannel:
         weakref.finalize(self, _close, list(connections.values()))
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
-        """Write each message where its rank finds it; wait for a slot whose message was not copied yet."""
-        del complete  # it always is
+        """Write each message to a slot of its rank, waiting for a slot whose message has not been copied yet."""
+        del complete  # sending is always complete
         for rank, line in self._lines.items():
             line.send(messages[rank - 1])
 
     def expect(self) -> None:
-        """The sender needs no receiver to start with."""
+        """Record that `receive` follows; the sender does not wait for it."""
         self._is_expected = True
 
     def receive(self) -> Bytes:
-        """The next message, copied.
+        """Return a copy of the next message.
 
         Raises:
-            DispatchError: The sender has ended.
+            DispatchError: The sender has exited.
         """
         self._is_expected = False
         return self._lines[0].receive()
 
     def settle(self) -> None:
-        """Take a message that was expected."""
+        """Receive and drop an announced message that was not received yet."""
         if self._is_expected:
             self.receive()
 
 
 class _Line:
-    """The two slots between the sender and a receiver, as either of them sees it."""
+    """The connection between the sender and a receiver, with its two slots, as seen from either side."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self._rank = rank
@@ -111,14 +112,14 @@ class _Line:
             self._slots[slot] = _mapped(descriptors[0])
             os.close(descriptors[0])
         message = self._slots[slot][:used].copy()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it may have ended after its last message
+        with suppress(BrokenPipeError, ConnectionResetError):  # the sender may have exited meanwhile
             self._connection.send(_COPIED)
         return message
 
     def _next_notice(self) -> tuple[int, int, bool, list[int]]:
         try:
             notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
-        except ConnectionResetError:  # it left answers unread; what it had sent before can still be received
+        except ConnectionResetError:  # the sender exited with unread replies; its notices can still be read
             notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
         if not notice:
             raise self._ended()
@@ -132,7 +133,7 @@ class _Line:
 
 
 def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
-    """Connect the first rank of a group to the others; None if one of them cannot be reached so.
+    """Connect the first rank of a group to the others; return None if a rank cannot be reached this way.
 
     Called on all ranks of the group.
     """
@@ -142,6 +143,7 @@ def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
         listener = _listen(Path(folder) / "meet", num_ranks) if is_sender else None
         place: list[str | None] = [None if listener is None else listener.getsockname()]
         dist.broadcast_object_list(place, dist.get_global_rank(group, 0), group=group)
+        # Receivers connect before the sender accepts: the listener's backlog has room for all of them.
         connections = {} if is_sender else _connected(place[0], dist.get_rank(group))
         reached: list[bool | None] = [None] * num_ranks
         dist.all_gather_object(reached, is_sender or bool(connections), group=group)
@@ -157,13 +159,13 @@ def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
 
 
 def _listen(path: Path, backlog: int) -> socket.socket | None:
-    """A socket that ranks on this machine can reach, and no other user; None where there is none."""
+    """Return a socket that only this user's processes on this machine can reach; None if that is not possible."""
     if not hasattr(os, "memfd_create"):
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(str(path))
-    except OSError:  # a path that is too long, or a file system without sockets: not reachable so
+    except OSError:  # the path is too long, or the file system does not support sockets
         listener.close()
         return None
     listener.listen(backlog)
@@ -171,7 +173,7 @@ def _listen(path: Path, backlog: int) -> socket.socket | None:
 
 
 def _connected(place: str | None, rank: int) -> dict[int, socket.socket]:
-    """A connection to the first rank, which is told who connects; none if it is on another machine."""
+    """Connect to the first rank and send it this rank; return an empty dict if it is on another machine."""
     if place is None:
         return {}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
