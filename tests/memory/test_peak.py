@@ -111,3 +111,8 @@ def test_counters_are_in_bytes_and_agree() -> None:
     reset_peak()
     assert resident_bytes() > 10 * MB
     assert peak_resident_bytes() >= 0.9 * resident_bytes()
+
+
+def test_before_its_block_a_measurement_is_empty() -> None:
+    memory = PeakMemory()
+    assert (memory.host_bytes, memory.host_before_bytes, memory.host_is_exact) == (0, 0, False)

@@ -26,7 +26,7 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        self._host_before = self._host_peak = 0
+        self._process_peak_before = self._host_before = self._host_peak = 0
         self._device_before = self._device_peak = self._device_reserved_peak = 0
         self._resets_host = False
         self._is_measuring = False

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, Event, Thread
@@ -54,7 +56,8 @@ class AgreedStep:
         self._step = 0
         self._gate: int | None = None
         self._decision: Decision | None = None
-        self._asked: list[str] = []  # no lock: signal handlers append to it, and must not block
+        # No lock: signal handlers append to it, and must not block. It is never exchanged, so that no request is lost.
+        self._asked: deque[str] = deque()
         self._stopping = Event()
         self._is_over = False  # a rank has closed its end
         self._thread: Thread | None = None
@@ -77,8 +80,8 @@ class AgreedStep:
             OtherRankFailedError: A rank did not answer within `patience_seconds`.
         """
         if self._thread is None:
-            asked, self._asked = self._asked, []
-            return Decision(step, tuple(dict.fromkeys(asked))) if asked else None
+            asked = tuple(dict.fromkeys(self._requests()))
+            return Decision(step, asked) if asked else None
         with self._changed:
             self._step = step
             if self._gate is None or step < self._gate:
@@ -118,12 +121,15 @@ class AgreedStep:
                 self._is_over = True
                 self._changed.notify_all()
 
+    def _requests(self) -> Iterator[str]:
+        """Take the requests of this rank, one after the other."""
+        while self._asked:
+            yield self._asked.popleft()
+
     def _take_turn(self, store: Store, whole: Store) -> bool:
         """Publish this rank's requests; if any rank has asked, agree on a step, reach it and return True."""
-        if self._asked:
-            asked, self._asked = self._asked, []
-            for reason in asked:
-                store.set(f"reason/{store.add('reasons', 1)}", reason)
+        for reason in self._requests():
+            store.set(f"reason/{store.add('reasons', 1)}", reason)
         if not store.add("reasons", 0):
             return False
         with self._changed:  # reached() holds the main thread at this step until the ranks have agreed
