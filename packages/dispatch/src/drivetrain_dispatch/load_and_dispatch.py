@@ -65,7 +65,7 @@ def load_checkpoint_and_dispatch(
         progress: A function called with the bytes read so far and the total.
         offload_folder: The folder for weights that the map places on the disk and no file holds in their final form,
             such as packed ones.
-        release_pages: Whether pages that the host has computed with leave this process's memory; see `dispatch_model`.
+        release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of module classes whose weights are fetched all at once.
         skip_keys: Keyword arguments of a forward that stay on their device.

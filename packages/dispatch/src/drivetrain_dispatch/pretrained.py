@@ -72,7 +72,7 @@ def load_pretrained(
         progress: A function called with the bytes read so far and the total.
         offload_folder: The folder for weights that the disk keeps in another form than the checkpoint's; they are
             written once.
-        release_pages: Whether pages that the host has computed with leave this process's memory; see `dispatch_model`.
+        release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
         offload_buffers: Whether buffers are offloaded too.
         quantization: How weights are packed, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.
         model_options: Fields of the configuration, `attn_implementation` and `experts_implementation`.

@@ -72,7 +72,7 @@ def disk_offload(
         offload_dir: The folder for the file.
         execution_device: The device that computes; by default the current accelerator, or the host if there is none.
         write_back: Whether training changes the file; otherwise changed weights take memory.
-        release_pages: Whether pages that the host has computed with leave this process's memory; see `dispatch_model`.
+        release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of module classes whose weights are fetched all at once.
 

@@ -108,10 +108,10 @@ def dispatch_model(
             first one in the map.
         offload_dir: The folder for weights that are placed on the disk and in no file yet.
         write_back: Whether training changes that file; otherwise changed weights take memory.
-        release_pages: Whether pages that the host has computed with leave this process's memory; they stay in the
-            page cache.
+        release_pages: Whether pages leave this process's memory once the host has used them; they stay in the page
+            cache.
         offload_buffers: Whether buffers are offloaded too.
-        preload_module_classes: Names of module classes whose weights are fetched all at once, such as compiled layers.
+        preload_module_classes: Names of module classes whose weights are fetched all at once, such as compiled ones.
         skip_keys: Keyword arguments that stay on their device.
         mapped: The files of weights that are mapped pages already, by name.
         dtypes: The compute dtypes of weights that are stored in another dtype, by name. Running statistics of norms

@@ -29,8 +29,9 @@ def apply_layerwise_casting(
 ) -> nn.Module:
     """Store the weights of a model in one dtype and compute in another, one layer at a time.
 
-    Stored in `torch.float8_e4m3fn` and computed in `torch.bfloat16`, a model takes half the memory; values are rounded
-    once, in this call. The model stays on its devices; `remove_hooks` leaves it in the storage dtype. Not for training.
+    With `torch.float8_e4m3fn` for storage and `torch.bfloat16` for computation, a model takes half the memory; values
+    are rounded once, in this call. The model stays on its devices; `remove_hooks` leaves it in the storage dtype. Not
+    for training.
 
     Args:
         model: The model; changed in place.

@@ -124,8 +124,8 @@ class InPlace:
     def _some_are_missing(self) -> bool:
         """Return whether pages are known to be missing from memory.
 
-        The system call takes about 10 ms per gigabyte, of which a model may use little, such as a few experts. Once it
-        has found all pages in memory, it is repeated only when its time is a small share of the time since.
+        The system call takes about 10 ms per gigabyte, of which a model may use little, such as a few experts. After
+        it has found all pages in memory, it is repeated only once its time is a small share of the time since.
         """
         start = time.perf_counter()
         if start < self._next_check:

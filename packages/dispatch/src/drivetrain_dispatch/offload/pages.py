@@ -74,10 +74,10 @@ def can_give_back() -> bool:
 
 
 def give_back(pages: Pages) -> bool:
-    """Release pages of a file from this process's memory, unless one was written to; return whether they are released.
+    """Release pages of a file from this process's memory, and return whether they were released.
 
-    They stay in the page cache, and are mapped again at their next use. Changes to a private mapping are in no file,
-    and would be lost: no thread may begin to write to the pages meanwhile.
+    None is if one was written to: changes to a private mapping are in no file, and would be lost. No thread may begin
+    to write to the pages meanwhile. Released pages stay in the page cache, and are mapped again at their next use.
     """
     libc = _libc()
     if libc is None or _some_are_written(pages):

@@ -2,7 +2,7 @@
 
 The class of an offloaded parameter is `AwayParameter`, which torch calls before every operation (the
 `__torch_function__` protocol). In a forward, a module that uses the weight of another one (a tied head, `nn.LSTM`'s
-flat list) computes with the fetched weight, on the device that computes. Elsewhere, the parameter is the stored tensor.
+flat list) computes with the fetched weight, on the device that computes. Elsewhere, it is the stored tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -29,7 +29,7 @@ class Owner(NamedTuple):
     name: str
 
     def attributes(self) -> dict[str, Any]:
-        """Return the module's `__dict__`, where a name takes precedence over its parameters; empty once it is freed."""
+        """Return the module's `__dict__`, whose names hide its parameters; empty once the module is freed."""
         module = self.module()
         return {} if module is None else module.__dict__
 
@@ -201,7 +201,9 @@ class Seats:
         return seat.arrival.wait()[seat.at]
 
     def put(self, seats: Sequence[Seat]) -> None:
-        """Put the values of claimed seats in place, once they have arrived. After an error none is in place or claimed.
+        """Put the values of claimed seats in place, once they have arrived.
+
+        After an error none is in place or claimed.
 
         Raises:
             Exception: The error of a transfer.
@@ -340,8 +342,8 @@ def _borrow(parameter: Tensor, values: Tensor) -> Tensor:
 
 
 def _alike(parameter: Tensor, values: Tensor) -> Tensor:
-    """Return the values with the parameter's `requires_grad`, on which the summation order of some functions depends."""
-    # F.linear does so with non-contiguous inputs, even where no gradient is computed (torch 2.15).
+    """Return the values with the parameter's `requires_grad`."""
+    # F.linear sums non-contiguous inputs in another order if it is set, even under no_grad (torch 2.15).
     return values.detach().requires_grad_() if parameter.requires_grad else values
 
 
