@@ -43,7 +43,10 @@ class Parcel(NamedTuple):
 
     @classmethod
     def of(cls, home: Tensor, device: torch.device, dtype: torch.dtype) -> "Parcel":
-        """Return the parcel of a stored tensor; one that needs the pinned chunks is not quick, as one thread has them."""
+        """Return the parcel of a stored tensor.
+
+        One that needs the pinned chunks is never quick, as these belong to the background thread.
+        """
         parts = tuple(parts_of(home))
         size_bytes = sum(part.nbytes for part in parts)
         by_host = device.type == "cpu"
@@ -138,7 +141,7 @@ class Arrival:
             self._waited.add(stream.stream_id)
             stream.wait_event(event)
             for tensor in (part for whole in tensors for part in parts_of(whole)):
-                # The memory is from the side stream's pool, which must not reuse it before this stream is done with it.
+                # The memory is from the side stream's pool, and must not be reused before this stream is done.
                 tensor.record_stream(stream)
 
 
@@ -221,7 +224,7 @@ class Carrier:
             stream = self._streams[device] = torch.Stream(device)
         event = torch.Event(device)
         if any(parcel.home.device.type != "cpu" for parcel in parcels):
-            # The device may still be writing to what it stores; such parcels are quick, so this is the caller's thread.
+            # The device may still be writing to a stored tensor. Its parcel is quick: this is the caller's thread.
             stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             tensors = [parcel.made(partial(self._copied, device, stream)) for parcel in parcels]
