@@ -25,10 +25,8 @@ from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
-_IMPLEMENTATIONS = (
-    "attn_implementation",
-    "experts_implementation",
-)  # arguments of transformers' from_config that are no fields of the configuration
+# Arguments of transformers' from_config that are no fields of the configuration.
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _FP8 = "fp8"  # the quant_method of checkpoints that are dequantised while they are read
 AnyModel = TypeVar("AnyModel")
 

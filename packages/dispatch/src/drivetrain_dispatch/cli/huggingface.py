@@ -14,7 +14,7 @@ from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.meta_init import init_empty_weights
 
 _CONFIG = "config.json"
-_CACHES = ("past_key_values", "cache_params", "state")  # names of the state that models keep from token to token
+_CACHES = ("past_key_values", "cache_params", "state")  # names of the state that models carry between tokens
 
 
 def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:

@@ -54,24 +54,24 @@ class PlanArguments:
     """The arguments of `drivetrain dispatch plan`."""
 
     model_dir: str = field(
-        metadata={"positional": True, "help": "Folder of a Hugging Face model; its config.json will do."}
+        metadata={"positional": True, "help": "Folder of a Hugging Face model; config.json alone is enough."}
     )
     gpu: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; left out, those that are here. "
-            "0GB: none."
+            "help": "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; by default, those of this "
+            "machine. 0GB for none."
         },
     )
     cpu: str | None = field(
-        default=None, metadata={"help": "Memory of the host, such as 64GB; left out, what is free here."}
+        default=None, metadata={"help": "Memory of the host, such as 64GB; by default, what is free here."}
     )
-    batch: int = field(default=1, metadata={"help": "Prompts at once."})
+    batch: int = field(default=1, metadata={"help": "Number of prompts at once."})
     seq: int | None = field(
-        default=None, metadata={"help": "Tokens of each prompt; left out, 4096 or what the model takes."}
+        default=None, metadata={"help": "Tokens per prompt; by default 4096, or the model's limit if less."}
     )
     dtype: str | None = field(
-        default=None, metadata={"help": "bf16, fp16 or fp32; left out, what config.json says."}
+        default=None, metadata={"help": "bf16, fp16 or fp32; by default, the dtype in config.json."}
     )
     quantize: str | None = field(
         default=None,
@@ -79,19 +79,23 @@ class PlanArguments:
     )
     link: str | None = field(
         default=None,
-        metadata={"help": "Bytes a second from the host to an accelerator; left out, its kind's, or 25GB."},
+        metadata={
+            "help": "Bytes per second from the host to an accelerator; by default its kind's, or 25GB."
+        },
     )
-    disk: str = field(default="3GB", metadata={"help": "Bytes a second from the disk."})
+    disk: str = field(default="3GB", metadata={"help": "Bytes per second from the disk."})
     tflops: float | None = field(
         default=None,
         metadata={
-            "help": "What computes, in 10^12 operations a second; left out, its kind's, 100, or 0.5 without one."
+            "help": "Compute rate in 10^12 operations per second; by default that of the accelerator's kind, 100 if "
+            "unknown, or 0.5 without one."
         },
     )
     bandwidth: str | None = field(
         default=None,
         metadata={
-            "help": "Bytes a second of the memory of what computes; left out, its kind's, 1TB, or 50GB without one."
+            "help": "Memory bandwidth of what computes, in bytes per second; by default that of the accelerator's "
+            "kind, 1TB if unknown, or 50GB without one."
         },
     )
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})

@@ -81,11 +81,11 @@ def load_checkpoint_in_model(
 ) -> LoadReport:
     """Load weights into a model, each tensor straight to its device and dtype.
 
-    The file headers are checked before any tensor is read, and the model changes only once all tensors are read: after
-    an error it is unchanged. The host holds the tensors placed on it and 8 MiB per thread. Tied parameters stay tied;
-    the checkpoint may have one of their names, or several with equal values. Parameters that have memory stay the same
-    objects, and both values are held for a moment. Of parameters that are sharded among ranks (DTensor, as made by
-    `fully_shard`), each rank reads its shard. Non-persistent buffers are unchanged.
+    The file headers are checked before any tensor is read, and the model changes only once all tensors are read: an
+    error leaves it unchanged. The host holds the tensors placed on it and 8 MiB per thread. Tied parameters stay
+    tied; the checkpoint may have one of their names, or several with equal values. Parameters that have memory stay
+    the same objects, and both values are held for a moment. Of parameters that are sharded among ranks (DTensor, as
+    made by `fully_shard`), each rank reads its shard. Non-persistent buffers are unchanged.
 
     Args:
         model: The model, usually on the meta device; changed in place.
@@ -156,7 +156,7 @@ class _Load:
         self._folder = folder
         # By the checkpoint's names, or the model's if it is converted.
         self._files: dict[str, WeightSource] = {}
-        self._written: dict[str, WeightSource] = {}  # of tensors that the disk keeps in another form, by the same names
+        self._written: dict[str, WeightSource] = {}  # tensors on the disk in another form, by the same names
         self._held = ChainMap(self._written, self._files)
         self._computed: tuple[str, ...] = ()
         self._keeps_fp8 = isinstance(quantization, StoredFP8)

@@ -82,7 +82,7 @@ class Relay:
     ) -> None:
         """Read the values of all tensors on rank 0, for every rank that has memory for them.
 
-        A rank holds two pieces of `PIECE_BYTES` beyond its tensors. Rank 0 reads a piece while it broadcasts the last.
+        A rank holds two pieces of `PIECE_BYTES` beyond its tensors. Rank 0 reads one while it broadcasts the other.
 
         Args:
             stored: The tensors of the checkpoint, the same on all ranks.

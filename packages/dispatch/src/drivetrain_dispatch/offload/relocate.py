@@ -86,9 +86,7 @@ def _kept(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list
         kept = [part.data.to(home) for part in parts_of(tensor)]
         # An accelerator copies from pinned memory without the processor.
         return kept if stays or home.type != "cpu" else [part.pin_memory() for part in kept]
-    except (
-        RuntimeError
-    ) as error:  # torch.OutOfMemoryError, or a driver's error on memory that it cannot pin
+    except RuntimeError as error:  # torch.OutOfMemoryError, or a driver's error on memory that it cannot pin
         raise DeviceMapError(
             f"{home} has no room for {name!r} ({size_in_bytes(tensor) / 1e6:.1f} MB; {error}): give the map's "
             f"inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"

@@ -113,7 +113,7 @@ class Arrival:
         try:
             tensors, event, _ = self._brought or self._result()
         except BaseException:
-            del self  # the error's traceback refers to this frame, and would hold the error itself and the model
+            del self  # the error's traceback holds this frame: a reference cycle, which would keep the model
             raise
         if event is not None:
             self._order(tensors, event)
