@@ -40,7 +40,7 @@ class Packing:
         self.files: dict[str, MappedFile] = {}
         self._folder = folder
 
-    def planned(self, plan: LoadPlan, stored: Mapping[str, Stored]) -> LoadPlan:  # noqa: ARG002 others look at it
+    def planned(self, plan: LoadPlan, stored: Mapping[str, Stored]) -> LoadPlan:  # noqa: ARG002 an override uses it
         """Return the plan with the sizes of packed weights; here the plan has them already."""
         return plan
 

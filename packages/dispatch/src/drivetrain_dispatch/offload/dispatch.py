@@ -225,7 +225,7 @@ def trace_offload(model: nn.Module) -> Generator[OffloadTrace]:
 def _streams(model: nn.Module) -> list[Streaming]:
     record: _Dispatch | None = model.__dict__.get(_RECORD)
     if record is None:
-        raise OffloadedError("the model is not dispatched: nothing is brought for it")
+        raise OffloadedError("the model is not dispatched: nothing is fetched for it")
     return [engine for engine in record.engines if isinstance(engine, Streaming)]
 
 

@@ -49,7 +49,7 @@ class Streaming:
         self._files = files
         self._orders = Orders(range(len(units)))
         self._lock = threading.RLock()
-        self._threads = _Threads()  # created before the seats, which ask it `inside`
+        self._threads = _Threads()  # created before the seats, whose tensors call `inside`
         self._seats = Seats({seat: None for unit in units for seat in unit}, self, window_bytes=window_bytes)
         self.stats = self._seats.stats
         self._backward = Backward(units, self._seats, self._lock)

@@ -63,7 +63,7 @@ class OptimizerOffload:
         path = self._folder / f"state-{uuid4().hex}"
         try:
             with path.open("xb") as file:
-                # Reserve the disk space now: on a sparse file, a full disk kills the process at a later write.
+                # Reserve the space now: with a sparse file, a full disk would kill the process at a later write.
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
                 else:

@@ -97,9 +97,9 @@ def _bring_what_is_used(
 
 
 def _is_what_it_is(tensor: Tensor, value: Tensor, fetcher: Fetcher) -> bool:
-    """Return whether a value assigned to `.data` is what the tensor already is, or in a forward, computes with."""
+    """Return whether a value assigned to `.data` is the tensor's own data; in a forward, that of its fetched copy."""
     if value is tensor:
-        return fetcher.stays(tensor)  # else weights that stay on the other device would be moved away from it
+        return fetcher.stays(tensor)  # if False, the same call would move weights off the other device
     if not fetcher.inside():
         return False
     (shown,) = fetcher.fetch([tensor])

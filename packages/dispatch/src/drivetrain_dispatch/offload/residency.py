@@ -113,7 +113,7 @@ class Seats:
         self._rooms = {device: Room(device, most) for device, most in window_bytes.items()}
         self._here: dict[Seat, None] = {}  # the seats in use
         self._ordinary = finalize(self, _make_ordinary, list(self._of_tensors.values()))
-        self._ordinary.atexit = False
+        self._ordinary.atexit = False  # torch may be torn down by then, and nothing uses the tensors any more
         for seat in self._of_tensors.values():
             if not seat.packed:
                 seat.tensor.data = seat.parcel.home
