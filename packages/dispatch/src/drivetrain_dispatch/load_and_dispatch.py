@@ -48,7 +48,7 @@ def load_checkpoint_and_dispatch(
     skip_keys: Collection[str] = (),
     quantization: Quantization | StoredFP8 | None = None,
 ) -> nn.Module:
-    """Plan a device map, load a checkpoint by it, and dispatch a model that may be larger than the machine.
+    """Load and dispatch a model that may be larger than the accelerator or the machine, by a device map or a plan.
 
     Args:
         model: The model, usually from `init_empty_weights`; changed in place.

@@ -95,7 +95,7 @@ def forecast(
 
 
 def _larger(token: Cost, prefill: Cost) -> Cost:
-    """Return the cost of a token's time and of the memory that the larger forward takes."""
+    """Return the time of a token, with the memory that the larger forward takes."""
     return Cost(
         seconds=token.seconds,
         peak_bytes=max(token.peak_bytes, prefill.peak_bytes),

@@ -70,7 +70,7 @@ class _Dispatch(NotCopied):
             self.handles += keep_in_place(model, [name for unit in units for name in unit.tensors])
 
     def move(self, model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]) -> None:
-        """Move inputs to the device that computes: at the model, and at each module on another device."""
+        """Move inputs to the device that computes: those of the model, and of each module on another device."""
         devices = {placement.device for placement in placements.values()}
         if devices <= {_CPU}:
             return

@@ -206,7 +206,7 @@ class Streaming:
             self.stats.num_missed += 1
 
     def _leave_views(self, own: "_Own") -> None:
-        """Release viewed weights once this thread is in no forward, when nothing writes to the views any more."""
+        """Release viewed weights once this thread is in no forward: nothing writes to the views any more."""
         if own.viewed and not own.inside():
             viewed, own.viewed = own.viewed, []
             self._seats.release(viewed)
@@ -218,7 +218,7 @@ class Streaming:
 
 
 class _Own:
-    """The state of one thread: its position, the number of units it is in, and the contexts of its forwards."""
+    """The state of one thread: its position, the number of units it is in, its forwards' saved-tensor hooks."""
 
     __slots__ = ("ahead", "cursor", "num_inside", "saving", "turns", "viewed")
 

@@ -21,7 +21,7 @@ class Order:
         self._learn(tuple(parts))
 
     def learn(self, parts: Sequence[int]) -> None:
-        """Learn the parts of a forward as the order to expect of the next."""
+        """Learn the order of a forward, to expect it of the next one."""
         if self.parts != tuple(parts):
             self._learn(tuple(parts))
 
@@ -32,9 +32,9 @@ class Order:
         self.parts, self._places = parts, dict(places)
 
     def behind(self, part: int, position: int) -> int:
-        """Return the position after a part that a forward at some position uses.
+        """Return the position that follows when a forward at `position` uses `part`.
 
-        It follows the next occurrence of the part, or else its first one; an unknown part moves nothing.
+        It is behind the part's next occurrence, or else behind its first one; an unknown part keeps the position.
         """
         parts = self.parts
         if position < len(parts) and parts[position] == part:
@@ -67,7 +67,7 @@ class Orders:
         self._of: dict[str, Order] = {}
 
     def of(self, way: str) -> Order:
-        """Return the order of one way, by the method's name."""
+        """Return the order of a method, by its name."""
         return self._of.setdefault(way, Order(self._parts))
 
 

@@ -86,7 +86,7 @@ def give_back(pages: Pages) -> bool:
 
 
 def _some_are_written(pages: Pages) -> bool:
-    """Return whether any page is the process's own copy; True where the system cannot tell.
+    """Return whether any page is a private copy of the process; True where the system cannot tell.
 
     proc_pid_pagemap(5) has 64 bits for each page: bit 63 is set if it is present, 62 if it is swapped out, 61 if it
     belongs to a file.

@@ -23,7 +23,7 @@ class Ahead:
         self._spare: list[int] = []  # requested too, before other units came in between
 
     def use(self, unit: int, upcoming: Sequence[int], position: int) -> bool:
-        """Take a unit for its use; return whether it was requested, and its claim is the caller's from now on.
+        """Take a unit for its use, and return whether it was requested; its claim then passes to the caller.
 
         Args:
             unit: The index of the unit.

@@ -125,7 +125,7 @@ class Seats:
         return [self._of_tensors[key] for key in dict.fromkeys(id(tensor) for tensor in tensors)]
 
     def in_use(self, tensor: Tensor) -> Seat | None:
-        """Return the seat in use whose values a tensor is a view of, in the same bits; None if there is none."""
+        """Return the seat in use whose values a tensor is a view of, bit for bit; None if there is none."""
         if (
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided

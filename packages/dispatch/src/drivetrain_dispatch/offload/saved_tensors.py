@@ -38,7 +38,7 @@ class _Activation(NamedTuple):
 
 
 class Backward:
-    """The engine's part that fetches the weights that autograd has saved.
+    """A fetcher of the weights that autograd has saved for the backward.
 
     Args:
         units: The seats of each unit.

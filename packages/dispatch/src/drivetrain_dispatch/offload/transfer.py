@@ -96,7 +96,7 @@ class Arrival:
         return self._waited is not None
 
     def given_up(self) -> "GivenUp":
-        """Return an object, which holds no memory, that tells when the device has made the unused copies."""
+        """Return the completion of copies that nothing uses, without a reference to their memory."""
         if self._work is None or self._brought is not None:
             return GivenUp(None if self._brought is None else self._brought[1])
         given_up = GivenUp(None, begun=True)
