@@ -141,7 +141,10 @@ def plan_load(
 
 
 def present_places(model: nn.Module) -> dict[str, Place]:
-    """Return the place of each tensor of a model, by every name; from the meta device, the CPU or the tensor's mesh."""
+    """Return the place of each tensor of a model, by every name.
+
+    A tensor on the meta device goes to the CPU, or to the device of its mesh.
+    """
     places: dict[str, Place] = {}
     for name, tensor in named_tensors(model):
         without = device_of(tensor) if is_divided(tensor) else torch.device("cpu")
