@@ -1,9 +1,10 @@
-"""Run a model that does not fit: plan where its weights go, load them straight there, have them come when used.
+"""Run models larger than the accelerator or the machine: plan a device map, load weights by it, fetch them at use.
 
-`init_empty_weights` builds a model of any size in no memory. `load_checkpoint_and_dispatch` plans a device map, reads
-each weight to where the map puts it, and leaves what is placed on the disk in the checkpoint's own files. While one
-part computes, the weights of the next ones are on their way. `infer_auto_device_map`, `load_checkpoint_in_model` and
-`dispatch_model` are its steps; `cpu_offload` and `disk_offload` do without a map. `remove_hooks` ends it.
+`init_empty_weights` builds a model of any size without memory. `load_checkpoint_and_dispatch` plans a device map,
+reads each weight straight to its device, and leaves weights placed on the disk in the checkpoint's own files. While
+one module computes, the weights of the next ones are prefetched. `infer_auto_device_map`, `load_checkpoint_in_model`
+and `dispatch_model` are its steps; `cpu_offload` and `disk_offload` need no device map. `remove_hooks` makes a model
+ordinary again.
 """
 
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.quantization.protocol import StoredFP8 as StoredFP8
     from drivetrain_dispatch.quantization.protocol import quantized_sizes as quantized_sizes
 
-# Public name -> the file it stands in.
+# Public name -> the module that defines it.
 _ROOMS = {
     "BitsAndBytes4Bit": "quantization.libraries",
     "BitsAndBytes8Bit": "quantization.libraries",

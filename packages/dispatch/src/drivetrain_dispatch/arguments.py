@@ -1,4 +1,4 @@
-"""Checks of what users give that several functions take: each error names the argument and what it may be."""
+"""Check arguments that several functions share; each error names the argument and the values it accepts."""
 
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -12,10 +12,10 @@ _FORM = 'give a map from names to devices, such as {"": "cpu"}'
 
 
 def check_dtype(argument: str, dtype: object) -> None:
-    """Check that it is one of torch's.
+    """Check that an argument is a `torch.dtype`.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The argument is not a `torch.dtype`.
     """
     if isinstance(dtype, torch.dtype):
         return
@@ -25,15 +25,15 @@ def check_dtype(argument: str, dtype: object) -> None:
 
 
 def check_computed(argument: str, dtype: torch.dtype, instead: str) -> None:
-    """Check that layers compute in a dtype, if it is one of fractions.
+    """Check that layers can compute in a dtype: float8 and float4 are storage formats only.
 
     Args:
-        argument: What errors call it.
-        dtype: The dtype.
-        instead: What to do where they do not.
+        argument: The name of the argument in the error.
+        dtype: The dtype to check.
+        instead: What the error suggests instead.
 
     Raises:
-        ValueError: They do not: it is only stored.
+        ValueError: The dtype is a storage format only.
     """
     if str(dtype).startswith(("torch.float8", "torch.float4")):
         raise ValueError(
@@ -42,14 +42,14 @@ def check_computed(argument: str, dtype: torch.dtype, instead: str) -> None:
 
 
 def check_map(device_map: object, otherwise: str = "") -> None:
-    """Check that it is a map.
+    """Check that a device map is a mapping from names to devices.
 
     Args:
-        device_map: What was given.
-        otherwise: What else may be given.
+        device_map: The argument of the user.
+        otherwise: The other values that the error says are accepted.
 
     Raises:
-        DeviceMapError: It is none.
+        DeviceMapError: The argument is not a mapping, or a key is not a string.
     """
     if isinstance(device_map, Mapping):
         names = [name for name in cast("Mapping[object, object]", device_map) if not isinstance(name, str)]
@@ -66,10 +66,10 @@ def check_map(device_map: object, otherwise: str = "") -> None:
 
 
 def check_budgets(max_memory: object) -> None:
-    """Check that it says something of each device.
+    """Check that `max_memory` is a mapping from devices to sizes.
 
     Raises:
-        ValueError: It does not.
+        ValueError: `max_memory` is not a mapping.
     """
     if not isinstance(max_memory, Mapping):
         raise ValueError(
@@ -78,7 +78,7 @@ def check_budgets(max_memory: object) -> None:
 
 
 def _is_device(given: object) -> bool:
-    """Whether a text names a device, or the disk."""
+    """Return whether a value is a string that names a device or the disk."""
     if not isinstance(given, str):
         return False
     try:
@@ -87,7 +87,7 @@ def _is_device(given: object) -> bool:
         return False
 
 
-# What other libraries' loading takes under other names.
+# Arguments of other libraries' loaders, and their counterparts here.
 _ELSEWHERE = {
     "torch_dtype": "dtype",
     "offload_dir": "offload_folder",
@@ -105,14 +105,14 @@ _OPTIONS = (
 
 
 def check_options(options: Iterable[str], known: Collection[str]) -> None:
-    """Check the names of further options of a model.
+    """Check the names of a model's extra options.
 
     Args:
-        options: The names that were given.
-        known: Those that the model takes.
+        options: The names that the user gave.
+        known: The names that the model accepts.
 
     Raises:
-        TypeError: One is not known.
+        TypeError: A name is unknown.
     """
     for name in options:
         if name in known:

@@ -1,29 +1,29 @@
-"""What can go wrong, as exceptions that name the parameters and the way out."""
+"""The exceptions of this package; their messages name the parameters and the remedy."""
 
 
 class TiedParametersError(ValueError):
-    """Names that are to share one parameter do not fit together, or are not in the model."""
+    """An error in tied parameters: the tensors that should be one differ, or are not in the model."""
 
 
 class DeviceMapError(ValueError):
-    """A map of devices does not fit the model or the machine."""
+    """A device map that does not fit the model or the machine."""
 
 
 class WeightFilesError(ValueError):
-    """The files of a model's weights are missing, damaged, or no longer what they were."""
+    """An error in a model's weight files: they are missing, damaged, or have changed."""
 
 
 class OffloadedError(RuntimeError):
-    """Something was asked of a model whose weights are offloaded that it cannot do until remove_hooks(model)."""
+    """An operation that a model with offloaded weights does not support before `remove_hooks(model)`."""
 
 
 class CostError(RuntimeError):
-    """What a model's parts do in a forward cannot be measured without data."""
+    """A failure to measure the cost of a model's modules without data."""
 
 
 class WeightsMismatchError(ValueError):
-    """The names or shapes of a checkpoint are not those of the model."""
+    """A mismatch between the names or shapes of a checkpoint and those of the model."""
 
 
 class LoadError(RuntimeError):
-    """A load ended on the way, and the model is as it was."""
+    """A load that failed midway; the model is unchanged."""

@@ -1,4 +1,4 @@
-"""A checkpoint straight to where a device map puts it: planned, loaded and dispatched in one call."""
+"""Load a checkpoint straight to the devices of a device map: plan, load and dispatch in one call."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -23,8 +23,8 @@ from drivetrain_dispatch.planning.memory_budget import get_balanced_memory, get_
 from drivetrain_dispatch.planning.placement import placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8, quantized_sizes
 
-# How a map is planned: spread evenly over the accelerators ("auto" is that), the same with the first one left to what
-# generation needs, or one after the other.
+# How a device map is planned: "balanced" (the same as "auto") spreads the model evenly over the accelerators,
+# "balanced_low_0" does so but leaves the first one to generation, and "sequential" fills one after the other.
 Way: TypeAlias = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 _WAYS = f"one of {', '.join(map(repr, get_args(Way)))}"
 
@@ -48,29 +48,32 @@ def load_checkpoint_and_dispatch(
     skip_keys: Collection[str] = (),
     quantization: Quantization | StoredFP8 | None = None,
 ) -> nn.Module:
-    """Load a model that may be larger than the accelerator, or the machine: plan a map, load by it, and dispatch.
+    """Load and dispatch a model that may be larger than the accelerator or the machine, by a device map or a plan.
 
     Args:
         model: The model, usually from `init_empty_weights`; changed in place.
-        checkpoint: A file of weights, an index of several, or a folder.
-        device_map: Device by name; or "auto", "balanced", "balanced_low_0" or "sequential" to plan it; None for none.
-        max_memory: What a planned map may put where; None takes what is free.
+        checkpoint: A weight file, the index of several, or a folder that holds one of them.
+        device_map: A mapping from names to devices; or "auto", "balanced", "balanced_low_0" or "sequential" to plan
+            one. None loads the model without dispatching it.
+        max_memory: The memory budget of each device for a planned map; None takes the free memory.
         no_split_module_classes: Names of module classes that a planned map keeps whole.
-        dtype: What floating-point tensors are computed in; None takes the model's dtypes.
-        keep_in_fp32_modules: Names of modules, such as "wo", wherever they stand; what is in them is in fp32.
-        strict: Whether the checkpoint must have the model's names and no others.
-        rename: From a name of the checkpoint to the model's; None leaves a tensor out.
-        progress: Called with the bytes that were read and all that are.
-        offload_folder: For what the map keeps on the disk and no file holds, as it holds no packed weights.
-        release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
-        offload_buffers: Whether buffers are kept away from the device that computes too.
-        preload_module_classes: Names of module classes whose weights come all at once.
-        skip_keys: Keyword arguments of a forward that stay where they are.
-        quantization: How weights are packed, as for `load_checkpoint_in_model`; a planned map counts them so.
+        dtype: The dtype in which floating-point tensors compute; None keeps the model's dtypes.
+        keep_in_fp32_modules: Names of modules at any depth, such as "wo", whose tensors stay in fp32.
+        strict: Whether the checkpoint must have exactly the model's names.
+        rename: A function from a name in the checkpoint to one in the model; where it returns None, the tensor is
+            skipped.
+        progress: A function called with the bytes read so far and the total.
+        offload_folder: The folder for weights that the map places on the disk and no file holds in their final form,
+            such as packed ones.
+        release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: Names of module classes whose weights are fetched all at once.
+        skip_keys: Keyword arguments of a forward that stay on their device.
+        quantization: How weights are packed, as for `load_checkpoint_in_model`; a planned map counts packed sizes.
 
     Raises:
-        DeviceMapError: No map keeps within the budgets, or the map does not fit the model or the machine.
-        ValueError: Another argument is wrong.
+        DeviceMapError: No map fits the budgets, or the map does not fit the model or the machine.
+        ValueError: Another argument is invalid.
     """
     kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
     check_load(dtype, quantization, progress)
@@ -92,28 +95,28 @@ def load_checkpoint_and_dispatch(
 
 
 class _Dtypes(TypedDict):
-    """What tensors become, as a plan and a load take it."""
+    """The dtype arguments of a plan and of a load."""
 
     dtype: torch.dtype | None
     special_dtypes: Mapping[str, torch.dtype]
 
 
 class _Shown(TypedDict):
-    """Switches of a model that is dispatched."""
+    """The flags for dispatching a model."""
 
     release_pages: bool
     offload_buffers: bool
 
 
 class _Away(TypedDict):
-    """What a plan must know of how weights come and go."""
+    """The offload arguments that a plan takes into account."""
 
     offload_buffers: bool
     preload_module_classes: Collection[str]
 
 
 class _How(TypedDict):
-    """How a checkpoint is read, and its weights are packed."""
+    """The arguments for reading a checkpoint and packing its weights."""
 
     strict: bool
     rename: Callable[[str], str | None] | None
@@ -131,7 +134,7 @@ def _check_early(
     release_pages: bool,
     offload_buffers: bool,
 ) -> None:
-    """Refuse what cannot be, and what `dispatch_model` would, before anything is loaded."""
+    """Check all arguments before anything is loaded, those of `dispatch_model` included."""
     check_release(release_pages)
     for name, asked in (("release_pages", release_pages), ("offload_buffers", offload_buffers)):
         if asked and device_map is None:
@@ -162,7 +165,7 @@ def _packed_sizes(
     quantization: Quantization | StoredFP8 | None,
     kinds: _Dtypes,
 ) -> Mapping[str, int]:
-    """Return the bytes of the weights that a load packs, or keeps packed, by name."""
+    """Return the bytes of the weights that a load packs or keeps packed, by name."""
     if quantization is None:
         return {}
     if isinstance(quantization, StoredFP8):
@@ -178,7 +181,7 @@ def _planned(
     said: tuple[_Dtypes, _Away],
     sizes: Mapping[str, int],
 ) -> DeviceMap:
-    """A map that keeps within the budgets."""
+    """Return a device map that fits the budgets."""
     kinds, away = said
     if way != "sequential":
         max_memory = get_balanced_memory(
@@ -195,10 +198,10 @@ def _planned(
 
 
 def _in_fp32(model: nn.Module, parts: Collection[str]) -> dict[str, torch.dtype]:
-    """The floating-point tensors that stay in fp32.
+    """Return the dtypes of the floating-point tensors that stay in fp32, by name.
 
     Raises:
-        ValueError: No module is called so.
+        ValueError: No module has such a name.
     """
     found: dict[str, torch.dtype] = {}
     for part in listed(parts):

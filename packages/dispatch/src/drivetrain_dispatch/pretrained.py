@@ -1,4 +1,4 @@
-"""A model of transformers or diffusers from its folder: built, planned, loaded and dispatched in one call."""
+"""Load a model of transformers or diffusers from its folder: build, plan, load and dispatch in one call."""
 
 import copy
 import json
@@ -25,11 +25,9 @@ from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
-_IMPLEMENTATIONS = (
-    "attn_implementation",
-    "experts_implementation",
-)  # what transformers' from_config takes beside
-_FP8 = "fp8"  # the method of checkpoints that are dequantised while they are read
+# Arguments of transformers' from_config that are no fields of the configuration.
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_FP8 = "fp8"  # the quant_method of checkpoints that are dequantised while they are read
 AnyModel = TypeVar("AnyModel")
 
 
@@ -51,36 +49,38 @@ def load_pretrained(
     quantization: Quantization | StoredFP8 | None = None,
     **model_options: Any,
 ) -> AnyModel:
-    """Load a model of transformers or diffusers that may be larger than the accelerator, or than the machine.
+    """Load a model of transformers or diffusers that may be larger than the accelerator or the machine.
 
-    It does what the library's `from_pretrained(folder, device_map=...)` does: build the model without memory in the
-    dtype of its configuration, plan a map that splits no module that its class keeps whole, read each weight
-    straight to its place, renamed and stacked by the library's own tables, and dispatch it in evaluation mode.
-    fp8 weights with block scales, as of DeepSeek-V3, are dequantised while they are read.
+    Like the library's `from_pretrained(folder, device_map=...)`, build the model without memory in the dtype of its
+    configuration, plan a device map that keeps the modules whole that its class keeps whole, read each weight
+    straight to its device, renamed and stacked by the library's own tables, and dispatch the model in evaluation
+    mode. fp8 weights with block scales (DeepSeek-V3) are dequantised while they are read.
 
     Args:
         model_class: A model class, or one of transformers' Auto classes.
-        folder: The model's folder: `config.json` and weights.
-        device_map: Device by name; or "auto", "balanced", "balanced_low_0" or "sequential" to plan it; None for none.
-        max_memory: What a planned map may put where; None takes what is free.
-        dtype: The dtype of floating-point weights; "auto" takes the configuration's, or else fp32.
-        variant: The weights to take where the folder holds several: "fp16" for `model.fp16.safetensors`.
-        config: A configuration object of the library to use instead of the folder's.
+        folder: The model's folder, with `config.json` and weight files.
+        device_map: A mapping from names to devices; or "auto", "balanced", "balanced_low_0" or "sequential" to plan
+            one. None loads the model without dispatching it.
+        max_memory: The memory budget of each device for a planned map; None takes the free memory.
+        dtype: The dtype of floating-point weights; "auto" takes the configuration's, or fp32 if it has none.
+        variant: The variant of the weights where the folder holds several: "fp16" for `model.fp16.safetensors`.
+        config: A configuration object of the library that replaces the folder's.
         no_split_module_classes: Names of module classes that a planned map keeps whole; None takes the model's own.
-        strict: Whether the checkpoint must have the model's names and no others.
-        progress: Called with the bytes that were read and all that are.
-        offload_folder: Where weights are written once that the disk keeps in another form than the checkpoint.
-        release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
-        offload_buffers: Whether buffers are kept away from the device that computes too.
+        strict: Whether the checkpoint must have exactly the model's names.
+        progress: A function called with the bytes read so far and the total.
+        offload_folder: The folder for weights that the disk keeps in another form than the checkpoint's; they are
+            written once.
+        release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
+        offload_buffers: Whether buffers are offloaded too.
         quantization: How weights are packed, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.
         model_options: Fields of the configuration, `attn_implementation` and `experts_implementation`.
 
     Raises:
         ImportError: The library is not installed.
-        TypeError: It is no model class of these libraries.
-        ValueError: The folder has no configuration, or one of a checkpoint that another library quantised.
+        TypeError: `model_class` is no model class of these libraries.
+        ValueError: The folder has no configuration, or that of a checkpoint that another library quantised.
         WeightsMismatchError: The checkpoint does not fit the model.
-        DeviceMapError: No map keeps within the budgets, or the map does not fit.
+        DeviceMapError: No map fits the budgets, or the map does not fit the model or the machine.
     """
     path = _checked(folder, dtype, offload_folder)
     build = _builder(model_class)
@@ -99,12 +99,12 @@ Build = Callable[[Path, torch.dtype | None, Any, Mapping[str, Any]], nn.Module]
 
 
 def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
-    """Return the folder of a model.
+    """Check the folder and the dtype of a model, and return the folder.
 
     Raises:
-        TypeError: It is no path.
-        ValueError: It is no folder of a model, its weights are packed in a way that is not known here, or no layer
-            computes in the dtype.
+        TypeError: A folder is not a path.
+        ValueError: The folder holds no model, its weights are packed in an unsupported format, or no layer computes
+            in the dtype.
     """
     for argument, given in (("folder", folder), ("offload_folder", offload_folder)):
         if not isinstance(given, str | PathLike) and (given is not None or argument == "folder"):
@@ -148,10 +148,10 @@ def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
 
 
 def _builder(model_class: Any) -> Build:
-    """Return what builds a model of a class.
+    """Return the function that builds a model of a class.
 
     Raises:
-        TypeError: It is a class of another library.
+        TypeError: The class is from another library.
     """
     known = isinstance(model_class, type) and {base.__module__.split(".")[0] for base in model_class.__mro__}
     if known and "transformers" in known and hasattr(model_class, "from_config"):
@@ -183,17 +183,17 @@ def _from_transformers(
     if config is None:
         config_class = getattr(model_class, "config_class", None) or transformers.AutoConfig
         with _described(path, model_class):
-            # transformers would ask on the terminal whether to run code of the folder's.
+            # Without it, transformers asks on the terminal whether to run the folder's code.
             trust = {"trust_remote_code": False} if config_class is transformers.AutoConfig else {}
             config = config_class.from_pretrained(path, local_files_only=True, **trust)
-    config = copy.deepcopy(config)  # a model changes its own
+    config = copy.deepcopy(config)  # a model modifies its configuration
     config.name_or_path = str(path)
     check_options(options, (*_IMPLEMENTATIONS, *config.to_dict()))
     for name in options.keys() - set(_IMPLEMENTATIONS):
         setattr(config, name, options[name])
     said = {name: value for name, value in options.items() if name in _IMPLEMENTATIONS}
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights are dequantised
+        del config.quantization_config  # the weights are dequantised while they are read
     chosen = dtype or _dtype_of(config) or torch.float32
     with _described(path, model_class), init_empty_weights():
         model: Any = from_config(config, dtype=chosen, **said)
@@ -223,7 +223,7 @@ def _from_diffusers(
         _default_dtype(dtype or torch.get_default_dtype()),
     ):
         model: nn.Module = model_class.from_config(config, **options)
-    for tensor in model.state_dict(keep_vars=True).values():  # not what no file holds
+    for tensor in model.state_dict(keep_vars=True).values():  # non-persistent buffers keep their dtype
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return model
@@ -231,9 +231,9 @@ def _from_diffusers(
 
 @contextmanager
 def _described(path: Path, model_class: Any) -> Generator[None]:
-    """Say which file it is where a class cannot make anything of a configuration."""
+    """Run the block with errors that name the configuration file if the class rejects it."""
     try:
-        # Their checks of configurations raise what is no ValueError, in versions that have them.
+        # Newer versions validate configurations with an error that is no ValueError.
         invalid: Any = getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     except ImportError:
         invalid = ValueError
@@ -248,7 +248,10 @@ def _described(path: Path, model_class: Any) -> Generator[None]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    """Have constructors compute buffers as in the library's own loading: some in this dtype, positions in fp32."""
+    """Run the block with a default dtype.
+
+    Constructors compute buffers as in the library's own loading then: some in this dtype, positions in fp32.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -258,7 +261,7 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None]:
 
 
 def _dtype_of(config: Any) -> torch.dtype | None:
-    """Return the dtype that a configuration names, of the whole model or of its language model."""
+    """Return the dtype in a configuration, that of the whole model or of its language model."""
     for part in (config, config.get_text_config()):
         if isinstance(part.dtype, torch.dtype):
             return part.dtype
@@ -268,7 +271,7 @@ def _dtype_of(config: Any) -> torch.dtype | None:
 def _keep_in_fp32(model: Any) -> None:
     """Convert the parameters that the model's class keeps in fp32, on the meta device.
 
-    transformers has two lists: one for fp16 alone, one for bf16 too.
+    transformers has two lists of modules: one for fp16 alone, one for bf16 too.
     """
     dtype = getattr(model, "dtype", torch.float32)
     parts = set[str](getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -283,13 +286,13 @@ def _keep_in_fp32(model: Any) -> None:
 
 
 def _whole_classes(model: nn.Module) -> Collection[str]:
-    """Return the classes of modules that the model's class keeps whole, as far as the model has them."""
+    """Return the module classes that the model's class keeps whole, if the model contains them."""
     said: Any = getattr(model, "_no_split_modules", None) or ()
     return {type(module).__name__ for module in model.modules()}.intersection(said)
 
 
 def _skip_keys(model: Any) -> Collection[str]:
-    """Return the keyword arguments, such as caches, that the model moves by itself."""
+    """Return the keyword arguments, such as caches, that the model moves between devices itself."""
     said: Any = (
         getattr(model, "_skip_keys_device_placement", None) or getattr(model, "_skip_keys", None) or ()
     )

@@ -1,1 +1,1 @@
-"""Plan where a model goes, before anything is loaded."""
+"""The command that plans the placement of a model before anything is loaded."""

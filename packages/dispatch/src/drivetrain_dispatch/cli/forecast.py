@@ -1,4 +1,4 @@
-"""What it will be to generate with a model: where its parts are, what each device holds, seconds a token. Pure."""
+"""Forecast generation with a model: its device map, the memory of each device, the seconds per token. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from drivetrain_dispatch.planning.solver import PlacePlan, plan_places, predicte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a device holds when it holds the most.
+    """The memory of a device at its peak.
 
     Attributes:
-        budget_bytes: What it may; None for as much as there is.
-        weight_bytes: Of weights that stay there, and of buffers.
-        moving_bytes: Room for weights that come when it is their turn: its window.
-        kept_bytes: Keys and values, and whatever else a forward leaves.
-        activation_bytes: Of activations at their peak.
+        budget_bytes: The memory budget; None for no limit.
+        weight_bytes: The bytes of weights that stay there, and of buffers.
+        moving_bytes: The transfer window, for weights that are fetched at use.
+        kept_bytes: The bytes that a forward leaves for later ones, such as keys and values.
+        activation_bytes: The bytes of activations at their peak.
     """
 
     budget_bytes: int | None
@@ -31,19 +31,19 @@ class Holding:
 
     @property
     def peak_bytes(self) -> int:
-        """All of it."""
+        """The bytes of all of these together."""
         return self.weight_bytes + self.moving_bytes + self.kept_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A plan for generating, and what it will take.
+    """A plan for generation, with its memory and time.
 
     Attributes:
-        device_map: Where each part is; its times are those of a token.
-        holdings: What each device holds, by device.
-        prefill_seconds: Of the forward over the prompt.
-        token_seconds: Of the forward for each token after it.
+        device_map: The device of each module; its times are those of one token.
+        holdings: The memory of each device at its peak.
+        prefill_seconds: The seconds of the forward over the prompt.
+        token_seconds: The seconds of the forward for each token after the prompt.
     """
 
     device_map: DeviceMap
@@ -60,17 +60,17 @@ def forecast(
     prefill: Mapping[str, Cost],
     token: Mapping[str, Cost],
 ) -> Forecast:
-    """Plan for both forwards of generating: it fits the larger of them, and is as fast as may be for a token.
+    """Plan for both forwards of generation: in the memory of the larger one, and as fast as possible for a token.
 
     Args:
-        blocks: Of the model, in the order of the forward.
-        budgets: What each device may hold.
-        rates: How fast weights come.
-        prefill: What each block does in the forward over the prompt.
-        token: What each does in the forward for a token when the prompt is in the cache.
+        blocks: The blocks of the model, in the order of the forward.
+        budgets: The memory budget of each device, in bytes.
+        rates: The rates of weight transfers.
+        prefill: The cost of each block in the forward over the prompt.
+        token: The cost of each block in the forward for one token, with the prompt in the cache.
 
     Raises:
-        DeviceMapError: The budgets cannot hold the model.
+        DeviceMapError: The model does not fit the budgets.
     """
     computing, room = rooms_of(budgets)
     costs = {name: _larger(token.get(name, Cost()), cost) for name, cost in prefill.items()}
@@ -95,7 +95,7 @@ def forecast(
 
 
 def _larger(token: Cost, prefill: Cost) -> Cost:
-    """The time of a token, in the memory that either forward takes."""
+    """Return the time of a token, with the memory that the larger forward takes."""
     return Cost(
         seconds=token.seconds,
         peak_bytes=max(token.peak_bytes, prefill.peak_bytes),
@@ -106,7 +106,7 @@ def _larger(token: Cost, prefill: Cost) -> Cost:
 def _holding(
     blocks: Sequence[Block], plan: PlacePlan, costs: Mapping[str, Cost], at: int, budget_bytes: int
 ) -> Holding:
-    """What a device that computes holds."""
+    """Return the memory of a device that computes."""
     mine = [index for index, device in enumerate(plan.devices) if device == at]
     each = [costs.get(blocks[index].name, Cost()) for index in mine]
     return Holding(

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, built from their folder without memory."""
+"""Build models of Hugging Face's transformers from their folder, without memory."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.meta_init import init_empty_weights
 
 _CONFIG = "config.json"
-_CACHES = ("past_key_values", "cache_params", "state")  # what models call what they keep from token to token
+_CACHES = ("past_key_values", "cache_params", "state")  # names of the state that models carry between tokens
 
 
 def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
@@ -22,12 +22,12 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
 
     Args:
         folder: A folder with a `config.json`, or that file.
-        dtype: Of its floating-point tensors; None takes the one that the configuration names, or else float32.
+        dtype: The dtype of floating-point tensors; None takes the configuration's, or float32 if it has none.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: The folder has no configuration, none of a model that generates text, or one of a checkpoint that
-            is quantised already.
+        ValueError: The folder has no configuration, or not that of a model that generates text, or that of a
+            checkpoint that is quantised already.
     """
     if folder.name == _CONFIG and folder.is_file():
         folder = folder.parent
@@ -35,7 +35,7 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"{folder} has no {_CONFIG}: name the folder of a Hugging Face model")
     try:
         transformers: Any = import_module("transformers")
-        # Its checks of configurations raise what is no ValueError, in versions that have them.
+        # Newer versions validate configurations with an error that is no ValueError.
         invalid = getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     except ImportError as error:
         raise ImportError(
@@ -53,7 +53,7 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def whole_classes(model: nn.Module) -> list[str]:
-    """The classes whose modules should not be divided: the model's own word, or else those of its layers."""
+    """Return the module classes that should not be split: those that the model names, or the class of its layers."""
     there = {type(module).__name__ for module in model.modules()}
     if said := sorted(there.intersection(getattr(model, "_no_split_modules", None) or ())):
         return said
@@ -65,36 +65,36 @@ def whole_classes(model: nn.Module) -> list[str]:
 
 
 def most_tokens(model: nn.Module) -> int | None:
-    """How many tokens a prompt may have at most; None where the model does not say."""
+    """Return the largest number of tokens in a prompt; None if the model does not tell."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return most if isinstance(most, int) else None
 
 
 def prompt_of(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:
-    """What the forward over a prompt is given, of shape (batch_size, num_tokens), without data.
+    """Return the arguments of the forward over a prompt of shape (batch_size, num_tokens), on the meta device.
 
     Raises:
-        ValueError: The model takes no prompt as long as that.
+        ValueError: The prompt is too long for the model.
     """
     most = most_tokens(model)
     if most is not None and num_tokens > most:
         raise ValueError(f"a prompt of {num_tokens} tokens: {type(model).__name__} takes {most} at most")
     ids = torch.empty(batch_size, num_tokens, dtype=torch.long, device="meta")
-    # To generate, only the last token's scores are asked for.
+    # Generation needs only the logits of the last token.
     last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     return {"input_ids": ids, "use_cache": True, **last}
 
 
 def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:
-    """What the forward for the token after a prompt is given: the token, and the cache that the prompt leaves.
+    """Return the arguments of the forward for the token after a prompt: the token, and the cache of the prompt.
 
     Args:
-        model: A model without memory.
-        batch_size: Prompts.
-        num_tokens: Of each prompt.
+        model: A model on the meta device.
+        batch_size: The number of prompts.
+        num_tokens: The number of tokens in each prompt.
 
     Raises:
-        CostError: The model gives no cache.
+        CostError: The model returns no cache.
     """
     with torch.no_grad():
         result = model(**prompt_of(model, batch_size, num_tokens))
@@ -108,14 +108,14 @@ def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str,
 
 
 def _check_not_quantised(config: Path) -> None:
-    """Check that a configuration is of weights in full precision.
+    """Check that a configuration describes weights in full precision.
 
     Raises:
-        ValueError: They are packed already.
+        ValueError: The weights are packed already.
     """
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError:  # transformers says what is wrong
+    except ValueError:  # transformers reports the error
         return
     said = found.get("quantization_config") if isinstance(found, dict) else None
     if said:

@@ -1,4 +1,4 @@
-"""Plan where a Hugging Face model goes: what each device holds, and how long a token takes. Nothing is loaded."""
+"""Plan the placement of a Hugging Face model: memory per device, and time per token. Nothing is loaded."""
 
 import json
 import sys
@@ -30,8 +30,8 @@ from drivetrain_dispatch.planning.pipeline_model import Rates
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
 
-_SEQ = 4096  # tokens of a prompt, where nothing is said and the model takes them
-_USAGE = 2  # what the shell is told of a command that cannot be carried out
+_SEQ = 4096  # default number of tokens in a prompt, if the model takes as many
+_USAGE = 2  # exit code of a command that cannot be carried out
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -51,27 +51,27 @@ _QUANTIZATIONS: dict[str, Callable[[], Quantization]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanArguments:
-    """What `drivetrain dispatch plan` is told."""
+    """The arguments of `drivetrain dispatch plan`."""
 
     model_dir: str = field(
-        metadata={"positional": True, "help": "Folder of a Hugging Face model; its config.json will do."}
+        metadata={"positional": True, "help": "Folder of a Hugging Face model; config.json alone is enough."}
     )
     gpu: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; left out, those that are here. "
-            "0GB: none."
+            "help": "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; by default, those of this "
+            "machine. 0GB for none."
         },
     )
     cpu: str | None = field(
-        default=None, metadata={"help": "Memory of the host, such as 64GB; left out, what is free here."}
+        default=None, metadata={"help": "Memory of the host, such as 64GB; by default, what is free here."}
     )
-    batch: int = field(default=1, metadata={"help": "Prompts at once."})
+    batch: int = field(default=1, metadata={"help": "Number of prompts at once."})
     seq: int | None = field(
-        default=None, metadata={"help": "Tokens of each prompt; left out, 4096 or what the model takes."}
+        default=None, metadata={"help": "Tokens per prompt; by default 4096, or the model's limit if less."}
     )
     dtype: str | None = field(
-        default=None, metadata={"help": "bf16, fp16 or fp32; left out, what config.json says."}
+        default=None, metadata={"help": "bf16, fp16 or fp32; by default, the dtype in config.json."}
     )
     quantize: str | None = field(
         default=None,
@@ -79,25 +79,29 @@ class PlanArguments:
     )
     link: str | None = field(
         default=None,
-        metadata={"help": "Bytes a second from the host to an accelerator; left out, its kind's, or 25GB."},
+        metadata={
+            "help": "Bytes per second from the host to an accelerator; by default its kind's, or 25GB."
+        },
     )
-    disk: str = field(default="3GB", metadata={"help": "Bytes a second from the disk."})
+    disk: str = field(default="3GB", metadata={"help": "Bytes per second from the disk."})
     tflops: float | None = field(
         default=None,
         metadata={
-            "help": "What computes, in 10^12 operations a second; left out, its kind's, 100, or 0.5 without one."
+            "help": "Compute rate in 10^12 operations per second; by default that of the accelerator's kind, 100 if "
+            "unknown, or 0.5 without one."
         },
     )
     bandwidth: str | None = field(
         default=None,
         metadata={
-            "help": "Bytes a second of the memory of what computes; left out, its kind's, 1TB, or 50GB without one."
+            "help": "Memory bandwidth of what computes, in bytes per second; by default that of the accelerator's "
+            "kind, 1TB if unknown, or 50GB without one."
         },
     )
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the numbers and the choices."""
         for name in ("batch", "seq"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1")
@@ -112,8 +116,8 @@ class Command(NamedTuple):
 
     Attributes:
         arguments: The dataclass of its arguments.
-        run: Takes them and returns the exit code.
-        help: One sentence.
+        run: A function that takes the arguments and returns the exit code.
+        help: A description in one sentence.
     """
 
     arguments: type[Any]
@@ -122,7 +126,7 @@ class Command(NamedTuple):
 
 
 def run(arguments: PlanArguments) -> int:
-    """Print the plan; what cannot be done is a line on stderr and the exit code 2."""
+    """Print the plan and return the exit code; an error is one line on stderr and exit code 2."""
     try:
         gpus = [_described(text) for text in arguments.gpu]
         budgets = _budgets(arguments, gpus)
@@ -149,7 +153,7 @@ def run(arguments: PlanArguments) -> int:
 
 
 def _budgets(arguments: PlanArguments, gpus: Sequence[Described]) -> dict[Device, int]:
-    """What each device may hold: as said, or as there is here."""
+    """Return the memory budget of each device in bytes: the argument, or the free memory of this machine."""
     here: Mapping[Device, int] = {} if arguments.gpu and arguments.cpu else get_max_memory()
     if arguments.gpu:
         given = [size for gpu in gpus for size in gpu.sizes]
@@ -193,7 +197,7 @@ def _speed(flag: str, text: str) -> int:
 
 
 def _tokens(model: nn.Module, said: int | None) -> int:
-    """How many tokens a prompt has: as said, or as many as is usual."""
+    """Return the number of tokens in a prompt: the argument, or the default."""
     most = most_tokens(model)
     if said is not None and most is not None and said > most:
         raise ValueError(f"--seq {said}: {type(model).__name__} takes {most} tokens at most")
@@ -218,7 +222,7 @@ def _forecast(
         decode = measure_costs(model, kwargs=token, blocks=blocks, rate=rate)
     except CostError:
         raise
-    except RuntimeError as error:  # torch's, of shapes that do not fit
+    except RuntimeError as error:  # torch's error for shapes that do not fit
         folder = arguments.model_dir.removesuffix("/config.json")
         raise ValueError(
             f"a forward of the model that {folder}/config.json describes fails ({error}): check "
@@ -290,7 +294,7 @@ def _as_text(
 
 
 def _limit(found: Forecast) -> str:
-    """Whether the model fits, and what a token waits for."""
+    """Return a line that tells whether the model fits, and what limits the time of a token."""
     computed = sum(found.device_map.seconds.values())
     if all(device not in ("cpu", "disk") for device in found.device_map.values()):
         return "fits: all weights stay where they are computed; computing is what takes the time"

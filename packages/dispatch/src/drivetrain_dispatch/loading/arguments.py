@@ -1,18 +1,18 @@
-"""Checks of the arguments that every load takes."""
+"""Check the arguments that every load takes."""
 
 import torch
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.quantization.protocol import StoredFP8
 
-_QUANTIZATION = ("pack", "layer", "size_bytes", "skip_modules")  # the names of a Quantization
+_QUANTIZATION = ("pack", "layer", "size_bytes", "skip_modules")  # the members of a Quantization
 
 
 def check_load(dtype: object, quantization: object, progress: object) -> None:
-    """Check what every load takes.
+    """Check the arguments that every load takes.
 
     Raises:
-        ValueError: One of them is of another kind.
+        ValueError: An argument has the wrong type, or no layer computes in the dtype.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)

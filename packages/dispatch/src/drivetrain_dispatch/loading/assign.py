@@ -1,4 +1,4 @@
-"""What a load does to a model, once all values are there: made ready first, so that the doing cannot fail."""
+"""Assign loaded values to a model; all changes are prepared first, so that applying them cannot fail."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from drivetrain_dispatch.quantization.protocol import Quantization
 
 
 class Change(NamedTuple):
-    """A tensor of the model and its value: given to `kept`, or put in its place under all names; or so a module."""
+    """A change to a model: `kept` gets the value; if it is None, the value replaces the tensor or module `names`."""
 
     names: tuple[str, ...]
     kept: Tensor | None
@@ -30,17 +30,17 @@ def changes_of(
     files: Mapping[str, WeightSource],
     packing: Packing,
 ) -> list[Change]:
-    """What is to be done to a model.
+    """Return the changes that a load makes to a model.
 
     Args:
-        model: The model.
-        arrivals: What gets values.
-        targets: Those that were read, by the checkpoint's name.
-        files: Of those that stay on disk, by the checkpoint's name.
-        packing: Those that were packed.
+        model: The model to change.
+        arrivals: The tensors that get values.
+        targets: The values that were read, by the checkpoint's name.
+        files: The files of the tensors that stay on the disk, by the checkpoint's name.
+        packing: The weights that were packed.
     """
     by_name = dict(named_tensors(model))
-    layers: list[Change] = []  # these first: what else a layer has is put into the one that takes its place
+    layers: list[Change] = []  # first, so that a layer's other tensors go into the layer that replaces it
     changes: list[Change] = []
     for arrival in arrivals:
         if arrival.is_packed:
@@ -58,7 +58,7 @@ def changes_of(
 
 
 def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:
-    """A buffer is replaced, and so is a parameter that can hold no such value; any other only gets it."""
+    """Return the change for one tensor: buffers, and parameters that cannot hold the value, are replaced."""
     if not isinstance(old, nn.Parameter):
         return Change(arrival.names, None, value)
     learns = old.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -68,7 +68,7 @@ def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:
         return Change(arrival.names, old, value)
     if learns == old.requires_grad and takes(old, value):
         return Change(arrival.names, old, value)
-    new = type(old)(value, requires_grad=learns)  # a subclass takes what its base takes
+    new = type(old)(value, requires_grad=learns)  # a subclass takes the arguments of nn.Parameter
     vars(new).update(vars(old))
     return Change(arrival.names, None, new)
 
@@ -76,7 +76,7 @@ def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:
 def _packed_change(
     model: nn.Module, names: tuple[str, ...], quantization: Quantization | None, weight: nn.Parameter
 ) -> Change:
-    """The layer that computes with a packed weight in place of another, or its weight."""
+    """Return the change for a packed weight: a new weight, or a new layer that computes with it."""
     if quantization is None:
         return Change(names, None, weight)
     layers = tuple(name.rpartition(".")[0] for name in names)
@@ -87,7 +87,7 @@ def _packed_change(
 
 
 def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
-    """Change a model in place."""
+    """Apply changes to a model in place."""
     for names, kept, value in changes:
         if kept is not None and isinstance(value, Tensor):
             if is_divided(kept):

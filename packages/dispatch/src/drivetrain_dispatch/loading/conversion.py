@@ -1,4 +1,4 @@
-"""What a load does about checkpoints that hold a model's weights under other names or in another form."""
+"""Convert checkpoints that hold a model's weights under other names or in another form."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,16 +22,16 @@ from drivetrain_dispatch.model.sizes import named_tensors
 def convert(
     model: nn.Module, checkpoint: Path, files: Mapping[str, MappedFile], *, keep_fp8: bool = False
 ) -> dict[str, WeightSource]:
-    """Return a checkpoint's tensors by the model's names and in its form. Nothing is read.
+    """Return a checkpoint's tensors by the model's names and in its form, without reading them.
 
     Args:
-        model: The model.
-        checkpoint: What errors and reports call it.
+        model: The model that is loaded.
+        checkpoint: The path that errors and reports name.
         files: The file of each tensor, by the checkpoint's names.
-        keep_fp8: Whether to give the values and scales of fp8 weights too, by the names of `stored_parts`.
+        keep_fp8: Whether to add the values and scales of fp8 weights, by the names of `stored_parts`.
 
     Raises:
-        WeightFilesError: It cannot be converted.
+        WeightFilesError: The checkpoint cannot be converted.
     """
     held = {name: LazyTensor.in_file(file, name) for name, file in files.items()}
     fp8 = fp8_weights(held, {name for name, _ in named_tensors(model)})
@@ -45,10 +45,10 @@ def convert(
 
 
 def stored_sizes(model: nn.Module, checkpoint: Path) -> dict[str, int]:
-    """Return the bytes of the model's weights that a checkpoint holds in fp8, by name, if they are kept so.
+    """Return the bytes in fp8 of the model's weights that a load can keep in fp8, by name.
 
     Raises:
-        WeightFilesError: It is no checkpoint, or cannot be converted.
+        WeightFilesError: The path is no checkpoint, or one that cannot be converted.
     """
     files = convert(model, checkpoint, open_weights(checkpoint), keep_fp8=True)
 
@@ -72,10 +72,10 @@ def _kept_parts(model: nn.Module, fp8: Fp8Weights) -> dict[str, LazyTensor]:
 def with_computed_in_memory(
     plan: LoadPlan, files: Mapping[str, WeightSource]
 ) -> tuple[LoadPlan, tuple[str, ...]]:
-    """Move from the disk to memory what no file holds, since the model computes it.
+    """Move tensors that the model computes, and that no file holds, from the disk to memory.
 
     Returns:
-        The plan, and the model's names for the tensors that were moved.
+        The plan, and the model's names of the tensors that were moved.
     """
     computed = {
         name
@@ -91,10 +91,10 @@ def with_computed_in_memory(
 
 
 def check_folder(plan: LoadPlan, files: Mapping[str, WeightSource], folder: Path | str | None) -> None:
-    """Check that there is a folder for what stays on the disk in another form than the checkpoint has.
+    """Check that there is a folder for tensors that the disk keeps in another form than the checkpoint's.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The folder is missing.
     """
     names = _to_write(plan, files)
     if names and folder is None:
@@ -108,15 +108,15 @@ def check_folder(plan: LoadPlan, files: Mapping[str, WeightSource], folder: Path
 def write_converted(
     plan: LoadPlan, files: Mapping[str, WeightSource], folder: Path | str | None
 ) -> tuple[LoadPlan, dict[str, MappedFile]]:
-    """Write what stays on the disk in another form than the checkpoint has, unless an earlier load has.
+    """Write tensors that the disk keeps in another form than the checkpoint's, unless an earlier load has.
 
     Args:
-        plan: Of the load.
+        plan: The plan of the load.
         files: The file of each tensor, by the plan's stored names.
-        folder: Where.
+        folder: The folder for the file.
 
     Returns:
-        The plan, in which these tensors are stored in the dtype in which they are computed, and the file of each.
+        The plan, in which these tensors are stored in their compute dtype, and the file of each tensor.
 
     Raises:
         WeightFilesError: The disk has no room.
@@ -135,7 +135,7 @@ def write_converted(
 
 
 def _to_write(plan: LoadPlan, files: Mapping[str, WeightSource]) -> dict[str, torch.dtype]:
-    """Return the dtypes of what no file holds as it is to lie on the disk, by the plan's stored names."""
+    """Return the dtypes of the tensors that no file holds in their form on the disk, by the plan's stored names."""
     names: dict[str, torch.dtype] = {}
     for arrival in plan.arrivals:
         parts = stored_parts(arrival.stored)
@@ -146,6 +146,6 @@ def _to_write(plan: LoadPlan, files: Mapping[str, WeightSource]) -> dict[str, to
                 names[arrival.stored] = arrival.dtype
         elif all(part in files for part in parts):
             found = {files[part].file_of(part) for part in parts}
-            if None in found or len(found) > 1:  # those of one weight are in one file
+            if None in found or len(found) > 1:  # the parts of a weight must be in one file
                 names.update((part, files[part].tensor_dtype(part)) for part in parts)
     return names

@@ -1,4 +1,4 @@
-"""Weights that stay as a checkpoint packs them: in fp8, with a scale for each block."""
+"""Keep weights as a checkpoint packs them: in fp8, with a scale for each block."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,21 +15,21 @@ from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 
 
 def stored_parts(name: str) -> tuple[str, str]:
-    """Return the names by which a load reads the values and the scales of a weight."""
+    """Return the names by which a load reads the values and the scales of an fp8 weight."""
     return f"{name}/0", f"{name}/1"
 
 
 def without_parts(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return what a checkpoint holds without the parts of its weights."""
+    """Return the tensors of a checkpoint without the parts of fp8 weights."""
     parts = {part for name in stored for part in stored_parts(name)}
     return {name: tensor for name, tensor in stored.items() if name not in parts}
 
 
 class StoredPacking(Packing):
-    """Reads the values and the scales of weights, and makes weights of them.
+    """A packing that reads the values and scales of fp8 weights, and makes weights of them.
 
     Args:
-        sources: Where each tensor is read from, by the checkpoint's names.
+        sources: The source of each tensor, by the checkpoint's names.
     """
 
     def __init__(self, sources: Mapping[str, WeightSource]) -> None:
@@ -38,10 +38,10 @@ class StoredPacking(Packing):
         self._stored: Mapping[str, Stored] = {}
 
     def planned(self, plan: LoadPlan, stored: Mapping[str, Stored]) -> LoadPlan:
-        """Return the plan in which weights whose parts can be read take what the parts take.
+        """Return the plan with packed sizes for the weights whose parts can be read.
 
         Raises:
-            ValueError: There is none.
+            ValueError: The checkpoint has no such weights.
         """
         self._stored = stored
         arrivals = [
@@ -60,7 +60,7 @@ class StoredPacking(Packing):
         return replace(plan, arrivals=tuple(arrivals))
 
     def check(self, arrivals: Sequence[Arrival]) -> None:
-        """Check nothing: those of the disk are in files, the checkpoint's or one of converted tensors."""
+        """Check nothing: weights on the disk are in files, the checkpoint's or one of converted tensors."""
 
     def pack(
         self,
@@ -70,11 +70,11 @@ class StoredPacking(Packing):
         *,
         together: Callable[[Callable[[], nn.Parameter]], nn.Parameter] = lambda step: step(),  # noqa: ARG002
     ) -> None:
-        """Read the parts of each weight to where it is kept; those of the disk stay in their file.
+        """Read the parts of each weight to its device; those on the disk stay in their file.
 
         Raises:
             LoadError: A device has no room.
-            WeightFilesError: A file was cut.
+            WeightFilesError: A file is truncated.
         """
         for index, arrival in enumerate(arrivals):
             if not arrival.is_packed:
@@ -97,12 +97,12 @@ class StoredPacking(Packing):
             self.weights[arrival.stored] = nn.Parameter(weight, requires_grad=False)
 
     def _mapped(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the parts of a weight as pages of a file."""
+        """Return the parts of a weight as mapped pages of a file."""
         values, scales = stored_parts(name)
         if (file := self._sources[values].file_of(values)) is not None:
             self.files[name] = file
         return self._sources[values].tensor(values), self._sources[scales].tensor(scales)
 
     def undo(self) -> None:
-        """Let go of the weights; the files are the checkpoint's."""
+        """Drop the weights; the files belong to the checkpoint."""
         self.weights.clear()

@@ -1,4 +1,4 @@
-"""A checkpoint's values into a model: planned and checked first, then read, and only then is the model touched."""
+"""Load a checkpoint into a model: plan and check, then read, and change the model only at the end."""
 
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
@@ -44,16 +44,16 @@ ReadBy = Literal["each", "rank 0"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did.
+    """The report of a load.
 
     Attributes:
-        missing: Names of the model that the checkpoint lacks, which stayed as they were; none where it was strict.
-        unexpected: Names of the checkpoint that the model lacks; none where it was strict.
-        mapped: The file of each tensor that stayed on disk, by every name that the model has for it.
-        computed: Names of tensors that the map puts on the disk and that are in memory, since the model computes them
-            and no file holds them.
-        converted_at_use: The dtypes of those in `mapped` that their file holds in another one, and that are cast
-            when they are used.
+        missing: Names of the model that the checkpoint lacks and that are unchanged; empty if the load was strict.
+        unexpected: Names of the checkpoint that the model lacks; empty if the load was strict.
+        mapped: The file of each tensor that stays on the disk, by every name that the model has for it.
+        computed: Names of tensors that the map places on the disk but that are in memory, since the model computes
+            them and no file holds them.
+        converted_at_use: The compute dtypes of the tensors in `mapped` that their file holds in another dtype, and
+            that are cast at use.
     """
 
     missing: tuple[str, ...]
@@ -81,32 +81,35 @@ def load_checkpoint_in_model(
 ) -> LoadReport:
     """Load weights into a model, each tensor straight to its device and dtype.
 
-    All that headers tell is checked before anything is read, and the model is touched when all is there: after an
-    error it is as it was. The host holds what is placed on it and 8 MiB a thread. Tied parameters stay tied; the
-    checkpoint may have one of their names, or several with equal values. Parameters that have memory stay the same
-    objects, and both values are held for a moment. Of those that are divided among ranks (DTensor, as `fully_shard`
-    makes them) each rank reads its part. Buffers that are not persistent stay as they are.
+    The file headers are checked before any tensor is read, and the model changes only once all tensors are read: an
+    error leaves it unchanged. The host holds the tensors placed on it and 8 MiB per thread. Tied parameters stay
+    tied; the checkpoint may have one of their names, or several with equal values. Parameters that have memory stay
+    the same objects, and both values are held for a moment. Of parameters that are sharded among ranks (DTensor, as
+    made by `fully_shard`), each rank reads its shard. Non-persistent buffers are unchanged.
 
     Args:
         model: The model, usually on the meta device; changed in place.
-        checkpoint: A safetensors file, an index of several, or a folder that holds one of them; or the same of
+        checkpoint: A safetensors file, the index of several, or a folder that holds one of them; or the same in
             torch's own format (`.bin`, `.pt`, `.pth`), of which only tensors are read and no code runs.
-        device_map: Device by the name of a module, parameter or buffer; on `"disk"` it becomes the file's pages.
-            None keeps each where it is, and puts those of the meta device on the CPU. A tied tensor goes to the
-            first device that one of its names has, rather than to the disk.
-        dtype: What floating-point and complex tensors become; None takes the model's dtypes.
-        special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
-        strict: Whether the checkpoint must have the model's names and no others.
-        rename: From a name of the checkpoint to the model's; None leaves a tensor out.
-        num_threads: That read at the same time; None takes as many as there are processors, four at most.
-        progress: Called with the bytes that were read and all that are.
-        read_by: `"each"` rank for itself; or `"rank 0"`, which hands what it reads to the ranks of `process_group`.
-            All of them call this; only what they leave on disk must be there for them too.
-        process_group: The ranks that "rank 0" reads for; None is all.
-        quantization: How the weights of linear layers are packed as they come, on the device that computes them; one
-            after the other, so that one alone is held in full. They do not learn. `StoredFP8()` keeps fp8 weights.
-        offload_folder: Where packed weights that stay on the disk are written to. Each is a file of its own, which is
-            the user's to delete.
+        device_map: A mapping from names of modules, parameters or buffers to devices; tensors on `"disk"` become
+            mapped pages of the file. None keeps each tensor on its device, and places those on the meta device on the
+            CPU. A tied tensor goes to the first device among its names, and only without one to the disk.
+        dtype: The dtype for floating-point and complex tensors; None keeps the model's dtypes.
+        special_dtypes: The dtypes of single tensors by name, which override `dtype`.
+        strict: Whether the checkpoint must have exactly the model's names.
+        rename: A function from a name in the checkpoint to one in the model; where it returns None, the tensor is
+            skipped.
+        num_threads: The number of threads that read; None takes one per processor, four at most.
+        progress: A function called with the bytes read so far and the total.
+        read_by: `"each"` if every rank reads for itself; `"rank 0"` if that rank reads and broadcasts to
+            `process_group`, all ranks of which must call this function. The other ranks then need the checkpoint only
+            for tensors that stay on the disk.
+        process_group: The process group that rank 0 reads for; None for all ranks.
+        quantization: How the weights of linear layers are packed while they are read, on the device that computes
+            them, one at a time, so that only one is held in full. Packed weights are not trained. `StoredFP8()` keeps
+            fp8 weights.
+        offload_folder: The folder for packed weights that stay on the disk, each in a file of its own, which the user
+            deletes.
 
     Raises:
         WeightFilesError: A file is missing, damaged, or changed while it was read.
@@ -114,7 +117,7 @@ def load_checkpoint_in_model(
         TiedParametersError: The checkpoint has different values for one parameter.
         DeviceMapError: The map does not fit the model or the machine.
         LoadError: A device has no room, or another rank failed.
-        ValueError: Another argument is wrong.
+        ValueError: Another argument is invalid.
     """
     check_load(dtype, quantization, progress)
     _check_arguments(model, device_map, read_by, num_threads)
@@ -126,7 +129,7 @@ def load_checkpoint_in_model(
 
 
 class _Options(TypedDict):
-    """What is handed on to the plan."""
+    """The arguments that a load passes on to its plan."""
 
     dtype: torch.dtype | None
     special_dtypes: Mapping[str, torch.dtype] | None
@@ -135,7 +138,7 @@ class _Options(TypedDict):
 
 
 class _Load:
-    """The steps of a load. With its block what was read is let go: an error that is kept holds no memory."""
+    """The steps of a load. The end of its block drops the values read, so that a kept error holds no memory."""
 
     def __init__(
         self,
@@ -151,14 +154,14 @@ class _Load:
         self._device_map = device_map
         self._options = options
         self._folder = folder
-        # By the checkpoint's names, or the model's where it is converted.
+        # By the checkpoint's names, or the model's if it is converted.
         self._files: dict[str, WeightSource] = {}
-        self._written: dict[str, WeightSource] = {}  # what the disk keeps in another form, by the same names
+        self._written: dict[str, WeightSource] = {}  # tensors on the disk in another form, by the same names
         self._held = ChainMap(self._written, self._files)
         self._computed: tuple[str, ...] = ()
         self._keeps_fp8 = isinstance(quantization, StoredFP8)
         self._packing = _packing(quantization, self._held, folder)
-        self._targets: dict[str, Tensor] = {}  # the same, of what is read
+        self._targets: dict[str, Tensor] = {}  # the memory of tensors that are read, by the same names
 
     def __enter__(self) -> Self:
         return self
@@ -169,7 +172,7 @@ class _Load:
             self._packing.undo()
 
     def alone(self, num_threads: int | None, progress: Progress | None) -> LoadReport:
-        """Read by itself."""
+        """Load with this rank reading for itself."""
         stored = self._open()
         plan = self._write_converted(self._prepare(stored))
         boxes = {arrival.stored: arrival.box for arrival in plan.arrivals if arrival.box is not None}
@@ -184,7 +187,7 @@ class _Load:
         return self._done(plan)
 
     def by(self, relay: Relay, progress: Progress | None) -> LoadReport:
-        """Take what rank 0 reads."""
+        """Load what rank 0 reads for all ranks."""
         stored = relay.from_reader(self._open)
         prepared = relay.together(lambda: self._prepare(stored))
         plan = relay.together(lambda: self._write_converted(prepared))
@@ -215,7 +218,7 @@ class _Load:
         }
 
     def _prepare(self, stored: Mapping[str, Stored]) -> LoadPlan:
-        """Plan, check, and take the memory."""
+        """Plan and check the load, and allocate its memory."""
         devices = self._device_map
         places = present_places(self._model) if devices is None else places_of_tensors(self._model, devices)
         check_places(places.values())
@@ -229,7 +232,7 @@ class _Load:
         )
         plan = self._packing.planned(plan, stored)
         on_disk = any(arrival.place == "disk" for arrival in plan.arrivals)
-        if on_disk and not self._files and self._open() != dict(stored):  # where rank 0 read what they hold
+        if on_disk and not self._files and self._open() != dict(stored):  # only rank 0 has read the headers
             raise WeightFilesError(
                 f"{self._checkpoint} is not on this rank what it is on rank 0: copy it here again"
             )
@@ -247,7 +250,7 @@ class _Load:
         return plan
 
     def _devices(self, plan: LoadPlan) -> dict[str, torch.device]:
-        """What computes with each tensor, where any is packed."""
+        """Return the device that computes with each tensor, if any is packed."""
         if not any(arrival.is_packed for arrival in plan.arrivals):
             return {}
         places = present_places(self._model) if self._device_map is None else self._device_map
@@ -286,12 +289,12 @@ def _check_arguments(model: nn.Module, device_map: object, read_by: str, num_thr
 
 
 def _read_by(plan: LoadPlan) -> list[str]:
-    """What a plan reads, by the checkpoint's names."""
+    """Return the names in the checkpoint of the tensors that a plan reads."""
     return [arrival.stored for arrival in plan.arrivals if arrival.is_read or arrival.is_packed]
 
 
 def _in_all(progress: Progress, stored: Mapping[str, Stored], names: Collection[str]) -> Progress:
-    """One progress of several readings: weights that are packed are read one after the other."""
+    """Return one progress for several reads, as packed weights are read one after the other."""
     return WholeProgress(progress, sum(piece.size_bytes for piece in pieces_of(stored, names)))
 
 

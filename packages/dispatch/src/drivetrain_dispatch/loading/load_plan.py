@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint becomes which of a model, on what device and in what dtype. Pure."""
+"""Plan which tensor of a checkpoint becomes which of a model, on what device and in what dtype. Pure."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,15 +22,15 @@ class Arrival:
     """A tensor of the model that gets values.
 
     Attributes:
-        names: All that the model calls it.
-        stored: What the checkpoint calls it.
-        copies: What else the checkpoint has for its names; must be equal.
-        shape: Its dims, of this rank's part where it is divided among ranks.
-        stored_dtype: In the checkpoint.
-        dtype: In the model.
-        place: Where it goes.
-        box: Where this rank's part lies in the whole; None where it is not divided.
-        packed_bytes: What it takes once it is packed; None where it is not.
+        names: All names of the tensor in the model.
+        stored: The name of the tensor in the checkpoint.
+        copies: Further names in the checkpoint for the same tensor; their values must be equal.
+        shape: The shape of the tensor, or of this rank's shard.
+        stored_dtype: The dtype in the checkpoint.
+        dtype: The dtype in the model.
+        place: The device that the tensor goes to, or `"disk"`.
+        box: The position of this rank's shard in the whole tensor; None if it is not sharded.
+        packed_bytes: The bytes of the packed tensor; None if it is not packed.
     """
 
     names: tuple[str, ...]
@@ -45,38 +45,38 @@ class Arrival:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """What it takes where it goes."""
+        """The bytes that the tensor takes in its place."""
         if self.packed_bytes is not None:
             return self.packed_bytes
         return self.numel * self.dtype.itemsize
 
     @property
     def is_read(self) -> bool:
-        """Whether it gets memory, rather than staying in the file or without values."""
+        """True if the tensor gets memory, rather than staying in the file or without values."""
         return self.place != "disk" and self.place.type != "meta"
 
     @property
     def takes_room(self) -> bool:
-        """Whether it goes to a device, to memory or to the disk; only the meta device takes none."""
+        """True if the tensor takes room on a device, in memory or on the disk; False on the meta device."""
         return not _is_meta(self.place)
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is packed once it is read, wherever it goes."""
+        """True if the tensor is packed once it is read, wherever it goes."""
         return self.packed_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What a load does.
+    """The plan of a load.
 
     Attributes:
-        arrivals: What gets values, in the order of the checkpoint.
+        arrivals: The tensors that get values, in the order of the checkpoint.
         missing: Names of the model that the checkpoint lacks.
         unexpected: Names of the checkpoint, after renaming, that the model lacks.
     """
@@ -98,23 +98,24 @@ def plan_load(
     rename: Callable[[str], str | None] | None = None,
     quantization: Quantization | None = None,
 ) -> LoadPlan:
-    """Plan a load, and check all that can be known before anything is read. Works on the meta device.
+    """Plan a load, and check all that can be known before any tensor is read. Works on the meta device.
 
     Args:
-        model: The model.
-        stored: What the checkpoint holds, in its order.
-        places: Where each tensor of the model goes, by every name.
-        checkpoint: What errors call it.
-        dtype: What floating-point and complex tensors become; None leaves the model's.
-        special_dtypes: Dtypes of single tensors by name, which win over `dtype`.
-        strict: Whether the checkpoint must have the model's names and no others.
-        rename: From a name of the checkpoint to the model's; None for what is to be left out.
-        quantization: How the weights of linear layers are packed; None leaves them.
+        model: The model to load into.
+        stored: The tensors of the checkpoint, in its order.
+        places: The place of each tensor of the model, by every name.
+        checkpoint: The name of the checkpoint in errors.
+        dtype: The dtype for floating-point and complex tensors; None keeps the model's dtypes.
+        special_dtypes: The dtypes of single tensors by name, which override `dtype`.
+        strict: Whether the checkpoint must have exactly the model's names.
+        rename: A function from a name in the checkpoint to one in the model; where it returns None, the tensor is
+            skipped.
+        quantization: How the weights of linear layers are packed; None does not pack them.
 
     Raises:
         WeightsMismatchError: Names or shapes do not fit, or a tensor would stay on the meta device.
-        ValueError: `rename` gives two tensors one name, `special_dtypes` names one that the model does not have, one
-            is divided among ranks in a way that is not known here, or there is nothing to pack.
+        ValueError: `rename` maps two tensors to one name, `special_dtypes` has a name that the model lacks, a tensor
+            is sharded in an unsupported way, or there is nothing to pack.
     """
     found = _renamed(stored, rename)
     special = special_dtypes or {}
@@ -140,7 +141,10 @@ def plan_load(
 
 
 def present_places(model: nn.Module) -> dict[str, Place]:
-    """Where each tensor of a model is, by every name; those on the meta device go to the CPU, or to their mesh."""
+    """Return the place of each tensor of a model, by every name.
+
+    A tensor on the meta device goes to the CPU, or to the device of its mesh.
+    """
     places: dict[str, Place] = {}
     for name, tensor in named_tensors(model):
         without = device_of(tensor) if is_divided(tensor) else torch.device("cpu")
@@ -149,13 +153,13 @@ def present_places(model: nn.Module) -> dict[str, Place]:
 
 
 class _Wanted(NamedTuple):
-    """A tensor of the model: all its names, those that checkpoints have, what it is to be, and where."""
+    """A tensor of the model: all its names, those in checkpoints, its shape and dtype to load, and its place."""
 
     names: tuple[str, ...]
     saved: tuple[str, ...]
     tensor: Tensor
     described: Stored
-    converts: bool  # the user asked for just this dtype
+    converts: bool  # the user asked for exactly this dtype
     place: Place
 
 
@@ -165,7 +169,7 @@ def _wanted(
     dtype: torch.dtype | None,
     special: Mapping[str, torch.dtype],
 ) -> list[_Wanted]:
-    """Each parameter and buffer once."""
+    """Return the distinct parameters and buffers of a model."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in named_tensors(model):
@@ -199,9 +203,9 @@ def _arrival(
     misfits: Misfits,
     written: Collection[str],
 ) -> Arrival | None:
-    """Return what a tensor of the model gets; None where the checkpoint has nothing for it.
+    """Return the arrival of a tensor of the model; None if the checkpoint has nothing for it.
 
-    What a forward writes to cannot be converted at its use: of another dtype than its file's, it takes memory.
+    A tensor that a forward writes to cannot be converted at use: if its dtype is not the file's, it goes to memory.
     """
     names, saved, tensor, described, converts, place = wanted
     there = [name for name in saved if name in found]
@@ -224,7 +228,7 @@ def _arrival(
 
 
 def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None) -> dict[str, str]:
-    """The checkpoint's name of each name that is to be looked for in the model."""
+    """Return the name in the checkpoint of each name to look for in the model."""
     found: dict[str, str] = {}
     for name in names:
         new = name if rename is None else rename(name)
@@ -239,7 +243,7 @@ def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None)
 
 
 def _one_place(places: Sequence[Place]) -> Place:
-    """Where a tensor of several names goes: to the first device that one of them has, before it stays on disk."""
+    """Return the place of a tensor with several names: the first device among theirs, or else the first place."""
     for place in places:
         if place != "disk" and place.type != "meta":
             return place

@@ -1,4 +1,4 @@
-"""Weights that are packed while a checkpoint is read: one after the other, so that one alone is held in full."""
+"""Pack weights while a checkpoint is read, one at a time, so that only one is held in full."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,21 +17,21 @@ from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts
 from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloaded
 from drivetrain_dispatch.quantization.protocol import Quantization
 
-# Reads the values of tensors by the checkpoint's names.
+# A function that reads the values of tensors, which it gets by the checkpoint's names.
 Read = Callable[[Mapping[str, Tensor]], None]
 
 
 class Packing:
-    """Packs what a load reads.
+    """The packing of the weights that a load reads.
 
     Args:
-        quantization: How; None where nothing is.
-        folder: Where what stays on the disk is written to.
+        quantization: How weights are packed; None if none is.
+        folder: The folder for packed weights that stay on the disk.
 
     Attributes:
-        quantization: How; None where nothing is.
-        weights: What was packed, by the checkpoint's names.
-        files: The files of what stays on the disk, by the same names.
+        quantization: How weights are packed; None if none is.
+        weights: The packed weights, by the checkpoint's names.
+        files: The files of packed weights that stay on the disk, by the same names.
     """
 
     def __init__(self, quantization: Quantization | None, folder: Path | str | None) -> None:
@@ -40,15 +40,15 @@ class Packing:
         self.files: dict[str, MappedFile] = {}
         self._folder = folder
 
-    def planned(self, plan: LoadPlan, stored: Mapping[str, Stored]) -> LoadPlan:  # noqa: ARG002 others look at it
-        """Return the plan with what packed weights take; that of a load counts them by itself."""
+    def planned(self, plan: LoadPlan, stored: Mapping[str, Stored]) -> LoadPlan:  # noqa: ARG002 an override uses it
+        """Return the plan with the sizes of packed weights; here the plan has them already."""
         return plan
 
     def check(self, arrivals: Sequence[Arrival]) -> None:
-        """Check that there is a folder for what stays on the disk.
+        """Check that there is a folder for packed weights that stay on the disk.
 
         Raises:
-            ValueError: There is none.
+            ValueError: The folder is missing.
         """
         on_disk = [arrival.names[0] for arrival in arrivals if arrival.is_packed and arrival.place == "disk"]
         if on_disk and self._folder is None:
@@ -65,17 +65,17 @@ class Packing:
         *,
         together: Callable[[Callable[[], nn.Parameter]], nn.Parameter] = lambda step: step(),
     ) -> None:
-        """Read and pack, one after the other.
+        """Read and pack weights, one after the other.
 
         Args:
-            arrivals: Those that are packed are.
-            devices: What computes with each tensor, by the model's names: there it is packed.
-            read: Called for each weight with its memory in full.
-            together: Takes a step on all ranks, of which each is told if another fails.
+            arrivals: The tensors of the load, some of which are packed.
+            devices: The device that computes with each tensor and packs it, by the model's names.
+            read: A function that reads a weight into its unpacked memory.
+            together: A function that runs a step on all ranks, and raises on every rank if it fails on one.
 
         Raises:
             LoadError: A device has no room.
-            WeightFilesError: The disk has none.
+            WeightFilesError: The disk has no room.
             ValueError: A weight cannot be packed.
         """
         if self.quantization is None:
@@ -93,7 +93,7 @@ class Packing:
                 raise no_room(arrival, arrivals[:index], arrivals) from error
 
     def undo(self) -> None:
-        """Let go of the weights, and delete the files."""
+        """Drop the weights, and delete their files."""
         self.weights.clear()
         for file in self.files.values():
             file.path.unlink(missing_ok=True)
@@ -110,10 +110,10 @@ class Packing:
 
 
 class SavesNothing:
-    """Stands in for `save_pretrained` of a model whose weights are packed."""
+    """A replacement for `save_pretrained` of a model whose weights are packed."""
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: the library would write packed weights that nothing reads, maybe over those in full."""
+        """Refuse to save: the library would write packed weights that nothing reads, maybe over the full ones."""
         raise OffloadedError(
             "the weights of this model are packed, and save_pretrained would write what no library reads: load "
             "the model without quantization to save it, or save model.state_dict() by torch.save"
@@ -121,6 +121,6 @@ class SavesNothing:
 
 
 def refuse_to_save(model: nn.Module) -> None:
-    """Have `save_pretrained` of a model with packed weights be an error, if it has such a method."""
+    """Make `save_pretrained` of a model with packed weights raise, if it has such a method."""
     if hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = SavesNothing()

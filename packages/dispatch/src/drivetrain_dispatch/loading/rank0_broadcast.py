@@ -1,4 +1,4 @@
-"""One rank reads a checkpoint, and hands all ranks what it reads."""
+"""Read a checkpoint on one rank, and broadcast it to all ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,15 +15,15 @@ from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, Piece, Progre
 
 Result = TypeVar("Result")
 
-# What a step of a load may end with, of which the other ranks are told.
+# The errors of a step that are reported to the other ranks.
 _FAILURES = (ValueError, RuntimeError, OSError, MemoryError)
 
 
 class Relay:
-    """Steps that all ranks take together: where one fails, all do. Every method is called on all ranks.
+    """A runner of steps on all ranks of a process group: if one rank fails, all do. All ranks must call each method.
 
     Args:
-        group: The ranks; None is all of them.
+        group: The process group; None for all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -40,10 +40,10 @@ class Relay:
         self._device = _device_of(group)
 
     def together(self, step: Callable[[], Result]) -> Result:
-        """Take a step on each rank.
+        """Run a step on each rank.
 
         Raises:
-            LoadError: It failed on another rank. What it raises here is raised here.
+            LoadError: The step failed on another rank. If it fails on this rank, its own error is raised.
         """
         result: list[Result] = []
         failure: Exception | None = None
@@ -63,10 +63,10 @@ class Relay:
         return result[0]
 
     def from_reader(self, step: Callable[[], Result]) -> Result:
-        """Take a step on rank 0, and have its result on all ranks.
+        """Run a step on rank 0, and return its result on all ranks.
 
         Raises:
-            LoadError: It failed there. On rank 0, what it raises is raised.
+            LoadError: The step failed on rank 0, which raises its own error.
         """
         results = [self.together(lambda: step() if self.is_reader else None)]
         dist.broadcast_object_list(results, group=self._group, group_src=0)
@@ -82,16 +82,16 @@ class Relay:
     ) -> None:
         """Read the values of all tensors on rank 0, for every rank that has memory for them.
 
-        A rank holds two pieces of `PIECE_BYTES` beyond its tensors. Rank 0 reads one while the last is on its way.
+        A rank holds two pieces of `PIECE_BYTES` beyond its tensors. Rank 0 reads one while it broadcasts the other.
 
         Args:
-            stored: What the checkpoint holds, the same on all ranks.
-            targets: The memory of what this rank wants of it, by the checkpoint's name.
-            files: The file of each, on rank 0.
-            progress: Called with the bytes that were read and all that are.
+            stored: The tensors of the checkpoint, the same on all ranks.
+            targets: The memory of the tensors that this rank loads, by the checkpoint's name.
+            files: The file of each tensor, on rank 0.
+            progress: A function called with the bytes read so far and the total.
 
         Raises:
-            LoadError: Rank 0 could not read on, or `progress` failed. On rank 0, what it met in reading is raised.
+            LoadError: Rank 0 failed to read, or `progress` failed. Rank 0 raises its own read error.
         """
         pieces = pieces_of(stored, self.wanted_by_any(targets))
         room = max([PIECE_BYTES, *(piece.size_bytes for piece in pieces)]) + 1
@@ -116,7 +116,7 @@ class Relay:
             raise LoadError("progress failed; the model is as it was") from failure
 
     def wanted_by_any(self, names: Iterable[str]) -> set[str]:
-        """The names that one of the ranks gives."""
+        """Return the names that any of the ranks gives."""
         said: list[list[str]] = [[]] * dist.get_world_size(self._group)
         dist.all_gather_object(said, list(names), group=self._group)
         return {name for each in said for name in each}
@@ -124,7 +124,7 @@ class Relay:
     def _hand_on(
         self, piece: Piece, targets: Mapping[str, Tensor], content: Tensor, reading: Future[None] | None
     ) -> None:
-        """Hand on a piece, and behind it a byte that says whether it could be read."""
+        """Broadcast a piece, followed by a byte that tells whether it could be read."""
         failure = None if reading is None else reading.exception()
         if self.is_reader:
             content[-1] = failure is None
@@ -140,10 +140,10 @@ class Relay:
 
 
 def _failure_of(progress: Progress, done_bytes: int, all_bytes: int) -> Exception | None:
-    """What a user's function raises; the other ranks wait for what is still to come."""
+    """Return the error of a user's function rather than raise it, as the other ranks wait for the next pieces."""
     try:
         progress(done_bytes, all_bytes)
-    except Exception as error:  # noqa: BLE001 it is raised when all ranks are through
+    except Exception as error:  # noqa: BLE001 raised once all pieces are broadcast
         return error
     return None
 
@@ -155,7 +155,7 @@ def _read(piece: Piece, files: Mapping[str, WeightSource], buffer: Tensor) -> No
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """On what a group's collectives take tensors: the CPU where it has a backend for it."""
+    """Return the device that a group's collectives take tensors on: the CPU if the group has a backend for it."""
     capable = dist.Backend.backend_capability
     kinds = [
         kind

@@ -1,4 +1,4 @@
-"""What of a checkpoint does not fit a model: collected first, then told in one error."""
+"""Collect the mismatches between a checkpoint and a model, and report them in one error."""
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
@@ -9,16 +9,16 @@ import torch
 from drivetrain_dispatch.errors import WeightsMismatchError
 from drivetrain_dispatch.model.sizes import enclosing_modules
 
-_NUM_SHOWN = 5  # of each kind, in an error message
+_NUM_SHOWN = 5  # names of each kind, in an error message
 
 
 class Stored(NamedTuple):
-    """What is known of a tensor without its values.
+    """The description of a tensor without its values.
 
     Attributes:
-        shape: Its dims.
-        dtype: Of its elements.
-        divisible: Whether its file can be read from any element on.
+        shape: The shape of the tensor.
+        dtype: The dtype of the elements.
+        divisible: Whether the file can be read from any element of the tensor on.
     """
 
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of its elements."""
+        """The bytes of the elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -35,15 +35,15 @@ class Stored(NamedTuple):
 
 
 class Misfits:
-    """Collects what does not fit.
+    """The mismatches between a checkpoint and a model.
 
     Args:
-        checkpoint: What the error calls it.
+        checkpoint: The name of the checkpoint in the error.
         strict: Whether names that only one side has are an error too.
 
     Attributes:
-        missing: What the checkpoint lacks.
-        unexpected: What the model lacks.
+        missing: The tensors that the checkpoint lacks, by the model's names.
+        unexpected: The tensors that the model lacks, by the checkpoint's names after renaming.
     """
 
     def __init__(self, *, checkpoint: str, strict: bool) -> None:
@@ -52,17 +52,17 @@ class Misfits:
         self._checkpoint = checkpoint
         self._strict = strict
         self._differing: list[str] = []
-        self._empty: list[str] = []  # stay on the meta device
-        self._valueless = False  # whether any that checkpoints should have does
+        self._empty: list[str] = []  # tensors that would stay on the meta device
+        self._valueless = False  # whether checkpoints should have one of these
 
     def absent(self, name: str, wanted: Stored, *, persistent: bool, empty: bool) -> None:
-        """Note a tensor that the checkpoint does not have.
+        """Note a tensor that the checkpoint lacks.
 
         Args:
-            name: The model's.
-            wanted: What it is.
-            persistent: Whether checkpoints should have it.
-            empty: Whether it would be left without values.
+            name: The name in the model.
+            wanted: The shape and dtype in the model.
+            persistent: Whether checkpoints should have the tensor.
+            empty: Whether the tensor would be left without values.
         """
         if persistent:
             self.missing[name] = wanted
@@ -71,33 +71,33 @@ class Misfits:
             self._empty.append(f"{name!r} {wanted}")
 
     def compare(self, name: str, stored: Stored, wanted: Stored, *, converts: bool) -> None:
-        """Note a tensor of another shape, or whose numbers are of another kind than the model's.
+        """Note a tensor whose shape or kind of numbers is not the model's.
 
         Args:
-            name: The model's.
-            stored: What the checkpoint has.
-            wanted: What the model is to have.
-            converts: Whether the user asked for just this dtype.
+            name: The name in the model.
+            stored: The shape and dtype in the checkpoint.
+            wanted: The shape and dtype that the model needs.
+            converts: Whether the user asked for exactly this dtype.
         """
         if stored.shape != wanted.shape or (_kind(stored.dtype) != _kind(wanted.dtype) and not converts):
             self._differing.append(f"{name!r} is {stored}, in the model {wanted}")
 
     def compare_copies(self, names: Sequence[str], stored: Stored, copy: Stored) -> None:
-        """Note a tensor that the checkpoint has twice in different dtypes, of which the model has one."""
+        """Note a tensor of the model that the checkpoint has twice, in different dtypes."""
         if stored.dtype != copy.dtype:
             self._differing.append(
                 f"{', '.join(map(repr, names))} are one tensor, but are {stored} and {copy}"
             )
 
     def check(self, *, known: Collection[str], found: Collection[str]) -> None:
-        """Tell all that was collected.
+        """Report all mismatches in one error.
 
         Args:
-            known: Names that the model has.
-            found: Names that the checkpoint has.
+            known: The names in the model.
+            found: The names in the checkpoint.
 
         Raises:
-            WeightsMismatchError: Something does not fit.
+            WeightsMismatchError: There is a mismatch.
         """
         parts: list[str] = []
         if self._strict and self.missing:
@@ -144,7 +144,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _prefix_hint(known: Collection[str], found: Collection[str]) -> str:
-    """What to say where all names would fit but for how they begin; empty where they would not, or do."""
+    """Return a hint if all names would fit but for a prefix; empty otherwise."""
     known, found = set(known), set(found)
     if not known or not found or found <= known or known <= found:
         return ""
@@ -171,7 +171,7 @@ def _prefix_hint(known: Collection[str], found: Collection[str]) -> str:
 
 
 def _fit(found: set[str], known: set[str]) -> tuple[str, str] | None:
-    """How names fit, all of both sides or all that one side has, and what is to be done about others."""
+    """Return how names fit, and what to do about the rest; None unless all names of one side fit."""
     if found == known:
         return "all names fit", ""
     if found < known:

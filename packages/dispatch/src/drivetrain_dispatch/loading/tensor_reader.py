@@ -1,4 +1,4 @@
-"""Memory for the tensors of a load, and their values: read piece by piece, by several threads."""
+"""Allocate the tensors of a load, and read their values piece by piece in several threads."""
 
 import math
 import os
@@ -18,22 +18,22 @@ from drivetrain_dispatch.loading.state_dict_diff import Stored
 from drivetrain_dispatch.model.dtensor import Box, range_of, shape_of
 from drivetrain_dispatch.planning.memory_budget import free_bytes
 
-PIECE_BYTES = 8 * 2**20  # of a file: large enough for a disk, small enough beside any tensor that matters
+PIECE_BYTES = 8 * 2**20  # of a file: enough for a disk's full rate, and small beside large tensors
 _MOST_THREADS = 4
 
 Progress = Callable[[int, int], None]
 
 
 class Piece(NamedTuple):
-    """Elements of a tensor that are read at once, counted in its own order.
+    """A range of a tensor's elements that are read at once, in the order of the tensor.
 
     Attributes:
-        name: The checkpoint's.
-        dtype: In the file.
-        start: The first, counted in what this rank has of the tensor.
-        stop: The end.
-        skipped: Elements of the tensor before what this rank has.
-        box: What this rank has, where that lies in the file in many places; the piece is all of it.
+        name: The name in the checkpoint.
+        dtype: The dtype in the file.
+        start: The first element, counted in this rank's shard.
+        stop: The element after the last, counted in the same way.
+        skipped: The number of elements of the tensor before this rank's shard.
+        box: The position of this rank's shard if it is not contiguous in the file; the piece is the whole shard.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Piece(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in the file."""
+        """The bytes of the piece in the file."""
         return (self.stop - self.start) * self.dtype.itemsize
 
 
 def allocate(arrivals: Sequence[Arrival], into: MutableMapping[str, Tensor]) -> None:
-    """Take the memory of all tensors that are read, before the first is.
+    """Allocate all tensors that are read, before the first one is.
 
     Args:
-        arrivals: The tensors.
-        into: Where they are put, by the checkpoint's name.
+        arrivals: The tensors of the load.
+        into: The mapping that gets the memory, by the checkpoint's name.
 
     Raises:
         LoadError: A device has no room; `into` is empty then.
@@ -63,11 +63,11 @@ def allocate(arrivals: Sequence[Arrival], into: MutableMapping[str, Tensor]) -> 
     try:
         _check_host(read)
         for index, arrival in enumerate(read):
-            if arrival.is_packed:  # takes its memory when it is
+            if arrival.is_packed:  # allocated when it is packed
                 continue
             try:
                 into[arrival.stored] = torch.empty(arrival.shape, dtype=arrival.dtype, device=arrival.place)
-            except (RuntimeError, MemoryError) as error:  # torch knows no other reason here
+            except (RuntimeError, MemoryError) as error:  # here torch raises only for lack of memory
                 raise no_room(arrival, read[:index], read) from error
     except LoadError:
         into.clear()
@@ -85,19 +85,18 @@ def fill(
 ) -> None:
     """Read the values of all tensors that have memory.
 
-    Beyond their memory, each thread holds `PIECE_BYTES` of the host's, where a tensor's device or dtype is not that
-    of its file.
+    Each thread also holds `PIECE_BYTES` of host memory, for tensors whose device or dtype is not that of their file.
 
     Args:
-        stored: What the checkpoint holds, in the order of its files.
-        targets: The tensors' memory, by the checkpoint's name.
-        files: The file of each, by the checkpoint's name.
-        boxes: What this rank has of a tensor, of those that are divided.
-        num_threads: That read at the same time; None takes as many as there are processors, four at most.
-        progress: Called in this thread with the bytes that were read and all that are.
+        stored: The tensors of the checkpoint, in the order of its files.
+        targets: The memory of the tensors, by the checkpoint's name.
+        files: The file of each tensor, by the checkpoint's name.
+        boxes: The positions of this rank's shards, for tensors that are sharded.
+        num_threads: The number of threads that read; None takes one per processor, four at most.
+        progress: A function called in this thread with the bytes read so far and the total.
 
     Raises:
-        WeightFilesError: A file is cut.
+        WeightFilesError: A file is truncated.
     """
     threads = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
     pieces = pieces_of(stored, targets, boxes or {})
@@ -122,7 +121,7 @@ def fill(
         waiting = iter(pieces)
         running: set[Future[int]] = set()
         while True:
-            # Few are handed over at a time, so that an error or an interrupt ends the load at once.
+            # Few pieces are submitted at a time, so that an error or an interrupt ends the load at once.
             while len(running) < 2 * threads and (piece := next(waiting, None)) is not None:
                 _expect(piece, files[piece.name])
                 running.add(pool.submit(read, piece))
@@ -136,17 +135,17 @@ def fill(
 
 
 def _expect(piece: Piece, file: WeightSource) -> None:
-    """Have the system begin to read a piece, of which it knows where it lies."""
+    """Ask the system to begin reading a piece, if its position in the file is known."""
     if piece.box is None:
         file.expect(piece.name, start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
 
 
 class WholeProgress:
-    """One count of what several readings read.
+    """The progress of several reads together.
 
     Args:
-        progress: Called with the bytes that all of them have read, and all that are.
-        all_bytes: Those.
+        progress: A function called with the bytes that all reads have read so far and the total.
+        all_bytes: The total bytes of all reads.
     """
 
     def __init__(self, progress: Progress, all_bytes: int) -> None:
@@ -155,7 +154,7 @@ class WholeProgress:
         self._before_bytes = 0
 
     def __call__(self, done_bytes: int, all_bytes: int) -> None:
-        """Count what one reading has read of what it reads."""
+        """Count the bytes that one read has read so far of its total."""
         self._progress(self._before_bytes + done_bytes, self._all_bytes)
         if done_bytes == all_bytes:
             self._before_bytes += all_bytes
@@ -164,7 +163,7 @@ class WholeProgress:
 def pieces_of(
     stored: Mapping[str, Stored], wanted: Container[str], boxes: Mapping[str, Box] | None = None
 ) -> list[Piece]:
-    """The tensors that are wanted, in pieces; as one where a file has its elements in another order. Pure."""
+    """Return the pieces of wanted tensors; a tensor that its file holds in another order is one piece. Pure."""
     pieces: list[Piece] = []
     for name, (shape, dtype, divisible) in stored.items():
         if name not in wanted:
@@ -184,16 +183,16 @@ def pieces_of(
 
 
 def staging_buffer(targets: Iterable[Tensor], *, size_bytes: int = PIECE_BYTES) -> Tensor:
-    """Bytes of the host, from which an accelerator copies directly where one of the tensors is on it."""
+    """Return a byte buffer on the host, pinned if one of the tensors is on a CUDA device."""
     pinned = any(target.is_cuda for target in targets)
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def check_copies(arrivals: Sequence[Arrival], files: Mapping[str, WeightSource]) -> None:
-    """Check that what a checkpoint has twice for one tensor of the model is the same.
+    """Check that a checkpoint's tensors for one tensor of the model are equal.
 
     Raises:
-        TiedParametersError: It is not.
+        TiedParametersError: Two of the tensors differ.
     """
     for arrival in arrivals:
         for copy in arrival.copies:
@@ -206,7 +205,7 @@ def check_copies(arrivals: Sequence[Arrival], files: Mapping[str, WeightSource])
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two mapped tensors of a shape and dtype hold the same bytes."""
+    """Return whether two mapped tensors of the same shape and dtype hold the same bytes."""
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return all(
         torch.equal(*(tensor[start : start + PIECE_BYTES] for tensor in flat))
@@ -216,7 +215,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _threads(count: int) -> Generator[ThreadPoolExecutor]:
-    """Threads that end with the block: what has not begun is not read."""
+    """Run the block with a pool of threads; its end cancels reads that have not begun."""
     pool = ThreadPoolExecutor(count, thread_name_prefix="load")
     try:
         yield pool
@@ -225,10 +224,10 @@ def _threads(count: int) -> Generator[ThreadPoolExecutor]:
 
 
 def _check_host(arrivals: Sequence[Arrival]) -> None:
-    """Check that the host's tensors have room: the system hands out more than it has, and ends who uses it.
+    """Check that the host has room for its tensors, as the system overcommits memory and kills the process later.
 
     Raises:
-        LoadError: They have none.
+        LoadError: The host has no room.
     """
     free = free_bytes(torch.device("cpu"))
     taken = 0
@@ -242,13 +241,13 @@ def _check_host(arrivals: Sequence[Arrival]) -> None:
 def no_room(
     arrival: Arrival, before: Sequence[Arrival], planned: Sequence[Arrival], *, free: int | None = None
 ) -> LoadError:
-    """What to say where a device has no room for a tensor.
+    """Return the error for a tensor that a device has no room for.
 
     Args:
-        arrival: The tensor.
-        before: Those that have room.
-        planned: All that are to.
-        free: Bytes that the device has left, where that is known.
+        arrival: The tensor without room.
+        before: The tensors that have room.
+        planned: All tensors that need room.
+        free: The bytes that the device has left, if known.
     """
     place = arrival.place
     taken = sum(other.size_bytes for other in before if other.place == place)

@@ -1,1 +1,1 @@
-"""Run a model whose weights are kept elsewhere: fetch them ahead of their use, release them after it."""
+"""Run a model with offloaded weights: prefetch them before their use, release them after it."""

@@ -1,4 +1,4 @@
-"""The common cases of a device map in a word: everything on the host, everything on the disk, one model at a time."""
+"""The common placements without a device map: all on the host, all on the disk, or one whole model at a time."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +16,7 @@ from drivetrain_dispatch.offload.dispatch import dispatch_model, dispatched
 from drivetrain_dispatch.offload.forward_hooks import Around, AroundMethod, NotCopied, methods_of
 from drivetrain_dispatch.planning.device_map import Device, check_places, place_of
 
-_MARK = "_drivetrain_offload_hook"  # the model's attribute
+_MARK = "_drivetrain_offload_hook"  # the name of the model's attribute
 
 
 def cpu_offload(
@@ -26,22 +26,22 @@ def cpu_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
 ) -> nn.Module:
-    """Keep all weights of a model in the host's memory; each comes to the device while those before it compute.
+    """Keep all weights of a model in host memory, and prefetch each while earlier modules compute.
 
     Args:
-        model: The model, with its weights; changed in place.
-        execution_device: Where it computes; the first accelerator unless said. The host itself has nothing to
-            offload, and computes as ever.
-        offload_buffers: Whether buffers are kept away too.
-        preload_module_classes: Names of module classes whose weights come all at once.
+        model: The model with its weights; changed in place.
+        execution_device: The device that computes; the current accelerator by default. The host has nothing to
+            offload, and computes as usual.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: Names of module classes whose weights are fetched all at once.
 
     Returns:
         The same model; `remove_hooks` makes it an ordinary one again.
 
     Raises:
-        DeviceMapError: There is no such device.
+        DeviceMapError: The device does not exist.
         OffloadedError: The model is dispatched already.
-        ValueError: A class is named that the model does not have.
+        ValueError: The model has no module of a named class.
     """
     return dispatch_model(
         model,
@@ -64,26 +64,26 @@ def disk_offload(
 ) -> nn.Module:
     """Write the weights of a model to a file, and use them from there.
 
-    An accelerator gets each while those before it compute; the host uses them in the pages of the file. A model whose
-    weights are in files already needs no other: `load_checkpoint_and_dispatch`.
+    For an accelerator, each weight is prefetched while earlier modules compute; the host computes with the mapped
+    pages of the file. For weights that are in files already, use `load_checkpoint_and_dispatch`.
 
     Args:
-        model: The model, with its weights; changed in place.
-        offload_dir: Where the file is written.
-        execution_device: Where it computes; the first accelerator, or the host, unless said.
-        write_back: Whether training changes the file; else what it changes takes memory.
-        release_pages: Whether pages that the host computed with leave this process's memory; see `dispatch_model`.
-        offload_buffers: Whether buffers are kept away too.
-        preload_module_classes: Names of module classes whose weights come all at once.
+        model: The model with its weights; changed in place.
+        offload_dir: The folder for the file.
+        execution_device: The device that computes; by default the current accelerator, or the host if there is none.
+        write_back: Whether training changes the file; otherwise changed weights take memory.
+        release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: Names of module classes whose weights are fetched all at once.
 
     Returns:
         The same model; `remove_hooks` makes it an ordinary one again.
 
     Raises:
-        DeviceMapError: There is no such device.
-        WeightFilesError: The file could not be written; the model is what it was.
+        DeviceMapError: The device does not exist.
+        WeightFilesError: The file could not be written; the model is unchanged.
         OffloadedError: The model is dispatched already.
-        ValueError: A class is named that the model does not have.
+        ValueError: The model has no module of a named class.
     """
     return dispatch_model(
         model,
@@ -98,14 +98,14 @@ def disk_offload(
 
 
 class OffloadHook(NotCopied):
-    """What `cpu_offload_with_hook` returns: when a model leaves the device.
+    """The hook of `cpu_offload_with_hook`, which moves a model to its device and back to the host.
 
-    It does not hold the model, which is freed when nobody else refers to it.
+    It holds the model by a weak reference only.
 
     Args:
-        model: The model.
-        device: Where it computes.
-        previous: Of the model that is to leave when this one comes.
+        model: The model to move.
+        device: The device that computes.
+        previous: The hook of the model that is offloaded when this one is called; None for none.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, previous: "OffloadHook | None") -> None:
@@ -115,17 +115,17 @@ class OffloadHook(NotCopied):
             model.register_forward_pre_hook(coming.come, with_kwargs=True, prepend=True),
             *(AroundMethod(model, name, coming.come) for name in methods_of(model)),
         ]
-        # Registered last, and so called first: it sees where the inputs came from.
+        # Registered last, so called first: it sees the inputs on the device that they came from.
         self._handles.extend(Moving(device, (), returns=False).attach(model))
         setattr(model, _MARK, self)
 
     def offload(self) -> None:
-        """Put the model into the host's memory, if it is not gone."""
+        """Move the model to host memory, unless it was freed."""
         if (model := self._model()) is not None:
             model.to("cpu")
 
     def remove(self) -> None:
-        """Leave the model where it is from now on."""
+        """Remove the hook; the model stays on its current device."""
         for handle in reversed(self._handles):
             handle.remove()
         model = self._model()
@@ -134,7 +134,7 @@ class OffloadHook(NotCopied):
 
 
 class _Coming(NotCopied):
-    """Brings a model to its device when it is called, once the one before it has left."""
+    """A pre-hook that moves a model to its device once the previous model is offloaded."""
 
     def __init__(self, device: torch.device, previous: OffloadHook | None) -> None:
         self._device = device
@@ -143,7 +143,7 @@ class _Coming(NotCopied):
     def come(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring it."""
+        """Offload the previous model, and move this one to its device."""
         if self._previous is not None:
             self._previous.offload()
         module.to(self._device)
@@ -153,25 +153,25 @@ class _Coming(NotCopied):
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: OffloadHook | None = None
 ) -> tuple[nn.Module, OffloadHook]:
-    """Keep a model in the host's memory until it is called; then the whole of it comes to the device, and stays.
+    """Keep a model in host memory until it is called, then move all of it to the device and leave it there.
 
-    Its `encode` and `decode`, if it has them, call it as its forward does.
+    Its forward moves it, and so do its `encode` and `decode` if it has them.
 
-    For several models that are called one after the other, many times each, such as the parts of a pipeline: one
-    that comes sends away the one before it.
+    For several models that are called in turn, many times each, such as the parts of a pipeline: moving one to the
+    device offloads the one before it.
 
     Args:
-        model: The model; moved to the host now.
-        execution_device: Where it computes; the first accelerator, or the host, unless said.
-        prev_module_hook: Of the model that leaves when this one comes.
+        model: The model; moved to the host at once.
+        execution_device: The device that computes; by default the current accelerator, or the host if there is none.
+        prev_module_hook: The hook of the model that is offloaded when this one is called.
 
     Returns:
-        The same model, and its hook: `offload()` sends it away, `remove()` ends this.
+        The same model, and its hook: `offload()` moves the model to the host, `remove()` removes the hook.
 
     Raises:
-        DeviceMapError: There is no such device, or the model has no weights yet.
+        DeviceMapError: The device does not exist, or the model has no weights yet.
         OffloadedError: The model is dispatched already, or has such a hook.
-        ValueError: `prev_module_hook` is none.
+        ValueError: `prev_module_hook` is not an `OffloadHook`.
     """
     _check_whole(model, prev_module_hook)
     device = place_of(_chosen(execution_device))
@@ -183,12 +183,12 @@ def cpu_offload_with_hook(
 
 
 def _check_whole(model: nn.Module, previous: object) -> None:
-    """Check that a model can come and go as a whole.
+    """Check that a model can be moved as a whole.
 
     Raises:
-        DeviceMapError: It has no weights yet.
-        OffloadedError: It is dispatched already, or has such a hook.
-        ValueError: What is to be the hook of another model is none.
+        DeviceMapError: The model has no weights yet.
+        OffloadedError: The model is dispatched already, or has such a hook.
+        ValueError: `previous` is not an `OffloadHook`.
     """
     if previous is not None and not isinstance(previous, OffloadHook):
         raise ValueError(

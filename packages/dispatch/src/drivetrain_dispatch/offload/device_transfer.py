@@ -1,4 +1,4 @@
-"""Inputs that follow their module to its device, and outputs that come back."""
+"""Move the inputs of a module to its device, and its outputs back."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -16,15 +16,15 @@ from drivetrain_dispatch.offload.forward_hooks import Around, AroundMethod, NotC
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """A nested value with its tensors on a device.
+    """Return a nested value with its tensors on a device.
 
-    Lists, tuples, named tuples, mappings and dataclasses are looked into; of anything else, such as a cache of keys
-    and values, its owner takes care.
+    Lists, tuples, named tuples, mappings and dataclasses are searched for tensors; other objects, such as key-value
+    caches, are left to their owner.
     """
     if isinstance(value, Tensor):
         return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
     if isinstance(value, PackedSequence):
-        return cast("Any", value).to(device)  # its sizes stay on the host
+        return cast("Any", value).to(device)  # keeps its batch_sizes on the host
     if isinstance(value, list | tuple):
         items = cast("list[Any] | tuple[Any, ...]", value)
         moved = [move(item, device) for item in items]
@@ -32,14 +32,14 @@ def move(value: Any, device: torch.device) -> Any:
             return items
         if type(items) in (list, tuple):
             return type(items)(moved)
-        # Named tuples, and what torch.max and its like return.
+        # Named tuples, and the results of torch.max and similar functions.
         return cast("Callable[[list[Any]], Any]", getattr(items, "_make", type(items)))(moved)
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
         moved = {key: move(item, device) for key, item in mapping.items()}
         if all(moved[key] is item for key, item in mapping.items()):
             return mapping
-        if isinstance(mapping, dict):  # also those that are made of more than their items
+        if isinstance(mapping, dict):  # a copy, since subclasses may have attributes beside their items
             changed = copy(mapping)
             for key, item in moved.items():  # outputs of transformers and diffusers refuse update()
                 changed[key] = item
@@ -56,14 +56,14 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 class Moving(NotCopied):
-    """Moves the inputs of a module to its device at each call, and its outputs back to where the inputs were.
+    """A pair of hooks that move a module's inputs to its device at each call, and its outputs back.
 
-    So it does with the inputs of its methods that compute.
+    They cover the forward of the module and its other methods that compute.
 
     Args:
-        device: Where the module computes.
-        skip_keys: Keyword arguments that stay where they are.
-        returns: Whether outputs go back; else they stay, for the module that comes next.
+        device: The device that computes the module.
+        skip_keys: Keyword arguments that stay on their device.
+        returns: Whether outputs move back to the device of the inputs; otherwise they stay for the next module.
     """
 
     def __init__(self, device: torch.device, skip_keys: Collection[str], *, returns: bool) -> None:
@@ -73,7 +73,7 @@ class Moving(NotCopied):
         self._own = _Own()
 
     def attach(self, module: nn.Module) -> list[RemovableHandle | Around]:
-        """Begin with a module, until what is returned is removed, the last one first."""
+        """Register the hooks on a module; remove the returned handles in reverse order."""
         handles: list[RemovableHandle | Around] = [
             module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         ]
@@ -100,7 +100,7 @@ class Moving(NotCopied):
 
 
 class _Own(threading.local):
-    """What each thread has for itself: where the inputs came from of the calls that it is in."""
+    """The state of each thread: the devices that the inputs of its running calls came from."""
 
     def __init__(self) -> None:
         self.came_from: list[torch.device | None] = []

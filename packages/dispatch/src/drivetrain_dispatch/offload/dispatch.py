@@ -1,4 +1,4 @@
-"""Put a model's weights where a device map says, and have them come when they are used."""
+"""Place a model's weights by a device map, and fetch the offloaded ones when they are used."""
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ from drivetrain_dispatch.planning.device_map import (
 from drivetrain_dispatch.planning.placement import Placement, placements_of, running_statistics
 
 _CPU = torch.device("cpu")
-_RECORD = "_drivetrain_dispatch"  # the model's attribute
+_RECORD = "_drivetrain_dispatch"  # the name of the model's attribute
 
 
 class _Handle(Protocol):
@@ -53,13 +53,13 @@ class _Engine(Listener, Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Dispatch(NotCopied):
-    """What was done to a model."""
+    """The engines and handles of a dispatched model."""
 
     engines: list[_Engine] = field(default_factory=list[_Engine])
     handles: list[_Handle] = field(default_factory=list[_Handle])
 
     def listen(self, model: nn.Module, units: Sequence[Unit], engine: _Engine) -> None:
-        """Have an engine know when its units are used; one that uses weights in place watches by itself."""
+        """Call an engine when its units are used; one that uses weights in place registers its own hooks."""
         self.engines.append(engine)
         brings = isinstance(engine, Streaming)
         self.handles.extend(listen(model, [unit.module for unit in units] if brings else [], engine))
@@ -70,7 +70,7 @@ class _Dispatch(NotCopied):
             self.handles += keep_in_place(model, [name for unit in units for name in unit.tensors])
 
     def move(self, model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]) -> None:
-        """Have inputs follow: into the model, and from one device's part to the next one's."""
+        """Move inputs to the device that computes: those of the model, and of each module on another device."""
         devices = {placement.device for placement in placements.values()}
         if devices <= {_CPU}:
             return
@@ -95,33 +95,37 @@ def dispatch_model(
     mapped: Mapping[str, MappedFile] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Put each part of a model where a device map says; offloaded weights come while those before them compute.
+    """Place each part of a model by a device map, and prefetch offloaded weights while earlier modules compute.
 
-    What the map keeps on `"cpu"` or `"disk"` is computed by the accelerator that it names before, or by the host if
-    it names none. The host uses weights of the disk where they are, in the pages of their file. After an error the
-    model is what it was.
+    Modules on `"cpu"` or `"disk"` are computed by the accelerator that the map names before them, or by the host if
+    the map names none. The host uses weights on the disk in place, in the mapped pages of their file. After an error
+    the model is unchanged.
 
     Args:
-        model: The model, with its weights; changed in place.
-        device_map: Device by the name of a module, parameter or buffer; `""` is all that is left.
-        main_device: The accelerator that computes what the map names before any; the map's first unless said.
-        offload_dir: Where weights of the disk are written to, if they are in no file yet.
-        write_back: Whether training changes that file; else what it changes takes memory.
-        release_pages: Whether pages that the host computed with leave this process's memory, not the system's cache.
-        offload_buffers: Whether buffers are kept away too.
-        preload_module_classes: Names of module classes whose weights come all at once, such as a compiled layer's.
-        skip_keys: Keyword arguments that no device's part of the model moves to itself.
-        mapped: Of weights that are the pages of a file already, that file.
-        dtypes: What weights are computed in that are kept in another dtype. Running statistics of norms keep theirs.
+        model: The model with its weights; changed in place.
+        device_map: A mapping from names of modules, parameters or buffers to devices; `""` covers the rest.
+        main_device: The accelerator that computes modules that the map names before any accelerator; by default the
+            first one in the map.
+        offload_dir: The folder for weights that are placed on the disk and in no file yet.
+        write_back: Whether training changes that file; otherwise changed weights take memory.
+        release_pages: Whether pages leave this process's memory once the host has used them; they stay in the page
+            cache.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: Names of module classes whose weights are fetched all at once, such as compiled ones.
+        skip_keys: Keyword arguments that stay on their device.
+        mapped: The files of weights that are mapped pages already, by name.
+        dtypes: The compute dtypes of weights that are stored in another dtype, by name. Running statistics of norms
+            keep theirs.
 
     Returns:
-        The same model. Its attribute `hf_device_map` is the map as `as_others_see_it` gives it.
+        The same model. Its attribute `hf_device_map` is the map in the form of `as_others_see_it`.
 
     Raises:
-        DeviceMapError: The map does not fit the model or the machine, a device has no room, or the disk no folder.
+        DeviceMapError: The map does not fit the model or the machine, a device has no room, or `offload_dir` is
+            missing.
         WeightFilesError: The weights could not be written to the disk.
         OffloadedError: The model is dispatched already.
-        ValueError: A class or tensor is named that the model does not have, or a dtype is none.
+        ValueError: The model lacks a named class or tensor, or a dtype is not a `torch.dtype`.
     """
     placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
     tensors = dict(named_tensors(model))
@@ -144,9 +148,9 @@ def dispatch_model(
 
 
 def _show_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Leave the map where users of transformers and libraries beside it look it up.
+    """Set `hf_device_map`, which transformers and other libraries read.
 
-    `generate` of an encoder-decoder that has one there looks for Accelerate's hooks (transformers 5.23).
+    Encoder-decoders get none: their `generate` would look for Accelerate's hooks (transformers 5.23).
     """
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         model.hf_device_map = as_others_see_it(device_map)  # type: ignore[assignment] no module
@@ -155,13 +159,13 @@ def _show_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
 def remove_hooks(model: nn.Module) -> nn.Module:
     """Make a dispatched model an ordinary one again.
 
-    Its hooks are gone, and its weights are ordinary tensors with the values they have: those that were offloaded on
-    the host, those of the disk still the pages of their file, the others where they are. Nothing happens to a model
-    that is not dispatched.
+    Remove its hooks, and make its weights ordinary tensors with their current values: offloaded weights on the host,
+    weights on the disk as mapped pages of their file, the others on their device. A model that is not dispatched is
+    unchanged.
 
     Raises:
-        OffloadedError: A forward is under way, or the forward of a module was replaced, or its `encode` or `decode`.
-            Nothing is done then.
+        OffloadedError: A forward is running, or the forward, `encode` or `decode` of a module was replaced after the
+            dispatch. The model is unchanged.
     """
     record: _Dispatch | None = model.__dict__.get(_RECORD)
     if record is not None:
@@ -174,18 +178,18 @@ def remove_hooks(model: nn.Module) -> nn.Module:
             handle.remove()
         for engine in record.engines:
             engine.close()
-        model.__dict__.pop("hf_device_map", None)  # who calls other libraries may have deleted it
+        model.__dict__.pop("hf_device_map", None)  # other libraries may have deleted it
         delattr(model, _RECORD)
     return model
 
 
 def dispatched(model: nn.Module) -> bool:
-    """Whether a model is dispatched."""
+    """Return whether a model is dispatched."""
     return _RECORD in model.__dict__
 
 
 def offload_stats(model: nn.Module) -> OffloadStats:
-    """What the forwards of a dispatched model have brought, and how often they stood still for it.
+    """Return how many bytes the forwards of a dispatched model have fetched, and how often they stalled.
 
     Raises:
         OffloadedError: The model is not dispatched.
@@ -200,9 +204,9 @@ def offload_stats(model: nn.Module) -> OffloadStats:
 
 @contextmanager
 def trace_offload(model: nn.Module) -> Generator[OffloadTrace]:
-    """Within it each use of a unit of a dispatched model is written down: when it was brought, waited for, computed.
+    """Run the block with a trace of a dispatched model: when each unit was fetched, waited for and computed.
 
-    Weights that the host uses in place are not brought, and so not traced.
+    Weights that the host uses in place are not fetched, and so not traced.
 
     Raises:
         OffloadedError: The model is not dispatched.
@@ -221,7 +225,7 @@ def trace_offload(model: nn.Module) -> Generator[OffloadTrace]:
 def _streams(model: nn.Module) -> list[Streaming]:
     record: _Dispatch | None = model.__dict__.get(_RECORD)
     if record is None:
-        raise OffloadedError("the model is not dispatched: nothing is brought for it")
+        raise OffloadedError("the model is not dispatched: nothing is fetched for it")
     return [engine for engine in record.engines if isinstance(engine, Streaming)]
 
 
@@ -233,11 +237,11 @@ def _check_use(
     write_back: bool,
     release_pages: bool,
 ) -> None:
-    """Check what is said of single tensors, and of those on the disk.
+    """Check the arguments for single tensors and for weights on the disk.
 
     Raises:
-        DeviceMapError: None is on the disk that could be written back, or the system cannot release pages.
-        ValueError: The model has no such tensor, or a dtype is none.
+        DeviceMapError: No weight is on the disk to be written back, or the system cannot release pages.
+        ValueError: The model has no such tensor, or a dtype is not a `torch.dtype`.
     """
     check_release(release_pages)
     if unknown := sorted(dtypes.keys() - tensors.keys()):
@@ -256,11 +260,11 @@ def _check_use(
 def check_dispatchable(
     model: nn.Module, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement]
 ) -> None:
-    """Check what can be checked before anything is moved.
+    """Check all that can be checked before any tensor is moved.
 
     Raises:
-        OffloadedError: The model is dispatched already, or a part of it.
-        DeviceMapError: The machine lacks a device, or a tensor has no data or belongs to inference mode.
+        OffloadedError: The model or a part of it is dispatched already.
+        DeviceMapError: The machine lacks a device, or a tensor has no data or was made in inference mode.
     """
     if dispatched(model):
         raise OffloadedError(
@@ -305,7 +309,10 @@ def check_dispatchable(
 def _converted(
     model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.dtype]:
-    """What is converted at use: what a norm writes to in a forward is not, since nothing tells that it did."""
+    """Return the dtypes of the tensors that are converted at use, by name.
+
+    Running statistics, which norms write to in a forward, are not: nothing tells that they were written to.
+    """
     for name, dtype in dtypes.items():
         if is_packed(tensors[name]) and dtype != tensors[name].dtype:
             raise DeviceMapError(
@@ -318,7 +325,7 @@ def _converted(
 def _windows(
     device_map: Mapping[str, Device], units: Sequence[Unit], seats: Sequence[Sequence[Seat]]
 ) -> dict[torch.device, int]:
-    """What may be of coming weights on each device that computes some: as the map says, or as is usual."""
+    """Return the transfer window in bytes of each device that computes: the map's, or else the default."""
     windows = usual_windows(
         [
             (unit.name, each[0].parcel.device, sum(seat.room_bytes for seat in each))
@@ -334,7 +341,7 @@ def _windows(
 
 
 def _coming(placements: Mapping[str, Placement], dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """The tensors that are brought when they are used."""
+    """Return the names of the tensors that are fetched at use."""
     return [
         name
         for name, placement in placements.items()
@@ -345,7 +352,7 @@ def _coming(placements: Mapping[str, Placement], dtypes: Mapping[str, torch.dtyp
 def _in_place(
     placements: Mapping[str, Placement], files: Mapping[str, MappedFile], coming: Sequence[Unit]
 ) -> list[str]:
-    """The tensors that the host uses where they are in their file."""
+    """Return the names of the tensors that the host uses in place, in their file."""
     brought = {name for unit in coming for name in unit.tensors}
     return [name for name in placements if name in files and name not in brought]
 
@@ -383,7 +390,7 @@ def _files_of(units: Sequence[Unit], files: Mapping[str, MappedFile]) -> list[Ma
 
 
 def _parts(modules: Mapping[str, nn.Module], placements: Mapping[str, Placement]) -> dict[str, torch.device]:
-    """The model, and of several devices the outermost modules that one of them computes alone."""
+    """Return the devices of the model and of the outermost modules that one device computes alone."""
     inside: dict[str, set[torch.device]] = {}
     first: dict[str, torch.device] = {}
     for name, placement in placements.items():

@@ -1,4 +1,4 @@
-"""Weights that come while others compute: each unit of a model is brought before its turn and leaves after it."""
+"""Overlap transfers with computation: fetch each unit of a model before its turn, and release it after."""
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -17,22 +17,22 @@ from drivetrain_dispatch.offload.trace import OffloadTrace, Turn
 
 
 class Streaming:
-    """Brings the units of a model, in its forward and in its backward.
+    """The engine that fetches the units of a model in its forward and backward.
 
-    What is on a device or on its way there keeps to the device's window; a unit in use is brought whatever its size.
-    Threads may share a model: a weight stays while one of them uses it. A lock is held while a unit is waited for.
-    Between forwards nothing is kept or on its way, since what is stored may be changed then; what a backward that
-    failed has claimed goes when the next forward begins.
+    Weights on a device or in transfer to it stay within the device's window; a unit in use is fetched whatever its
+    size. Threads may share a model: a weight stays on the device while any of them uses it. A thread that waits for a
+    unit holds the lock. Between forwards nothing is kept or in transfer, since stored weights may change then; the
+    next forward gives up the claims of a backward that failed.
 
     Args:
-        units: The seats of each unit, in the order in which they are expected.
-        window_bytes: Of each device that computes, what may be there of them at once.
-        files: That some of them are the pages of.
-        names: Of the units, for a trace.
+        units: The seats of each unit, in the expected order of use.
+        names: The names of the units, for a trace.
+        window_bytes: The most bytes of fetched weights that each device may hold at once.
+        files: The files that some of the weights are mapped from.
 
     Attributes:
-        stats: What was brought.
-        trace: What is written into at each use of a unit; None for no trace.
+        stats: The counts of uses, misses and fetched bytes.
+        trace: The trace that records each use of a unit; None for no trace.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Streaming:
         self._files = files
         self._orders = Orders(range(len(units)))
         self._lock = threading.RLock()
-        self._threads = _Threads()  # before the seats, which ask whether a thread is inside
+        self._threads = _Threads()  # created before the seats, whose tensors call `inside`
         self._seats = Seats({seat: None for unit in units for seat in unit}, self, window_bytes=window_bytes)
         self.stats = self._seats.stats
         self._backward = Backward(units, self._seats, self._lock)
-        self._forwards: list[_Own] = []  # of the threads that are in one, once for each
+        self._forwards: list[_Own] = []  # the threads that run one, once for each
 
     def begin(self, way: str) -> None:
-        """The whole model is used, by its forward or another method.
+        """Begin a use of the whole model, by its forward or another method.
 
         Raises:
             WeightFilesError: A file was replaced, written to or deleted.
@@ -82,7 +82,7 @@ class Streaming:
             raise
 
     def end(self, *, whole: bool) -> None:
-        """It is over; `whole` if nothing failed."""
+        """End a use of the whole model; `whole` is True if nothing failed."""
         own = self._threads.own
         own.saving.pop().close()
         with self._lock:
@@ -93,7 +93,7 @@ class Streaming:
                 own.ahead.clear()
 
     def enter(self, index: int) -> None:
-        """A unit is used: bring it, and begin to bring those that follow."""
+        """Put a unit in place for its use, and prefetch the units that follow."""
         own, trace = self._threads.own, self.trace
         start = perf_counter() if trace is not None else 0.0
         with self._lock:
@@ -108,7 +108,7 @@ class Streaming:
             own.turns.append((start, perf_counter()))
 
     def leave(self, index: int) -> None:
-        """It is used no more: it goes, unless it is expected again."""
+        """Release a unit after its use, unless it is expected again."""
         own = self._threads.own
         if self.trace is not None and own.turns:
             self._write_down(self.trace, index, own.turns.pop())
@@ -121,23 +121,26 @@ class Streaming:
                 _look_ahead(own)
 
     def inside(self) -> bool:
-        """Whether this thread computes with the model."""
+        """Return whether this thread computes with the model."""
         return self._threads.own.inside()
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Bring single tensors that no unit in use has brought, or lend those that one has."""
+        """Fetch tensors that no active unit holds; reuse the copies of those that one does."""
         with self._lock:
             seats = self._seats.of_tensors(tensors)
             self._take(seats)
             return [seat.shown for seat in seats if seat.shown is not None]
 
     def stays(self, tensor: Tensor) -> bool:
-        """Whether a tensor is computed by the device that stores it: only its dtype is another one, if any."""
+        """Return whether the device that stores a tensor also computes with it; its dtype may still differ."""
         (seat,) = self._seats.of_tensors([tensor])
         return seat.parcel.device == seat.parcel.home.device
 
     def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
-        """That is over; of what the result is a view, what is written to it is awaited until the forward ends."""
+        """Release fetched tensors after an operation.
+
+        Those that the result is a view of stay until the forward ends, as the view may still be written to.
+        """
         with self._lock:
             seats = self._seats.of_tensors(tensors)
             viewed = [
@@ -147,17 +150,17 @@ class Streaming:
             self._seats.release([seat for seat in seats if seat not in viewed])
 
     def busy(self) -> bool:
-        """Whether some thread computes with the model."""
+        """Return whether any thread computes with the model."""
         return bool(self._forwards) or self._seats.some_in_use()
 
     def close(self) -> None:
-        """Make every tensor an ordinary one again, its values those that are stored."""
+        """Make every tensor an ordinary one again, with the stored values."""
         with self._lock:
             self._backward.end()
             self._seats.close()
 
     def _take_expected(self, own: "_Own", index: int) -> None:
-        """Put a unit of a forward in place; what comes next is asked for before it is waited for."""
+        """Put a unit of a forward in place; request the next ones before waiting for it."""
         cursor, seats = own.cursor, self._units[index]
         cursor.use(index)
         assert own.ahead is not None
@@ -173,7 +176,7 @@ class Streaming:
         self._seats.put(seats)
 
     def _take_again(self, index: int) -> None:
-        """Put a unit in place that a backward computes once more."""
+        """Put a unit in place that a backward recomputes."""
         seats = self._units[index]
         self._backward.drop_stale(index)
         self._claim_now(seats)
@@ -185,12 +188,12 @@ class Streaming:
         self._seats.put(seats)
 
     def _take(self, seats: Sequence[Seat]) -> None:
-        """Put tensors in place that nobody expected."""
+        """Put tensors in place that were not expected."""
         self._claim_now(seats)
         self._seats.put(seats)
 
     def _claim_now(self, seats: Sequence[Seat]) -> None:
-        """Claim what is used at once: what was asked for ahead makes room for it, the last first."""
+        """Claim seats for immediate use; prefetched units make room for them, the last ones first."""
         self.stats.num_used += 1
         behind = False
         if not self._seats.fits(seats):
@@ -203,7 +206,7 @@ class Streaming:
             self.stats.num_missed += 1
 
     def _leave_views(self, own: "_Own") -> None:
-        """Once this thread is in no forward, what its operations have viewed is written to no more."""
+        """Release viewed weights once this thread is in no forward: nothing writes to the views any more."""
         if own.viewed and not own.inside():
             viewed, own.viewed = own.viewed, []
             self._seats.release(viewed)
@@ -215,31 +218,31 @@ class Streaming:
 
 
 class _Own:
-    """What a thread has for itself: how far it is, how many units it is in, and what its forwards save."""
+    """The state of one thread: its position, the number of units it is in, its forwards' saved-tensor hooks."""
 
     __slots__ = ("ahead", "cursor", "num_inside", "saving", "turns", "viewed")
 
     def __init__(self) -> None:
         self.cursor = Cursor()
-        self.ahead: Ahead | None = None  # of the forward that it is in, or of the last one
+        self.ahead: Ahead | None = None  # for the running forward, or the last one
         self.num_inside = 0
         self.saving: list[ExitStack] = []
-        self.viewed: list[Seat] = []  # of which the forward has views
-        self.turns: list[tuple[float, float]] = []  # of the units it is in, when they were waited for
+        self.viewed: list[Seat] = []  # seats that the forward has views of
+        self.turns: list[tuple[float, float]] = []  # when each unit that it is in was waited for
 
     def inside(self) -> bool:
-        """Whether it computes with the model."""
+        """Return whether the thread computes with the model."""
         return self.num_inside > 0 or self.cursor.depth > 0
 
 
 class _Threads(threading.local):
-    """Of each thread, its own; looked up once at each use of a unit."""
+    """The state of the current thread; looked up once at each use of a unit."""
 
     def __init__(self) -> None:
         self.own = _Own()
 
 
 def _look_ahead(own: _Own) -> None:
-    """Ask for what a thread's forward uses next."""
+    """Request the units that a thread's forward uses next."""
     if own.ahead is not None:
         own.ahead.ask(own.cursor.order.parts, own.cursor.position)

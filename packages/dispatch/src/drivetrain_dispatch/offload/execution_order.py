@@ -1,4 +1,4 @@
-"""In which order the parts of a model are used: learnt from the last forward, to know what comes next. Pure."""
+"""The order in which a model uses its parts, learnt from the last forward to predict the next. Pure."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 
 class Order:
-    """The order of the last whole forward; before the first one, the model's own.
+    """The order of the last complete forward; before the first one, the model's own order.
 
-    Parts are numbers from 0 on. A part may come several times, and a forward may leave parts out.
+    Parts are indices from 0 on. A part may occur several times, and a forward may skip parts.
 
     Args:
-        parts: What to expect before anything was learnt.
+        parts: The order to expect of the first forward.
 
     Attributes:
-        parts: The parts in the order in which they are expected.
+        parts: The parts in their expected order.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
         self._learn(tuple(parts))
 
     def learn(self, parts: Sequence[int]) -> None:
-        """Take the parts of a forward as what to expect of the next."""
+        """Learn the order of a forward, to expect it of the next one."""
         if self.parts != tuple(parts):
             self._learn(tuple(parts))
 
@@ -32,7 +32,10 @@ class Order:
         self.parts, self._places = parts, dict(places)
 
     def behind(self, part: int, position: int) -> int:
-        """Where a forward is that has been at a position and uses a part: behind the nearest one that fits."""
+        """Return the position that follows when a forward at `position` uses `part`.
+
+        It is behind the part's next occurrence, or else behind its first one; an unknown part keeps the position.
+        """
         parts = self.parts
         if position < len(parts) and parts[position] == part:
             return position + 1
@@ -43,20 +46,20 @@ class Order:
         return (places[nearest] if nearest < len(places) else places[0]) + 1
 
     def expects(self, part: int) -> bool:
-        """Whether a part is used at all."""
+        """Return whether the order contains a part."""
         return part in self._places
 
     def last_position(self, part: int) -> int:
-        """Where a part is used last; behind the end if it is not expected at all."""
+        """Return the position of a part's last use; the length of the order if it lacks the part."""
         places = self._places.get(part)
         return places[-1] if places else len(self.parts)
 
 
 class Orders:
-    """The order of each way in which a model is used: of its forward, and of its methods that use other parts.
+    """The order of each way to use a model: its forward, and its methods that use other parts.
 
     Args:
-        parts: What to expect before anything was learnt.
+        parts: The order to expect of the first use.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
@@ -64,17 +67,17 @@ class Orders:
         self._of: dict[str, Order] = {}
 
     def of(self, way: str) -> Order:
-        """That of one way."""
+        """Return the order of a method, by its name."""
         return self._of.setdefault(way, Order(self._parts))
 
 
 class Cursor:
-    """How far one thread is in an order, which all threads share.
+    """The position of one thread in an order that all threads share.
 
     Attributes:
-        order: That of the outermost forward, or of the last one.
-        depth: In how many forwards it is, one within another.
-        position: Where the part stands in the order that comes next.
+        order: The order of the outermost running forward, or of the last one.
+        depth: The number of nested forwards that the thread is in.
+        position: The position in the order of the next part.
     """
 
     __slots__ = ("_used", "depth", "order", "position")
@@ -86,7 +89,7 @@ class Cursor:
         self.depth = 0
 
     def begin(self, order: Order) -> None:
-        """A forward begins, in such an order; one within another is part of that one's order."""
+        """Begin a forward in an order; a nested forward counts as part of the outer one's order."""
         if self.depth == 0:
             self.order = order
             self.position = 0
@@ -94,12 +97,12 @@ class Cursor:
         self.depth += 1
 
     def use(self, part: int) -> None:
-        """A part is used in a forward: look what comes after it."""
+        """Record the use of a part, and move to the position after it."""
         self._used.append(part)
         self.position = self.order.behind(part, self.position)
 
     def end(self, *, whole: bool) -> None:
-        """A forward has ended; learnt from if it is the outermost and went to its end."""
+        """End a forward, and learn its order if it is the outermost one and completed (`whole`)."""
         self.depth -= 1
         if self.depth == 0 and whole:
             self.order.learn(self._used)

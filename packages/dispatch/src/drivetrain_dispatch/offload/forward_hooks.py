@@ -1,7 +1,8 @@
-"""How a model tells that its parts are used: a call around the forward of the model and of each part.
+"""Call a listener around the forward of a model and of each of its parts.
 
-Around, not torch's hooks: those cost a module more than the rest of what is done here, cannot undo what they began
-when a hook before them fails, and know of no method but the forward. Autoencoders are used by `encode` and `decode`.
+Forwards are replaced rather than hooked: torch's hooks cost a module more than all the rest of this package, cannot
+undo their work when an earlier hook fails, and cover no method but the forward. Autoencoders are used by `encode` and
+`decode`.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from torch import nn
 from drivetrain_dispatch.errors import OffloadedError
 
 FORWARD = "forward"
-# What others compute with a model by, beside its forward, if it has them.
+# The methods beside the forward by which callers compute with a model, if it has them.
 _METHODS = ("encode", "decode")
 
 _CANNOT_BE_RECORDED = (
@@ -28,27 +29,27 @@ _CANNOT_BE_RECORDED = (
 
 
 class Listener(Protocol):
-    """What is told; in this order, by every thread that uses the model.
+    """The callbacks for uses of a model; every thread that uses it calls them in this order.
 
-    1. `begin` when the whole model is called, or a method of it that computes, maybe within another. 2. `enter` and
-    `leave` around each part, which may be one inside another, and out of order. 3. `end`. What began well is ended,
-    also when the forward fails. A part may be called with no forward around it.
+    1. `begin` when the whole model or another method that computes is called, maybe nested. 2. `enter` and `leave`
+    around each part; parts may be nested and in any order. 3. `end`. After a `begin` or `enter` that succeeded, its
+    counterpart is called even if the forward fails. A part may be called outside any forward.
     """
 
     def begin(self, way: str) -> None:
-        """The whole model is used: by its forward, or the method of that name."""
+        """Begin a call of the whole model, by its forward or the method of that name."""
         ...
 
     def enter(self, index: int) -> None:
-        """A part is called."""
+        """Begin a call of a part."""
         ...
 
     def leave(self, index: int) -> None:
-        """It has returned, or failed."""
+        """End a call of a part, which returned or failed."""
         ...
 
     def end(self, *, whole: bool) -> None:
-        """The forward is over; `whole` if it did not fail."""
+        """End a call of the whole model; `whole` is True if it did not fail."""
         ...
 
 
@@ -57,7 +58,7 @@ def _as_it_is(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
 
 
 class NotCopied:
-    """What stands in a model that is dispatched, and cannot be copied or pickled with it."""
+    """A base class of objects in a dispatched model that cannot be copied or pickled with it."""
 
     def __reduce__(self) -> NoReturn:
         raise OffloadedError(
@@ -67,13 +68,13 @@ class NotCopied:
 
 
 class Around(NotCopied):
-    """Stands in for the forward of a module, or for another method.
+    """A replacement for the forward of a module, or for another method.
 
-    The module holds it, so it must not hold the module: a model that nobody refers to any more is freed at once.
+    The module holds it, so it must not hold the module: a model without other references is freed at once.
 
     Args:
-        module: The module.
-        name: The method's.
+        module: The module whose method is replaced.
+        name: The name of the method.
     """
 
     def __init__(self, module: nn.Module, name: str = FORWARD) -> None:
@@ -90,31 +91,31 @@ class Around(NotCopied):
 
     @property
     def module(self) -> nn.Module | None:
-        """The module; None once it is gone."""
+        """The module; None once it is freed."""
         return self._module()
 
     @property
     def inner(self) -> Callable[..., Any]:
-        """What this stands in for.
+        """The method that this replaces.
 
         Raises:
-            OffloadedError: The module is gone.
+            OffloadedError: The module was freed.
         """
         return MethodType(self._function, self._alive()) if self._binds else self._function
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Whoever asks for the signature gets the module's."""
+        """The replaced method, whose signature `inspect.signature` returns."""
         return self.inner
 
     @property
     def __code__(self) -> Any:
-        """That of the method, from which torch.export takes the names of its arguments."""
+        """The code of the replaced method, from which torch.export takes the names of its arguments."""
         return cast("Any", self.inner).__code__
 
     @property
     def __globals__(self) -> Any:
-        """What torch.jit.script asks for first; torch.fx can do without.
+        """An attribute that only torch.jit.script needs, which is refused; torch.fx does without it.
 
         Raises:
             AttributeError: Always.
@@ -125,17 +126,17 @@ class Around(NotCopied):
         )
 
     def call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call what this stands in for.
+        """Call the replaced method.
 
         Raises:
-            OffloadedError: The module is gone.
+            OffloadedError: The module was freed.
         """
         if self._binds:
             return self._function(self._alive(), *args, **kwargs)
         return self._function(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the module back its own."""
+        """Restore the module's own method."""
         if (module := self._module()) is None:
             return
         if self._was_own:
@@ -154,13 +155,13 @@ class Around(NotCopied):
 
 
 class AroundMethod(Around):
-    """Has a method be called as torch's hooks have a forward be called.
+    """A replacement that runs hooks around a method, as torch does around a forward.
 
     Args:
-        module: The module.
-        name: The method's.
-        before: Gives what the method is called with.
-        after: Gives what it returns; called with None if it failed.
+        module: The module whose method is replaced.
+        name: The name of the method.
+        before: A function that returns the arguments for the method.
+        after: A function that returns the result of the call; its `output` is None if the method failed.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class AroundMethod(Around):
         self._after = after
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
+        """Call the method between its hooks."""
         if self._before is None:
             return self.call_inner(args, kwargs)
         module = self._alive()
@@ -190,7 +191,7 @@ class AroundMethod(Around):
         return self._after(module, args, output)
 
     def remove(self) -> None:
-        """Give the module back its own; where somebody stands around this, do nothing from now on."""
+        """Restore the module's own method; if another wrapper is around this one, only drop the hooks."""
         if getattr(self.module, self.name, None) is self:
             super().remove()
         else:
@@ -198,7 +199,7 @@ class AroundMethod(Around):
 
 
 class _AroundPart(Around):
-    """Around the forward of a part."""
+    """The replacement for the forward of a part."""
 
     def __init__(self, module: nn.Module, listener: Listener, index: int) -> None:
         super().__init__(module)
@@ -215,13 +216,13 @@ class _AroundPart(Around):
             self.leave(self._index)
 
     def hide(self) -> None:
-        """Hide what is told from torch's compiler, which would trace it."""
+        """Hide the callbacks from torch.compile, which would trace them."""
         self.enter = cast("Callable[[int], None]", torch.compiler.disable(self.enter))
         self.leave = cast("Callable[[int], None]", torch.compiler.disable(self.leave))
 
 
 class _AroundModel(Around):
-    """Around the forward of the whole model, or another method of it."""
+    """The replacement for the forward of the whole model, or for another method of it."""
 
     def __init__(
         self, module: nn.Module, name: str, listener: Listener, parts: Sequence[_AroundPart]
@@ -235,8 +236,8 @@ class _AroundModel(Around):
         if self._parts:
             _check_not_recorded()
         elif torch.compiler.is_exporting():
-            return self.call_inner(args, kwargs)  # what is used in place, a program holds as it is
-        # Where nothing was compiled yet, to ask torch for it would import the compiler: seconds.
+            return self.call_inner(args, kwargs)  # the program holds weights used in place as they are
+        # torch.compiler.disable imports torch._dynamo, which takes seconds: wait until it is imported.
         if not self._hidden and "torch._dynamo" in sys.modules:
             self._hidden = True
             for part in self._parts:
@@ -252,32 +253,32 @@ class _AroundModel(Around):
 
 
 def _check_not_recorded() -> None:
-    """Check that no program is made of this call: it would hold what is stored, and bring nothing.
+    """Check that this call is not exported or traced: the program would hold stored weights and fetch none.
 
     Raises:
-        OffloadedError: One is.
+        OffloadedError: The call is exported or traced.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise OffloadedError(_CANNOT_BE_RECORDED)
 
 
 def methods_of(module: nn.Module) -> list[str]:
-    """The methods of a module beside its forward that compute with it. Pure."""
+    """Return the methods of a module beside its forward that compute with it. Pure."""
     return [
         name
         for name in _METHODS
         if isinstance(vars(module).get(name), Around | MethodType)
-        or inspect.isfunction(inspect.getattr_static(type(module), name, None))  # no property is asked
+        or inspect.isfunction(inspect.getattr_static(type(module), name, None))  # evaluates no property
     ]
 
 
 def listen(model: nn.Module, parts: Sequence[nn.Module], listener: Listener) -> list[Around]:
-    """Tell a listener of every use of a model and its parts, until what is returned is removed, the last one first.
+    """Call a listener around every use of a model and its parts; remove the returned objects in reverse order.
 
     Args:
-        model: The model.
-        parts: Modules of it.
-        listener: Who is told of a part by its index.
+        model: The model to listen to.
+        parts: The modules of the model that are its parts.
+        listener: The callbacks, which get the index of a part.
     """
     methods = methods_of(model)
     around = [_AroundPart(part, listener, index) for index, part in enumerate(parts)]
@@ -285,10 +286,10 @@ def listen(model: nn.Module, parts: Sequence[nn.Module], listener: Listener) -> 
 
 
 def check_removable(arounds: Sequence[Around]) -> None:
-    """Check that all can be removed, the last one first.
+    """Check that all replacements can be removed, in reverse order.
 
     Raises:
-        OffloadedError: Somebody has replaced the forward of a module since, or another method.
+        OffloadedError: The forward or another method of a module was replaced since.
     """
     met: dict[tuple[nn.Module, str], object] = {}
     for around in reversed(arounds):

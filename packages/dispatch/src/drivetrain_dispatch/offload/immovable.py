@@ -1,4 +1,4 @@
-"""Models whose weights come and go are not moved or converted: refused as a whole, before anything of them is."""
+"""Refuse to move or convert a model with offloaded weights, before any of its tensors has changed."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -12,17 +12,17 @@ from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.forward_hooks import Around
 from drivetrain_dispatch.offload.parameter import CANNOT_BE_CHANGED, is_away, kind_in_use
 
-_APPLY = "_apply"  # what module.to and its like call, of each module
+_APPLY = "_apply"  # the method of each module that to, cuda, half, ... call
 
 
 class Immovable(Around):
-    """Stands in for what moves and converts a module, until it is removed.
+    """A replacement for `Module._apply` that refuses to move or convert offloaded weights, until it is removed.
 
-    What leaves every weight as it is goes on, such as `model.cpu()` where the host computes.
+    Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes.
 
     Args:
-        module: The module.
-        has_packed: Whether packed weights of it come and go.
+        module: The module to keep in place.
+        has_packed: Whether any of its offloaded weights is packed.
     """
 
     def __init__(self, module: nn.Module, *, has_packed: bool) -> None:
@@ -33,7 +33,7 @@ class Immovable(Around):
         """Apply a function to the tensors of the module.
 
         Raises:
-            OffloadedError: It would change one that comes and goes. Nothing is changed.
+            OffloadedError: The function would change an offloaded tensor. Nothing is changed.
         """
         module = self.module
         tensors = [] if module is None else [*module.parameters(), *module.buffers()]
@@ -43,11 +43,11 @@ class Immovable(Around):
 
 
 def keep_in_place(model: nn.Module, coming: Collection[str]) -> list[Immovable]:
-    """Refuse to move the modules that have tensors which come and go, until what is returned is removed.
+    """Refuse to move the modules that hold offloaded tensors, until the returned objects are removed.
 
     Args:
-        model: The model.
-        coming: Names of those tensors.
+        model: The model to keep in place.
+        coming: The names of the offloaded tensors.
     """
     tensors = dict(named_tensors(model))
     ids = {id(tensors[name]): is_packed(tensors[name]) for name in coming}
@@ -63,10 +63,10 @@ def keep_in_place(model: nn.Module, coming: Collection[str]) -> list[Immovable]:
 
 
 def _changes(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:
-    """Whether a function gives anything but the tensor itself, tried on a few elements of its kind."""
+    """Return whether a function changes a tensor, tried on a few elements of its dtype and device."""
     kind = kind_in_use(tensor)
     if kind is None:
-        return True  # kept on one device, computed by another
+        return True  # stored on one device, computed by another
     dtype, device = kind
     with torch.no_grad():
         probe = torch.empty([min(size, 2) for size in tensor.shape], dtype=dtype, device=device)

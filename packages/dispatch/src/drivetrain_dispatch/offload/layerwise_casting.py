@@ -1,4 +1,4 @@
-"""Weights stored in a smaller dtype than they are computed in: each is converted when its layer is used."""
+"""Store weights in a smaller dtype than they compute in, and convert each when its layer is used."""
 
 import re
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.dispatch import check_dispatchable, dispatch_model, dispatched
 from drivetrain_dispatch.planning.placement import NORMS, placements_of
 
-# What few bits hurt most and saves least: norms by their usual names and classes, and embeddings.
+# Norms, by their usual names and classes, and embeddings: a small dtype hurts them most and saves least.
 _SENSITIVE_NAMES = ("norm", "embed")
 _SENSITIVE_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Embedding, *NORMS)
 
@@ -27,18 +27,19 @@ def apply_layerwise_casting(
     skip_modules_pattern: str | Collection[str] = _SENSITIVE_NAMES,
     skip_modules_classes: Collection[type[nn.Module]] = _SENSITIVE_CLASSES,
 ) -> nn.Module:
-    """Store the weights of a model in one dtype and compute in another, a layer at a time.
+    """Store the weights of a model in one dtype and compute in another, one layer at a time.
 
-    With `torch.float8_e4m3fn` under `torch.bfloat16` a model takes half the memory; values are rounded once, here.
-    The model stays on its devices; `remove_hooks` leaves it in the dtype of its storage. It is not for training.
+    With `torch.float8_e4m3fn` for storage and `torch.bfloat16` for computation, a model takes half the memory; values
+    are rounded once, in this call. The model stays on its devices; `remove_hooks` leaves it in the storage dtype. Not
+    for training.
 
     Args:
         model: The model; changed in place.
-        storage_dtype: A floating-point dtype that weights are stored in.
-        compute_dtype: What they are converted to when they are used, and what is skipped is converted to now.
-        skip_modules_pattern: Regular expressions; parameters whose name one of them finds itself in stay in
-            `compute_dtype`.
-        skip_modules_classes: Modules whose own parameters stay in `compute_dtype`.
+        storage_dtype: The floating-point dtype that weights are stored in.
+        compute_dtype: The dtype that weights are converted to at use, and skipped parameters now.
+        skip_modules_pattern: Regular expressions; a parameter stays in `compute_dtype` if one matches anywhere in its
+            name.
+        skip_modules_classes: Module classes whose own parameters stay in `compute_dtype`.
 
     Returns:
         The same model.
@@ -46,8 +47,8 @@ def apply_layerwise_casting(
     Raises:
         OffloadedError: The model is dispatched already: give `dispatch_model` the `dtypes` instead.
         DeviceMapError: A tensor has no data.
-        ValueError: A dtype is no floating-point one or none to compute in, a pattern no regular expression, a class
-            none, or nothing is left to store.
+        ValueError: A dtype is not floating-point, layers cannot compute in `compute_dtype`, a pattern is not a
+            regular expression, a class is not a class, or no parameter is left to store.
     """
     if dispatched(model):
         raise OffloadedError(
@@ -82,10 +83,10 @@ def apply_layerwise_casting(
 
 
 def _check_dtypes(storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-    """Check both.
+    """Check the dtypes of storage and computation.
 
     Raises:
-        ValueError: One is no floating-point one, or none that layers compute in.
+        ValueError: A dtype is not floating-point, or layers cannot compute in `compute_dtype`.
     """
     for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
         check_dtype(name, dtype)
@@ -95,10 +96,10 @@ def _check_dtypes(storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> Non
 
 
 def _check_skipped(patterns: Collection[str], classes: object) -> None:
-    """Check what says which modules are skipped.
+    """Check the patterns and classes of modules to skip.
 
     Raises:
-        ValueError: A pattern is no regular expression, or a class none.
+        ValueError: A pattern is not a regular expression, or a class is not a class.
     """
     for pattern in patterns:
         try:

@@ -1,4 +1,4 @@
-"""Weights that the host computes with where they are: in the pages of their files."""
+"""Compute on the host with weights in place, in the mapped pages of their files."""
 
 import threading
 import time
@@ -13,20 +13,20 @@ from drivetrain_dispatch.offload.page_reader import Bounds, Reading, Stretch
 from drivetrain_dispatch.offload.pages import can_give_back, some_missing, together
 from drivetrain_dispatch.planning.memory_budget import free_of_host
 
-_SHARE_AHEAD = 0.5  # of the host's free memory: pages beyond it would push out others before they were used
-_SHARE_USED = 0.8  # what a model may take of it; a larger one comes and goes
-_SHARE_KEPT = 0.65  # of it, at most, by what stays of such a model
-_SHARE_FILLED = 0.9  # of it, by what stays, what is brought ahead, and the unit in use
-_SHARE_CHECKING = 0.02  # the most time, of all, that goes into asking the system which pages are there
-_MOST_AHEAD_BYTES = 128 << 20  # where pages are given back: as much as a disk needs to be always at work
+_SHARE_AHEAD = 0.5  # of the host's free memory, read ahead: more would evict pages before their use
+_SHARE_USED = 0.8  # of free memory; pages of a model that takes more are released behind the forward
+_SHARE_KEPT = 0.65  # of free memory: the most pages of such a model that stay
+_SHARE_FILLED = 0.9  # of free memory, for pages that stay, pages read ahead and the unit in use
+_SHARE_CHECKING = 0.02  # the largest share of time spent on asking the system which pages are in memory
+_MOST_AHEAD_BYTES = 128 << 20  # of read-ahead where pages are released: enough to keep a disk busy
 
 
 def check_release(release_pages: object) -> None:
-    """Check that it is a switch, and that the system can do it.
+    """Check that `release_pages` is a bool, and that the system can release pages if it is True.
 
     Raises:
-        ValueError: It is none.
-        DeviceMapError: The system cannot.
+        ValueError: `release_pages` is not a bool.
+        DeviceMapError: The system cannot release pages.
     """
     if not isinstance(release_pages, bool):
         raise ValueError(f"release_pages={release_pages!r}: give True or False")
@@ -38,23 +38,23 @@ def check_release(release_pages: object) -> None:
 
 
 class InPlace:
-    """Watches a model whose weights are mapped files'.
+    """The engine of a model that uses weights in place, in mapped files.
 
-    At the beginning of each forward the files must be what they were. If some of their pages are not in memory,
-    threads read them in the order in which the last such forward used them; its modules are watched for that. Of a
-    forward that finds all of them there, nothing is watched: it costs what it costs in memory.
+    At the beginning of each forward the files must be unchanged. If some of their pages are not in memory, threads
+    read them in the order of the last such forward, and hooks on the modules track its position. A forward that finds
+    all pages in memory registers no hooks: it costs the same as with weights in memory.
 
-    Where the host has no room for all of them, by its own memory or by the limit of a container, a part stays and the
-    others are given back behind the forward, so that none is pushed out before it was used.
+    Where the host has no room for all pages, by its own memory or by a container's limit, a part stays and the others
+    are released behind the forward, so that no page is evicted before its use.
 
     Args:
-        units: In the order in which they are expected; their tensors are the pages of files.
-        files: The file of each tensor, by its name.
-        releases: Whether pages always are given back, and none of them stays.
+        units: The units in their expected order; their tensors are mapped from files.
+        files: The file of each tensor, by name.
+        releases: Whether pages are always released, and none of them stays.
     """
 
     def __init__(self, units: Sequence[Unit], files: Mapping[str, MappedFile], *, releases: bool) -> None:
-        self._modules = [ref(unit.module) for unit in units]  # which hold this
+        self._modules = [ref(unit.module) for unit in units]  # weak, as the modules hold this engine
         self._units = [
             [
                 stretch
@@ -77,7 +77,7 @@ class InPlace:
         self._reading: Reading | None = None
 
     def begin(self, way: str) -> None:
-        """The model is used, by its forward or another method.
+        """Begin a use of the model, by its forward or another method.
 
         Raises:
             WeightFilesError: A file was replaced, written to or deleted.
@@ -95,13 +95,13 @@ class InPlace:
                     )
 
     def enter(self, index: int) -> None:
-        """Nothing to do: a forward that reads ahead watches by itself."""
+        """Do nothing: a forward that reads ahead has its own hooks."""
 
     def leave(self, index: int) -> None:
-        """Nothing to do: as before."""
+        """Do nothing, as in `enter`."""
 
     def end(self, *, whole: bool) -> None:
-        """The forward is over."""
+        """End a use of the model, and learn its order if it did not fail (`whole`)."""
         own = self._own
         own.depth -= 1
         if own.depth == 0 and own.reading is not None:
@@ -112,20 +112,20 @@ class InPlace:
                 self._reading = own.reading = None
 
     def busy(self) -> bool:
-        """Whether some thread reads ahead for a forward."""
+        """Return whether any thread reads ahead for a forward."""
         return self._reading is not None
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading ahead."""
         with self._lock:
             if self._reading is not None:
                 self._reading.stop()
 
     def _some_are_missing(self) -> bool:
-        """Whether pages are known to be missing.
+        """Return whether pages are known to be missing from memory.
 
-        The system takes about 10 ms for a gigabyte of which little is used, as of experts. Once it has found all
-        pages in memory, it is asked again when that time is a small share of what has passed.
+        The system call takes about 10 ms per gigabyte, of which a model may use little, such as a few experts. After
+        it has found all pages in memory, it is repeated only once its time is a small share of the time since.
         """
         start = time.perf_counter()
         if start < self._next_check:
@@ -136,7 +136,7 @@ class InPlace:
         return missing
 
     def _bounds(self) -> Bounds:
-        """How much of the files is in memory during a forward."""
+        """Return how much of the files a forward may hold in memory."""
         room = free_of_host()
         ahead_bytes = min(int(room * _SHARE_AHEAD / 2), _MOST_AHEAD_BYTES)
         if self._size_bytes > room * _SHARE_USED:
@@ -147,7 +147,7 @@ class InPlace:
 
 
 class _Own(threading.local):
-    """What each thread has for itself: in how many forwards it is, and what is read ahead of its own."""
+    """The state of each thread: the number of nested forwards it is in, and the read-ahead for them."""
 
     def __init__(self) -> None:
         self.depth = 0

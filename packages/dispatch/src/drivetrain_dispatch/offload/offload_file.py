@@ -1,4 +1,4 @@
-"""A model's weights written to a file of their own, from which they are used: for what is in no checkpoint."""
+"""Write weights that are in no checkpoint to a file of their own, and use them from there."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +14,13 @@ from drivetrain_dispatch.model.tensor_subclass import parts_of
 
 
 class WritableFile(MappedFile):
-    """A safetensors file of which the tensors are written to: what changes them changes it.
+    """A safetensors file that is mapped for writing: changes to its tensors change the file.
 
     Args:
-        path: Where.
+        path: The path of the file.
 
     Raises:
-        WeightFilesError: It is missing, cut, or no file of weights.
+        WeightFilesError: The file is missing, truncated, or not a weight file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,23 +28,23 @@ class WritableFile(MappedFile):
         self._pages = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as the file's pages."""
+        """Return a tensor as the file's mapped pages."""
         private, start = super().tensor(name), self.start_of(name)
         if start is None or start % private.element_size():
-            return private  # torch has no tensor that begins between two elements: its changes stay in memory
+            return private  # torch cannot view bytes at an unaligned offset: changes stay in memory
         return self._pages[start : start + private.nbytes].view(private.dtype).view(private.shape)
 
     def check_unchanged(self) -> None:
-        """Check that it is the file that was opened: what training changes is to be found there.
+        """Check that the file is the one that was opened; training may have changed its contents.
 
         Raises:
-            WeightFilesError: It was replaced, deleted, or is of another size.
+            WeightFilesError: The file was replaced, deleted, or has another size.
         """
         self.check_in_place()
 
 
 def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The parts of a tensor by what they are called in a file: it alone by its name, if it is not packed."""
+    """Return the parts of a tensor by their names in a file; a tensor that is not packed keeps its name."""
     parts = parts_of(tensor)
     if parts[0] is tensor:
         return {name: tensor}
@@ -54,17 +54,17 @@ def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
 def write_offloaded(
     tensors: Mapping[str, Tensor], folder: Path | str, *, write_back: bool = False
 ) -> MappedFile:
-    """Write tensors to a new safetensors file of a folder, and map it.
+    """Write tensors to a new safetensors file in a folder, and map it.
 
-    The file has a name of its own, so that two models may use one folder. It is the user's to delete.
+    The file has a unique name, so that two models may use one folder. The user deletes it.
 
     Args:
-        tensors: By name.
-        folder: Where; made if it is not there.
-        write_back: Whether what changes the tensors changes the file; else changes stay in memory.
+        tensors: The tensors to write, by name.
+        folder: The folder for the file; created if it does not exist.
+        write_back: Whether changes to the tensors change the file; otherwise they stay in memory.
 
     Raises:
-        WeightFilesError: It could not be written; nothing is left of it.
+        WeightFilesError: The file could not be written; nothing is left of it.
     """
     path = Path(folder).expanduser() / f"offloaded-{uuid4().hex[:12]}.safetensors"
     try:

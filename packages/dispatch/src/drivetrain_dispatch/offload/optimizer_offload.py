@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, in files: made there, updated there, never whole in memory."""
+"""Keep the state of an optimizer in files: created there, updated there, never whole in memory."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -16,18 +16,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_dispatch.errors import OffloadedError, WeightFilesError
 
-_MARK = "_drivetrain_offload"  # the optimizer's attribute
+_MARK = "_drivetrain_offload"  # the name of the optimizer's attribute
 _SMALL_BYTES = 64 << 10  # step counts and the like stay in memory
-# How optimizers make their state.
+# The functions by which optimizers create their state.
 _MAKES = (torch.zeros_like, torch.full_like, torch.ones_like, torch.clone, Tensor.clone)
 
 
 class OptimizerOffload:
-    """Keeps what an optimizer has in files, until it is removed.
+    """The offload of an optimizer's state to files, until it is removed.
 
     Args:
-        optimizer: The optimizer.
-        folder: For the files.
+        optimizer: The optimizer to offload.
+        folder: The folder for the files.
     """
 
     def __init__(self, optimizer: Optimizer, folder: Path) -> None:
@@ -38,11 +38,11 @@ class OptimizerOffload:
         self._handle = optimizer.register_load_state_dict_post_hook(self._keep_all)
         self._keep_all(optimizer)
         setattr(optimizer, _MARK, True)
-        # A bound method, which schedulers expect.
+        # Learning-rate schedulers expect a bound method.
         optimizer.step = MethodType(self._around(optimizer.step), optimizer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Make no more files. What is in one stays there, as ordinary tensors."""
+        """Create no more files. State in files stays there, as ordinary tensors."""
         self._handle.remove()
         delattr(self._optimizer, _MARK)
         if self._was_own is None:
@@ -51,7 +51,9 @@ class OptimizerOffload:
             self._optimizer.step = self._was_own  # type: ignore[method-assign]
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor with the same values in a file of its own that has no name: it goes with the tensor.
+        """Return a copy of a tensor in an unnamed file of its own, which is freed with the copy.
+
+        A small tensor, or one that is in such a file or not on the host, is returned as it is.
 
         Raises:
             WeightFilesError: The disk has no room.
@@ -61,6 +63,7 @@ class OptimizerOffload:
         path = self._folder / f"state-{uuid4().hex}"
         try:
             with path.open("xb") as file:
+                # Reserve the space now: with a sparse file, a full disk would kill the process at a later write.
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
                 else:
@@ -84,7 +87,7 @@ class OptimizerOffload:
                     state[key] = self.kept(value)
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The optimizer's step; while state is still to be made, it is made in files."""
+        """Return the optimizer's step, which creates missing state in files."""
 
         @wraps(step)
         def stepped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +108,7 @@ class OptimizerOffload:
         return stepped
 
     def _drop_unfinished(self, optimizer: Optimizer, before: int) -> None:
-        """Leave out the state that a step could not make in full, which the next one makes."""
+        """Drop the state that a step could not create in full; the next step creates it."""
         state = cast("dict[Tensor, dict[str, object]]", optimizer.state)
         new = list(state)[before:]
         for parameter in new:
@@ -114,7 +117,7 @@ class OptimizerOffload:
 
 
 class _Making(TorchFunctionMode):
-    """Within it what is made is kept in files, one tensor after the other."""
+    """A mode that creates state in files, one tensor after the other."""
 
     def __init__(self, offload: OptimizerOffload) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ class _Making(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What the function makes, in a file if it is to last."""
+        """Return the result of the function, in a file if it is new state."""
         made = func(*args, **(kwargs or {}))
         if func not in _MAKES or not isinstance(made, Tensor):
             return made
@@ -136,18 +139,20 @@ class _Making(TorchFunctionMode):
 
 
 def disk_offload_optimizer(optimizer: Optimizer, offload_dir: Path | str) -> OptimizerOffload:
-    """Keep what an optimizer has for each parameter (averages, momenta) on the disk.
+    """Keep the state of an optimizer (averages, momenta) on the disk.
 
-    It is made there in the first step, one tensor after the other, and updated there: the system writes changed pages
-    and takes their memory for others. With weights on the disk (`disk_offload(..., write_back=True)`) a model is
-    trained that the memory does not hold. Parameters must be on the host; state of less than 64 KiB stays in memory.
+    The first step creates it there, one tensor after the other, and each step updates it there: the system writes
+    changed pages to the disk and reuses their memory. With weights on the disk (`disk_offload(..., write_back=True)`)
+    this trains models larger than the memory. Parameters must be on the host; state tensors of less than 64 KiB stay
+    in memory.
 
     Args:
-        optimizer: Any of torch's, or one that makes its state as they do.
-        offload_dir: Where the files are; made if it is not there. They have no names and go with the optimizer.
+        optimizer: An optimizer of torch, or one that creates its state in the same way.
+        offload_dir: The folder for the files; created if it does not exist. The files have no names and are freed
+            with the optimizer.
 
     Returns:
-        What ends it: `remove()`.
+        The offload, whose `remove()` ends it.
 
     Raises:
         OffloadedError: The optimizer is offloaded already.

@@ -1,4 +1,4 @@
-"""What one forward has in memory of the files that it computes with: brought ahead of it, given back behind it."""
+"""Read the pages of mapped files ahead of a forward, and release them behind it."""
 
 import threading
 from collections import Counter
@@ -15,16 +15,16 @@ from drivetrain_dispatch.offload.execution_order import Order
 from drivetrain_dispatch.offload.pages import Pages, bring, give_back
 
 _TOGETHER_BYTES = 2 << 20  # the largest folio of the page cache
-_NUM_READERS = 2  # one waits for the disk while the other asks
+_NUM_READERS = 2  # one waits for the disk while the other requests the next piece
 
 
 class Stretch(NamedTuple):
-    """The pages of a tensor.
+    """The pages of a tensor, or of one part of a packed tensor.
 
     Attributes:
-        pages: Those.
-        file: Whose they are.
-        tensor: It, unless it is packed.
+        pages: The pages of the values.
+        file: The file that the pages are mapped from.
+        tensor: A weak reference to the tensor; None if it is packed.
     """
 
     pages: Pages
@@ -33,12 +33,12 @@ class Stretch(NamedTuple):
 
     @classmethod
     def each_of(cls, tensor: Tensor, file: MappedFile) -> "list[Stretch]":
-        """Of each of the parts of a tensor."""
+        """Return the stretch of each part of a tensor."""
         own = None if is_packed(tensor) else ref(tensor)
         return [cls(Pages.of(part), file, own) for part in parts_of(tensor)]
 
     def is_used(self) -> bool:
-        """Whether the tensor has its values there still: it may have been converted."""
+        """Return whether the tensor still has its values in these pages: it may have been converted."""
         if self.tensor is None:
             return True
         tensor = self.tensor()
@@ -46,12 +46,12 @@ class Stretch(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """How much a forward has in memory.
+    """The limits on the pages that a forward holds in memory.
 
     Attributes:
-        ahead_bytes: How far pages are brought ahead of the unit that is used.
-        kept_bytes: How many stay behind it, those that are used first; None for all.
-        leaves_cache: Whether the others leave the system's cache too, where they would push out what comes next.
+        ahead_bytes: The bytes that are read ahead of the unit in use.
+        kept_bytes: The bytes that stay in memory after their use, those used first; None for all.
+        leaves_cache: Whether released pages leave the page cache too, where they would evict the pages used next.
     """
 
     ahead_bytes: int
@@ -60,18 +60,18 @@ class Bounds(NamedTuple):
 
 
 class Reading:
-    """Threads that bring the pages of one forward, in order; behind it they are given back.
+    """The threads that read the pages of one forward in order; pages are released behind it.
 
     Args:
-        modules: Of the units; None for one that is gone.
-        units: Their pages.
-        order: In which they are expected.
-        bounds: How much of them is in memory.
-        brings: Whether pages are brought; else they are there.
+        modules: The module of each unit; None for one that was freed.
+        units: The pages of each unit.
+        order: The expected order of the units.
+        bounds: The limits on the pages in memory.
+        brings: Whether pages are read; if not, all are in memory already.
 
     Attributes:
-        order: That.
-        used: The units that the forward has used.
+        order: The expected order of the units.
+        used: The units that the forward has used so far.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reading:
         self._units = units
         self._bounds = bounds
         self._uses_left = Counter(order.parts)
-        self._ends: dict[int, int] = {}  # of each unit, the bytes up to its end when it is first used
+        self._ends: dict[int, int] = {}  # of each unit, the bytes to read up to its end
         self._steps: list[tuple[int, int, int]] = []  # address, bytes, bytes before it
         total = 0
         for index in dict.fromkeys(order.parts):
@@ -114,7 +114,7 @@ class Reading:
             thread.start()
 
     def _reached(self, index: int, _module: nn.Module, _args: object) -> None:
-        """The forward uses a unit."""
+        """Record that the forward uses a unit: read on, and release the unit before."""
         before = self.used[-1] if self.used else index
         self.used.append(index)
         self._uses_left[index] -= 1
@@ -127,7 +127,7 @@ class Reading:
             self._give_back(before)
 
     def stop(self) -> None:
-        """Read nothing more, watch nothing, and give back what is left."""
+        """Stop reading, remove the hooks, and release the remaining pages."""
         for handle in self._handles:
             handle.remove()
         with self._changed:
@@ -135,7 +135,7 @@ class Reading:
             self._changed.notify_all()
         if self._bounds.kept_bytes is not None:
             for thread in self._threads:
-                thread.join()  # what it is bringing would stay
+                thread.join()  # pages that it reads after the release would stay
             for index in range(len(self._units)):
                 self._give_back(index)
 
@@ -145,7 +145,7 @@ class Reading:
             return
         for stretch in self._units[index]:
             if stretch.is_used() and give_back(stretch.pages) and self._bounds.leaves_cache:
-                # What the system keeps together may reach into the one before, which is used no more either.
+                # A folio of the page cache may begin in the stretch before, which is not used any more either.
                 stretch.file.forget(
                     stretch.pages.first - _TOGETHER_BYTES, stretch.pages.size_bytes + _TOGETHER_BYTES
                 )
@@ -153,10 +153,10 @@ class Reading:
     def _read(self) -> None:
         while (step := self._take()) is not None:
             if not bring(*step):
-                return  # the forward reads for itself
+                return  # the forward reads the rest by page faults
 
     def _take(self) -> tuple[int, int] | None:
-        """The next piece, once there is room for it."""
+        """Return the next piece once there is room for it; None after the last one."""
         with self._changed:
             while not self._stopped and self._next < len(self._steps):
                 address, size_bytes, before = self._steps[self._next]

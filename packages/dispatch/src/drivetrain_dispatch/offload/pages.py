@@ -1,4 +1,4 @@
-"""Pages of mapped files: which are in memory, and bringing them there ahead of their use. Linux alone."""
+"""Query, read ahead and release the pages of mapped files. Linux only."""
 
 import ctypes
 import mmap
@@ -16,15 +16,15 @@ _PAGE_BYTES = mmap.PAGESIZE
 _DONTNEED = 4  # madvise: MADV_DONTNEED
 _POPULATE_READ = 22  # madvise: MADV_POPULATE_READ, from Linux 5.14 on
 _PAGEMAP = "/proc/self/pagemap"
-_STEP_BYTES = 8 << 20  # brought in one call: how soon a thread that should stop does
+_STEP_BYTES = 8 << 20  # read in one call; a thread can stop only between two calls
 
 
 class Pages(NamedTuple):
-    """Pages of a mapping, one after the other.
+    """A contiguous range of pages of a mapping.
 
     Attributes:
-        first: The address of the first one.
-        size_bytes: From there to the end of what is used.
+        first: The address of the first page.
+        size_bytes: The bytes from there to the end of the used part.
     """
 
     first: int
@@ -32,18 +32,18 @@ class Pages(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Pages":
-        """The pages of a contiguous tensor on the host."""
+        """Return the pages of a contiguous tensor on the host."""
         first = tensor.data_ptr() // _PAGE_BYTES * _PAGE_BYTES
         return cls(first, tensor.data_ptr() + tensor.nbytes - first)
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """The pages as pieces (address, bytes) that `bring` takes, in their order."""
+        """Yield the pages in order, as pieces (address, bytes) for `bring`."""
         for start in range(0, self.size_bytes, _STEP_BYTES):
             yield self.first + start, min(_STEP_BYTES, self.size_bytes - start)
 
 
 def together(pages: Iterable[Pages]) -> list[Pages]:
-    """The same pages in as few pieces as there are. Pure."""
+    """Merge ranges of pages that touch or overlap. Pure."""
     joined: list[Pages] = []
     for one in sorted(pages):
         end = joined[-1].first + joined[-1].size_bytes if joined else 0
@@ -56,7 +56,7 @@ def together(pages: Iterable[Pages]) -> list[Pages]:
 
 
 def some_missing(pages: Pages) -> bool:
-    """Whether some are not in memory; False where the system does not say."""
+    """Return whether any page is not in memory; False where the system cannot tell."""
     libc = _libc()
     if libc is None:
         return False
@@ -69,15 +69,15 @@ def some_missing(pages: Pages) -> bool:
 
 
 def can_give_back() -> bool:
-    """Whether the system says which pages were written to, without which none is given back."""
+    """Return whether the system tells which pages were written to; otherwise no page is released."""
     return _libc() is not None and os.access(_PAGEMAP, os.R_OK)
 
 
 def give_back(pages: Pages) -> bool:
-    """Take pages of a file out of this process's memory, unless one of them was written to; whether they are out.
+    """Release pages of a file from this process's memory, and return whether they were released.
 
-    They stay in the system's cache, and come again when they are used. What was written to a private mapping is in
-    no file, and would be lost: nobody may begin to write to them meanwhile.
+    None is if one was written to: changes to a private mapping are in no file, and would be lost. No thread may begin
+    to write to the pages meanwhile. Released pages stay in the page cache, and are mapped again at their next use.
     """
     libc = _libc()
     if libc is None or _some_are_written(pages):
@@ -86,10 +86,10 @@ def give_back(pages: Pages) -> bool:
 
 
 def _some_are_written(pages: Pages) -> bool:
-    """Whether some are pages of the process's own; True where the system does not say.
+    """Return whether any page is a private copy of the process; True where the system cannot tell.
 
-    Of each page, proc_pid_pagemap(5) has 64 bits: 63 whether it is there, 62 whether it was swapped out, 61 whether
-    it is a file's.
+    proc_pid_pagemap(5) has 64 bits for each page: bit 63 is set if it is present, 62 if it is swapped out, 61 if it
+    belongs to a file.
     """
     entries = bytearray(8 * -(-pages.size_bytes // _PAGE_BYTES))
     if not entries:
@@ -106,7 +106,7 @@ def _some_are_written(pages: Pages) -> bool:
 
 
 def bring(address: int, size_bytes: int) -> bool:
-    """Bring a piece of a mapping into memory, letting other threads run; False where the system cannot."""
+    """Read a piece of a mapping into memory without the GIL; return False where the system cannot."""
     libc = _libc()
     return libc is not None and libc.madvise(address, size_bytes, _POPULATE_READ) == 0
 
@@ -115,7 +115,7 @@ def bring(address: int, size_bytes: int) -> bool:
 def _libc() -> CDLL | None:
     if sys.platform != "linux":
         return None
-    libc = ctypes.CDLL(None, use_errno=True)  # its calls give up Python's lock, mmap.madvise keeps it
+    libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL, mmap.madvise keeps it
     libc.mincore.argtypes = (c_void_p, c_size_t, c_void_p)
     libc.mincore.restype = c_int
     libc.madvise.argtypes = (c_void_p, c_size_t, c_int)

@@ -1,8 +1,8 @@
-"""Weights that are elsewhere: whoever computes with one gets it, also where no module was called for it.
+"""Fetch an offloaded weight for any operation that uses it, even if its own module is not called.
 
-The class of a parameter that comes and goes is `AwayParameter`, which torch asks before every operation (the
+The class of an offloaded parameter is `AwayParameter`, which torch calls before every operation (the
 `__torch_function__` protocol). In a forward, a module that uses the weight of another one (a tied head, `nn.LSTM`'s
-flat list) computes with the weight itself, on the device that computes. Elsewhere, the parameter is what is stored.
+flat list) computes with the fetched weight, on the device that computes. Elsewhere, it is the stored tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import OffloadedError
 
-# What can be said of a tensor without its values.
+# The attributes and methods of a tensor that need none of its values.
 _ASKED = frozenset(
     getattr(Tensor, name).__get__
     for name in (
@@ -43,22 +43,22 @@ CANNOT_BE_CHANGED = (
 
 
 class Fetcher(Protocol):
-    """Who brings weights that are away."""
+    """The interface of an engine that fetches offloaded weights."""
 
     def inside(self) -> bool:
-        """Whether this thread is in a forward: there an operation computes, elsewhere it looks at what is stored."""
+        """Return whether this thread is in a forward, where operations use fetched weights, not stored ones."""
         ...
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What to compute with in place of tensors that are away."""
+        """Return the tensors to compute with in place of offloaded ones."""
         ...
 
     def stays(self, tensor: Tensor) -> bool:
-        """Whether a tensor is computed by the device that stores it."""
+        """Return whether the device that stores a tensor also computes with it."""
         ...
 
     def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
-        """That is over; the result may be views of them."""
+        """Release fetched tensors after an operation; its result may be a view of one."""
         ...
 
 
@@ -69,7 +69,7 @@ def _bring_what_is_used(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What torch calls before an operation: in a forward it is given the weights themselves."""
+    """Run an operation as `__torch_function__`: in a forward, with fetched weights for offloaded ones."""
     given = kwargs or {}
     if func in _ASKED:
         return plainly(func, *args, **given)
@@ -97,9 +97,9 @@ def _bring_what_is_used(
 
 
 def _is_what_it_is(tensor: Tensor, value: Tensor, fetcher: Fetcher) -> bool:
-    """Whether a tensor was moved or converted to what it is: in a forward, to what it is computed with."""
+    """Return whether a value assigned to `.data` is the tensor's own data; in a forward, that of its fetched copy."""
     if value is tensor:
-        return fetcher.stays(tensor)  # elsewhere, what stays on the device would part from it
+        return fetcher.stays(tensor)  # if False, the same call would move weights off the other device
     if not fetcher.inside():
         return False
     (shown,) = fetcher.fetch([tensor])
@@ -109,31 +109,31 @@ def _is_what_it_is(tensor: Tensor, value: Tensor, fetcher: Fetcher) -> bool:
 
 
 class AwayParameter(nn.Parameter):
-    """A parameter whose weight is elsewhere."""
+    """A parameter whose weight is offloaded."""
 
     __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter of its own, of what is stored."""
+        """Return an ordinary parameter with a copy of the stored values."""
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is stored, as an ordinary parameter."""
+        """Pickle the stored values as an ordinary parameter."""
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class AwayBuffer(Tensor):
-    """A buffer whose values are elsewhere."""
+    """A buffer whose values are offloaded."""
 
     __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
 
 
 def class_away(tensor: Tensor) -> type[Tensor]:
-    """The class by which a parameter or buffer is brought when it is used.
+    """Return the class by which a parameter or buffer is fetched when it is used.
 
-    One of another class, a quantised weight for example, keeps it: it has that protocol for itself, and its module
-    alone brings it.
+    A tensor of another class, such as a quantised weight, keeps its class: it uses that protocol itself, and only its
+    module fetches it.
     """
     if type(tensor) is nn.Parameter:
         return AwayParameter
@@ -141,12 +141,15 @@ def class_away(tensor: Tensor) -> type[Tensor]:
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a model that is dispatched."""
+    """Return whether a tensor is an offloaded one of a dispatched model."""
     return isinstance(tensor, AwayParameter | AwayBuffer)
 
 
 def kind_in_use(tensor: Tensor) -> tuple[torch.dtype, torch.device] | None:
-    """What a tensor that is away is computed with in a forward, else what it is; None if another device stores it."""
+    """Return the dtype and device of an offloaded tensor: the fetched one's in a forward, else the stored one's.
+
+    None outside a forward if one device stores the tensor and another computes with it.
+    """
     fetcher = _fetcher_of(tensor)
     if fetcher is None:
         return None
@@ -158,7 +161,7 @@ def kind_in_use(tensor: Tensor) -> tuple[torch.dtype, torch.device] | None:
 
 
 def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:
-    """Say who brings a tensor that is away, without holding it; None for nobody any more."""
+    """Set the engine that fetches an offloaded tensor, by a weak reference; None removes it."""
     if fetcher is None:
         del tensor._fetcher  # type: ignore[attr-defined]
     else:
@@ -171,7 +174,7 @@ def _fetcher_of(tensor: Tensor) -> Fetcher | None:
 
 
 def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
-    """The tensors that are away among arguments, each once, by who brings them to a forward of this thread."""
+    """Return the distinct offloaded tensors among arguments, by the engine whose forward this thread is in."""
     found: dict[Fetcher, dict[int, Tensor]] = {}
     for tensor in _tensors_in(value):
         if is_away(tensor):
@@ -182,7 +185,7 @@ def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
 
 
 def plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function makes of what is stored; its results are ordinary tensors."""
+    """Call a function with the stored tensors; its results are ordinary tensors."""
     return nn.Parameter.__torch_function__(func, (), args, kwargs)
 
 

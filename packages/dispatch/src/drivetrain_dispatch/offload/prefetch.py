@@ -1,4 +1,4 @@
-"""What a forward or backward has asked for before its turn: as many units of an order as there is room for."""
+"""Prefetch the next units of a forward or backward, as many as there is room for."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from drivetrain_dispatch.offload.residency import Seat, Seats
 
 
 class Ahead:
-    """Units that were asked for and are not used yet. Whoever calls holds the lock of the model's engine.
+    """The units that are requested but not used yet. Callers hold the engine's lock.
 
     Args:
-        units: The seats of each.
-        seats: All of them.
+        units: The seats of each unit.
+        seats: All seats of the model.
     """
 
     __slots__ = ("_asked", "_seats", "_spare", "_units")
@@ -19,16 +19,16 @@ class Ahead:
     def __init__(self, units: Sequence[Sequence[Seat]], seats: Seats) -> None:
         self._units = units
         self._seats = seats
-        self._asked: deque[int] = deque()  # those that come next, without a gap
-        self._spare: list[int] = []  # asked for too; something else came between
+        self._asked: deque[int] = deque()  # the next ones in the order, without a gap
+        self._spare: list[int] = []  # requested too, before other units came in between
 
     def use(self, unit: int, upcoming: Sequence[int], position: int) -> bool:
-        """A unit's turn has come; whether it was asked for, so that its claim is the caller's from now on.
+        """Take a unit for its use, and return whether it was requested; its claim then passes to the caller.
 
         Args:
-            unit: Its index.
+            unit: The index of the unit.
             upcoming: The order of all units.
-            position: Behind this one in it. What was asked for and is not near it is given up.
+            position: The position after this unit in the order; requested units that are not near it are given up.
         """
         asked = self._asked
         if asked and asked[0] == unit:
@@ -49,7 +49,7 @@ class Ahead:
         return found
 
     def ask(self, upcoming: Sequence[int], position: int) -> None:
-        """Ask for those that come from a position of an order on, as long as there is room."""
+        """Request the units from a position of an order on, as long as there is room."""
         asked, spare = self._asked, self._spare
         at = position + len(asked)
         while at < len(upcoming):
@@ -68,18 +68,18 @@ class Ahead:
                 self._seats.give_up(self._units[unit])
 
     def make_room(self, seats: Sequence[Seat]) -> None:
-        """Give up what comes last, until there is room for seats or nothing to give up."""
+        """Give up requested units, the last ones first, until there is room for seats or none is left."""
         while (self._asked or self._spare) and not self._seats.fits(seats):
             last = self._spare.pop() if self._spare else self._asked.pop()
             self._seats.give_up(self._units[last])
 
     def drop(self, unit: int) -> None:
-        """Give up a unit that was asked for, with all that comes after it."""
+        """Give up a requested unit, and all units after it."""
         while unit in self._asked:
             self._seats.give_up(self._units[self._asked.pop()])
 
     def clear(self) -> None:
-        """Give up everything."""
+        """Give up all requested units."""
         left = [*self._asked, *self._spare]
         self._asked.clear()
         self._spare.clear()

@@ -1,4 +1,4 @@
-"""Put weights where they are kept: on a device, in the host's memory, in a file. After an error all is as it was."""
+"""Move weights to where they are stored: a device, host memory or a file. After an error all are unchanged."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,20 +21,20 @@ def settle(
     *,
     write_back: bool = False,
 ) -> dict[str, MappedFile]:
-    """Put tensors where they are kept.
+    """Move tensors to where they are stored.
 
     Args:
-        tensors: By every name they have; changed in place once all have found room.
-        placements: By the same names.
-        mapped: Of those that are the pages of a file, that file.
-        offload_dir: Where the others of the disk are written to.
-        write_back: Whether what changes these changes their file.
+        tensors: The tensors, by every name they have; changed in place.
+        placements: The placements of the tensors, by the same names.
+        mapped: The files of the tensors that are mapped pages already, by name.
+        offload_dir: The folder for the other tensors that are placed on the disk.
+        write_back: Whether changes to these tensors change their file.
 
     Returns:
-        The files of all that are kept on the disk, by name.
+        The files of all tensors on the disk, by name.
 
     Raises:
-        DeviceMapError: A device has no room, or there is no `offload_dir`.
+        DeviceMapError: A device has no room, or `offload_dir` is missing.
         WeightFilesError: The disk has no room.
     """
     first: dict[int, str] = {}
@@ -60,8 +60,8 @@ def settle(
                 put_parts(tensor, [file.tensor(key) for key in parts[name]])
                 in_files[id(tensor)] = file
             elif placement.home == "disk" or (placement.stays and device == placement.home):
-                continue  # it is there, and stays the tensor that it is
-            else:  # one after the other: what has moved frees its memory
+                continue  # already in place: it stays the same tensor
+            else:  # one after the other: each move frees the source's memory
                 put_parts(tensor, _kept(name, tensor, placement.home, stays=placement.stays))
             moved.append((tensor, device))
     except BaseException:
@@ -81,14 +81,12 @@ def _no_folder(names: Sequence[str]) -> DeviceMapError:
 
 
 def _kept(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:
-    """The parts of a tensor where they are kept; those that it has if they are there."""
+    """Return the parts of a tensor on the device that stores them; the same parts if they are there."""
     try:
         kept = [part.data.to(home) for part in parts_of(tensor)]
-        # Pages that the system cannot move are copied to an accelerator without the processor.
+        # An accelerator copies from pinned memory without the processor.
         return kept if stays or home.type != "cpu" else [part.pin_memory() for part in kept]
-    except (
-        RuntimeError
-    ) as error:  # torch.OutOfMemoryError, and what a driver says of memory that it cannot pin
+    except RuntimeError as error:  # torch.OutOfMemoryError, or a driver's error on memory that it cannot pin
         raise DeviceMapError(
             f"{home} has no room for {name!r} ({size_in_bytes(tensor) / 1e6:.1f} MB; {error}): give the map's "
             f"inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"

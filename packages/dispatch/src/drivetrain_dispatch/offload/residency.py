@@ -1,4 +1,4 @@
-"""Tensors that come and go: who claims them, and what modules meet in their place."""
+"""The residency of offloaded tensors: the claims on them, and the tensors that modules see in their place."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,46 +18,46 @@ from drivetrain_dispatch.offload.transfer_window import Room
 
 
 class Owner(NamedTuple):
-    """A module that has a parameter, and its name there.
+    """A module that has a parameter, and the parameter's name there.
 
     Attributes:
-        module: Gives the module, None once it is gone: what the module refers to must not hold it.
-        name: The parameter's.
+        module: A weak reference to the module, which refers to this object itself.
+        name: The name of the parameter.
     """
 
     module: ref[nn.Module]
     name: str
 
     def attributes(self) -> dict[str, Any]:
-        """The module's own: what stands there comes before its parameters."""
+        """Return the module's `__dict__`, whose names hide its parameters; empty once the module is freed."""
         module = self.module()
         return {} if module is None else module.__dict__
 
 
 class Seat:
-    """A tensor that comes and goes. Several units may use it.
+    """The residency of one offloaded tensor, which several units may use.
 
-    While it is in use, modules meet a tensor with its values as their attribute, in the parameter's place. A buffer
-    has no gradient and may be assigned to: it takes the values itself. A weight that is packed is brought to modules
-    alone, and nothing is written to it.
+    While it is in use, modules see a tensor with its values as their attribute, in place of the parameter. A buffer
+    has no gradient and may be assigned to: it holds the values itself. A packed weight is fetched for modules only,
+    and nothing is written to it.
 
     Args:
-        tensor: The parameter or buffer, as the model holds it.
-        parcel: Its values and where they are computed.
-        owners: The modules that have it if it is a parameter, at least one; of a buffer none.
+        tensor: The parameter or buffer that the model holds.
+        parcel: The stored values, and the device and dtype that they compute in.
+        owners: The modules that have the parameter, at least one; none for a buffer.
 
     Attributes:
-        arrival: Its values on the device or on their way there; None while nobody claims them.
-        at: Their place in the arrival.
-        claims: How many units are using it or expect to.
-        users: How many are using it.
-        value: Its values, while it is in use.
-        shown: What modules meet.
-        asked_version: The stored values', when they were asked for.
-        room_bytes: What it takes on the device that computes, while it comes and while it is there.
-        size_bytes: Of what is stored.
-        version: The values', when they came.
-        packed: Whether they are several tensors.
+        arrival: The values on the device or in transfer there; None while nothing claims them.
+        at: The index of the values in the arrival.
+        claims: The number of units that use the tensor or expect to.
+        users: The number of units that use it now.
+        value: The values on the device, while in use.
+        shown: The tensor that modules see.
+        asked_version: The version of the stored values when they were requested.
+        room_bytes: The bytes on the device that computes, during the transfer and after it.
+        size_bytes: The bytes of the stored tensor.
+        version: The version of the values when they arrived.
+        packed: Whether the values consist of several tensors.
     """
 
     __slots__ = (
@@ -81,13 +81,13 @@ class Seat:
 
 @dataclass(slots=True, kw_only=True)
 class OffloadStats:
-    """What a model's forwards have brought.
+    """The counts of a model's uses of units, and of the bytes that were fetched for them.
 
     Attributes:
-        num_used: How often a unit was used.
-        num_missed: How often it was not on its way when its turn came, be it that nobody expected it or that the
-            window had no room: the forward stood still.
-        bytes_brought: In all.
+        num_used: The number of times that a unit was used.
+        num_missed: The number of times that its transfer had not begun by then, because it was not expected or the
+            window had no room: the forward stalled.
+        bytes_brought: The total of bytes that were fetched.
     """
 
     num_used: int = 0
@@ -96,12 +96,12 @@ class OffloadStats:
 
 
 class Seats:
-    """The seats of a model. Whoever calls holds the lock of the model's engine.
+    """The seats of a model. Callers hold the engine's lock.
 
     Args:
-        seats: Each once.
-        fetcher: Who is asked for one that nobody has brought.
-        window_bytes: Of each device that computes, what may be there of them at once.
+        seats: The distinct seats of the model.
+        fetcher: The engine that fetches a tensor which is used while its unit is not.
+        window_bytes: The most bytes of fetched weights that each device may hold at once.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Seats:
         self._carrier = Carrier()
         self._of_tensors = {id(seat.tensor): seat for seat in seats}
         self._rooms = {device: Room(device, most) for device, most in window_bytes.items()}
-        self._here: dict[Seat, None] = {}  # those that are in use
+        self._here: dict[Seat, None] = {}  # the seats in use
         self._ordinary = finalize(self, _make_ordinary, list(self._of_tensors.values()))
-        self._ordinary.atexit = False
+        self._ordinary.atexit = False  # torch may be torn down by then, and nothing uses the tensors any more
         for seat in self._of_tensors.values():
             if not seat.packed:
                 seat.tensor.data = seat.parcel.home
@@ -121,11 +121,11 @@ class Seats:
                 seat.tensor.__class__ = seat.away  # type: ignore[assignment]
 
     def of_tensors(self, tensors: Iterable[Tensor]) -> list[Seat]:
-        """The seats of parameters and buffers, each once."""
+        """Return the distinct seats of parameters and buffers."""
         return [self._of_tensors[key] for key in dict.fromkeys(id(tensor) for tensor in tensors)]
 
     def in_use(self, tensor: Tensor) -> Seat | None:
-        """The seat that is in use and of whose values a tensor is a view, bit by bit."""
+        """Return the seat in use whose values a tensor is a view of, bit for bit; None if there is none."""
         if (
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
@@ -146,21 +146,21 @@ class Seats:
         return None
 
     def some_in_use(self) -> bool:
-        """Whether anything is."""
+        """Return whether any seat is in use."""
         return bool(self._here)
 
     def fits(self, seats: Sequence[Seat]) -> bool:
-        """Whether there is room for seats that one device computes."""
+        """Return whether there is room for seats of one device."""
         missing = sum([seat.room_bytes for seat in seats if seat.arrival is None])
         return not missing or self._rooms[seats[0].parcel.device].fits(missing)
 
     def wait_for_room(self, seats: Sequence[Seat]) -> bool:
-        """Wait until there is room for seats, or all that is there is in use; whether the device was behind."""
+        """Wait until there is room for seats, or only seats in use are left; return whether it had to wait."""
         missing = sum([seat.room_bytes for seat in seats if seat.arrival is None])
         return missing > 0 and self._rooms[seats[0].parcel.device].wait_for(missing)
 
     def claim(self, seats: Sequence[Seat]) -> bool:
-        """Ask for seats, whatever room there is; whether any was not there or on its way."""
+        """Claim seats, whatever room there is; return whether any had to be requested."""
         parcels: list[Parcel] = []
         for seat in seats:
             seat.claims += 1
@@ -183,7 +183,7 @@ class Seats:
         return True
 
     def give_up(self, seats: Sequence[Seat]) -> None:
-        """Need seats no more; what nobody claims gives its memory back."""
+        """Give up the claims on seats; seats without a claim release their memory."""
         given: _Given = {}
         for seat in seats:
             seat.claims -= 1
@@ -192,19 +192,21 @@ class Seats:
         self._give_back(given)
 
     def value(self, seat: Seat) -> Tensor:
-        """The values of a claimed seat, once they are there.
+        """Return the values of a claimed seat, once they have arrived.
 
         Raises:
-            Exception: Whatever kept them from coming.
+            Exception: The error of the transfer.
         """
         assert seat.arrival is not None
         return seat.arrival.wait()[seat.at]
 
     def put(self, seats: Sequence[Seat]) -> None:
-        """Put claimed values in place, once they are there. After an error none is, nor claimed.
+        """Put the values of claimed seats in place, once they have arrived.
+
+        After an error none is in place or claimed.
 
         Raises:
-            Exception: Whatever kept them from coming.
+            Exception: The error of a transfer.
         """
         num_put = 0
         try:
@@ -216,7 +218,7 @@ class Seats:
                     seat.version = version_of(value)
                     self._here[seat] = None
                 else:
-                    self._store(seat)  # what autograd saves from now on has not changed since
+                    self._store(seat)  # first, so that what autograd saves from now on counts as unchanged
                 self._show(seat, value)
                 seat.users += 1
                 num_put += 1
@@ -226,7 +228,7 @@ class Seats:
             raise
 
     def release(self, seats: Sequence[Seat]) -> None:
-        """Nobody computes with them for now: what is stored takes their place. The claim goes too."""
+        """End a use of seats, and give up its claims; seats without a use show the stored tensor again."""
         given: _Given = {}
         for seat in seats:
             seat.users -= 1
@@ -243,14 +245,14 @@ class Seats:
             self._rooms[device].give_back(size_bytes, None if unused is None else unused.given_up())
 
     def _show(self, seat: Seat, value: Tensor) -> None:
-        """Let modules meet the values; with a way back to the parameter where autograd wants one."""
+        """Show the values to modules, with a gradient path to the parameter where autograd needs one."""
         if seat.owners:
             shown, tracked = seat.shown, torch.is_grad_enabled() and seat.tensor.requires_grad
             if shown is None or (tracked and shown.grad_fn is None):
                 shown = seat.shown = _borrow(seat.tensor, value) if tracked else _alike(seat.tensor, value)
                 for owner in seat.owners:
                     attributes = owner.attributes()
-                    # Not another one that somebody has put there.
+                    # Skip a parameter that was replaced by another one.
                     if attributes and attributes["_parameters"].get(owner.name) is seat.tensor:
                         attributes[owner.name] = shown
                         if seat.packed:
@@ -261,7 +263,7 @@ class Seats:
             seat.shown, seat.version = seat.tensor, version_of(seat.tensor)
 
     def _hide(self, seat: Seat) -> None:
-        """Let modules meet what is stored; what was written into the values is stored first."""
+        """Show the stored tensor to modules, after storing what was written to the values."""
         self._store(seat)
         for owner in seat.owners:
             attributes = owner.attributes()
@@ -275,7 +277,7 @@ class Seats:
         seat.value = seat.shown = None
 
     def _store(self, seat: Seat) -> None:
-        """Store what was written into the values since they came."""
+        """Store what was written to the values since they arrived."""
         values = seat.value if seat.owners else seat.tensor
         assert values is not None
         if (version := version_of(values)) != seat.version and not seat.packed:
@@ -286,13 +288,13 @@ class Seats:
             seat.version = version
 
     def close(self) -> None:
-        """Make every tensor an ordinary one again, its values those that are stored."""
+        """Make every tensor an ordinary one again, with the stored values."""
         self._carrier.close()
         self._ordinary()
 
 
 def _make_ordinary(seats: Iterable[Seat]) -> None:
-    """Also those tensors of a model that is gone that somebody holds."""
+    """Make tensors ordinary again, including those that outlive their model."""
     for seat in seats:
         if not seat.packed:
             seat.tensor.__class__ = seat.here  # type: ignore[assignment]
@@ -301,12 +303,12 @@ def _make_ordinary(seats: Iterable[Seat]) -> None:
         seat.arrival = None
 
 
-# What is given back of each device, and of each arrival that nobody has used.
+# The bytes that are released, by device and, if nothing has used it, by arrival.
 _Given: TypeAlias = dict[tuple[torch.device, Arrival | None], int]
 
 
 def _leave(seat: Seat, given: _Given) -> None:
-    """Let go of what nobody claims, and note what memory that gives back."""
+    """Drop the values of an unclaimed seat, and note the bytes that this releases."""
     arrival = seat.arrival
     if arrival is not None:
         seat.arrival = None
@@ -315,7 +317,7 @@ def _leave(seat: Seat, given: _Given) -> None:
 
 
 class _Borrowed(torch.autograd.Function):
-    """The values of a parameter where they are computed; their gradient goes to where the parameter is stored."""
+    """A function from a parameter to its fetched values; the gradient returns to the device that stores it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, values: list[Tensor]) -> Tensor:
@@ -340,11 +342,11 @@ def _borrow(parameter: Tensor, values: Tensor) -> Tensor:
 
 
 def _alike(parameter: Tensor, values: Tensor) -> Tensor:
-    """The values as torch's functions meet the parameter: for one that learns, some add up in another order."""
-    # F.linear does, of inputs that are not contiguous, also where no gradient is computed (torch 2.15).
+    """Return the values with the parameter's `requires_grad`."""
+    # F.linear sums non-contiguous inputs in another order if it is set, even under no_grad (torch 2.15).
     return values.detach().requires_grad_() if parameter.requires_grad else values
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to, as torch counts it."""
+    """Return torch's count of the in-place writes to a tensor."""
     return tensor._version  # pyright: ignore[reportPrivateUsage] torch has no other name for it

@@ -1,7 +1,7 @@
-"""Weights that a backward needs again: not kept since the forward, but brought once more.
+"""Fetch weights again for the backward, instead of keeping them from the forward.
 
-In the order of the last backward, if the forwards before both used the model in the same order; else in the opposite
-order of the forward. What is computed again (`torch.utils.checkpoint`) is known from the last backward alone.
+The expected order is that of the last backward, if the forwards before both used the model in the same order; else
+the reverse order of the forward. Recomputation (`torch.utils.checkpoint`) is predicted from the last backward only.
 """
 
 import threading
@@ -21,7 +21,7 @@ from drivetrain_dispatch.offload.residency import Seat, Seats, version_of
 
 
 class _Weight(NamedTuple):
-    """A view of a weight that autograd has saved; by its version, changes since then are told."""
+    """A view of a weight that autograd has saved; its version shows later changes."""
 
     seat: Seat
     version: int
@@ -31,23 +31,23 @@ class _Weight(NamedTuple):
 
 
 class _Activation(NamedTuple):
-    """Another tensor that autograd has saved; torch leaves its check for changes to whoever keeps it."""
+    """A saved tensor that is no weight; with saved-tensor hooks, torch does not check it for changes itself."""
 
     tensor: Tensor
     version: int
 
 
 class Backward:
-    """Brings what autograd saved of the seats.
+    """A fetcher of the weights that autograd has saved for the backward.
 
     Args:
         units: The seats of each unit.
-        seats: All of them.
-        lock: Held while seats are claimed.
+        seats: All seats of the model.
+        lock: The engine's lock, held while seats are claimed.
 
     Attributes:
-        ahead: What was asked for before its turn.
-        order: Of the units in the last forward.
+        ahead: The units that were prefetched for the backward.
+        order: The order of the units in the last forward.
     """
 
     def __init__(
@@ -66,27 +66,27 @@ class Backward:
                 self._unit_of.setdefault(seat, index)
         self.ahead = Ahead(units, seats)
         self._current: int | None = None  # the unit that is claimed for its use
-        self._learnt = Order(())  # of the units in a backward
-        self._opposite: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # an order, and the other way
-        self._learnt_after: tuple[int, ...] | None = None  # the order of the forward before it
-        self._cursor = Cursor()  # in a backward of whose end torch will tell
-        self._last: int | None = None  # what it has used
+        self._learnt = Order(())  # the order of the units in the last backward
+        self._opposite: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # an order and its reverse
+        self._learnt_after: tuple[int, ...] | None = None  # the order of the forward before that backward
+        self._cursor = Cursor()  # in a backward whose end torch reports by a callback
+        self._last: int | None = None  # the last unit that it has used
 
     def saving(self) -> AbstractContextManager[None]:
-        """Within it autograd saves which weight it needs, not the weight."""
+        """Run the block with hooks by which autograd saves references to weights, not the weights."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def is_under_way(self) -> bool:
-        """Whether this thread is in a backward; what is claimed is given up if it is not."""
+        """Return whether this thread is in a backward; if not, give up what the last one has claimed."""
         try:
             self._await_end()
-        except RuntimeError:  # torch takes no callback elsewhere
+        except RuntimeError:  # torch accepts callbacks only in a backward
             self.end()
             return False
         return True
 
     def drop_stale(self, unit: int) -> None:
-        """Give up what is claimed of a unit if it has changed: an optimizer may step within the backward."""
+        """Give up the claims on a unit that has changed: an optimizer may step within the backward."""
         stale = [seat.asked_version != version_of(seat.tensor) for seat in self._units[unit] if seat.arrival]
         if any(stale):
             self.ahead.drop(unit)
@@ -95,17 +95,17 @@ class Backward:
                 self._give_up(unit)
 
     def use(self, unit: int, *, again: bool) -> None:
-        """A backward uses a unit: claim it with those that follow and find room, and no others.
+        """Claim a unit that a backward uses and the next ones that there is room for, and no others.
 
         Args:
-            unit: Its index.
-            again: Whether its forward is computed again.
+            unit: The index of the unit.
+            again: Whether the unit's forward is recomputed.
         """
         cursor, learnt = self._cursor, self._learnt
         if cursor.depth == 0:
             cursor.begin(learnt)
         if unit == self._last == self._current:
-            return  # autograd saves each weight for itself
+            return  # autograd unpacks each weight of a unit by itself
         if unit != self._last:
             self._last = unit
             cursor.use(unit)
@@ -117,10 +117,10 @@ class Backward:
         self.ahead.ask(upcoming, position)
 
     def end(self, *, whole: bool = False) -> None:
-        """No backward goes on: what it has claimed may be changed now, by an optimizer for example.
+        """End the backward and give up its claims, as an optimizer may change the weights now.
 
         Args:
-            whole: Whether it went to its end; it is learnt from then.
+            whole: Whether the backward completed; its order is learnt then.
         """
         with self._lock:
             if self._cursor.depth:
@@ -133,7 +133,7 @@ class Backward:
             self.ahead.clear()
 
     def _await_end(self) -> None:
-        """As DistributedDataParallel has it: torch calls when this backward is over."""
+        """Have torch call `end` when this backward is over, in the way of DistributedDataParallel."""
         engine = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
         engine.queue_callback(partial(self.end, whole=True))
 
@@ -141,7 +141,7 @@ class Backward:
         with self._lock:
             seat = self._seats.in_use(tensor)
         if seat is None:
-            # Autograd puts its own graph back; with the tensor's, an output would hold itself for ever.
+            # Autograd restores the graph itself; an output that is saved with its graph would hold itself forever.
             return _Activation(tensor.detach(), version_of(tensor))
         version = version_of(seat.tensor)
         return _Weight(seat, version, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
@@ -168,19 +168,19 @@ class Backward:
         return value.as_strided(saved.size, saved.stride, saved.offset)
 
     def _before(self, unit: int) -> tuple[tuple[int, ...], int]:
-        """What a backward needs after a unit: what the forward used before it, as an order and a position in it."""
+        """Return the reverse order of the forward, and the position in it after a unit."""
         parts = self.order.parts
         if self._opposite[0] is not parts:
             self._opposite = (parts, parts[::-1])
         return self._opposite[1], len(parts) - self.order.last_position(unit)
 
     def _claim(self, unit: int, upcoming: Sequence[int], position: int) -> None:
-        """Claim a unit that is used, in place of the one before."""
+        """Claim a unit that is used, in place of the previous one."""
         before, self._current = self._current, None
         asked, seats = self.ahead.use(unit, upcoming, position), self._units[unit]
         try:
             if asked or before == unit:
-                before = before if asked else None  # that claim goes on
+                before = before if asked else None  # else the previous claim, on the same unit, continues
             elif not self._seats.fits(seats):
                 self._give_up(before)
                 before = None

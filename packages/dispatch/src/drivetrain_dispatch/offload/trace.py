@@ -1,4 +1,4 @@
-"""What happened when in a forward with offloaded weights, and a picture of it."""
+"""The trace of transfers and computation in forwards with offloaded weights, and a plot of it."""
 
 from html import escape
 from typing import NamedTuple
@@ -8,13 +8,13 @@ _COLOURS = {"brought": "#4c78a8", "waited for": "#e45756", "computed": "#54a24b"
 
 
 class Turn(NamedTuple):
-    """One use of a unit; times are begin and end in seconds.
+    """A use of a unit; each time span is its begin and end in seconds.
 
     Attributes:
-        name: The module's.
-        brought: When its weights were copied or read; the same for both if they were there already.
-        waited: When the forward stood still for them.
-        computed: From then until the module returned; on an accelerator, when its work was asked for.
+        name: The name of the module.
+        brought: The span in which its weights were copied or read; empty if they were there already.
+        waited: The span in which the forward waited for them.
+        computed: The span from then until the module returned; on an accelerator, until its work was enqueued.
     """
 
     name: str
@@ -27,14 +27,14 @@ class OffloadTrace:
     """The turns of forwards, in the order in which they ended.
 
     Attributes:
-        turns: Each use of a unit.
+        turns: The uses of units.
     """
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
 
     def svg(self) -> str:
-        """A picture: what is brought above what is computed, with what is waited for in red, over time."""
+        """Return an SVG plot over time, with a lane each for transfers, waits (in red) and computation."""
         if not self.turns:
             raise ValueError(
                 "nothing was traced: call the model within trace_offload(model); weights that stay, or that the host "

@@ -1,4 +1,4 @@
-"""Who brings weights to the device that computes: a thread beside the forward, on a stream beside its stream."""
+"""Transfer weights to the device that computes, in a background thread and on a side stream."""
 
 import os
 import threading
@@ -13,23 +13,23 @@ from torch import Tensor
 
 from drivetrain_dispatch.model.tensor_subclass import made_of, parts_of
 
-_CHUNK_BYTES = 16 << 20  # of pinned memory: large enough for the link's full rate
+_CHUNK_BYTES = 16 << 20  # of pinned memory: enough for the link's full rate
 _SMALL_BYTES = 64 << 10
-_NUM_CHUNKS = 3  # one is being filled, one is on its way, one may wait
+_NUM_CHUNKS = 3  # one is filled, one is in transfer, one waits
 
 
 class Parcel(NamedTuple):
-    """A tensor that is to be brought.
+    """A request to transfer one tensor.
 
     Attributes:
-        home: The tensor that is stored.
-        parts: Its values, on the host: memory, pinned memory or the pages of a file; several of one that is packed.
-        device: Where it is computed.
-        dtype: As what.
-        quick: Whether to bring it takes this thread less time than to ask another one.
-        by_host: Whether the host computes it.
-        size_bytes: Of what is stored.
-        room_bytes: What it takes where it is computed, also while it is converted there.
+        home: The stored tensor.
+        parts: The tensors of its values, in memory, pinned memory or the pages of a file; several if it is packed.
+        device: The device that computes with it.
+        dtype: The dtype that it is computed in.
+        quick: Whether a transfer takes this thread less time than a request to another one.
+        by_host: Whether the host computes with it.
+        size_bytes: The bytes of the stored tensor.
+        room_bytes: The bytes that it takes on `device`, including those for a conversion there.
     """
 
     home: Tensor
@@ -43,7 +43,10 @@ class Parcel(NamedTuple):
 
     @classmethod
     def of(cls, home: Tensor, device: torch.device, dtype: torch.dtype) -> "Parcel":
-        """With what is known of its size and memory. What goes through the pinned pieces is one thread's."""
+        """Return the parcel of a stored tensor.
+
+        One that needs the pinned chunks is never quick, as these belong to the background thread.
+        """
         parts = tuple(parts_of(home))
         size_bytes = sum(part.nbytes for part in parts)
         by_host = device.type == "cpu"
@@ -53,26 +56,26 @@ class Parcel(NamedTuple):
         if parts[0] is home and home.dtype != dtype:
             room_bytes = home.numel() * dtype.itemsize
             if home.device != device and not by_host:
-                room_bytes += size_bytes  # it is converted once it is there
+                room_bytes += size_bytes  # it is converted after the transfer
         return cls(home, parts, device, dtype, quick, by_host, size_bytes, room_bytes)
 
     def made(self, bring: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
-        """The tensor, of what each of its parts becomes; parts of one that is packed keep their dtypes."""
+        """Return the tensor made of its transferred parts; those of a packed tensor keep their dtypes."""
         if self.parts[0] is self.home:
             return bring(self.home, self.dtype)
         return made_of(self.home, [bring(part, part.dtype) for part in self.parts])
 
 
-# Tensors; the event behind their copies on the stream that copies; and when that was begun and asked for.
+# Tensors; the event after their copies on the side stream; and when the copies began and were enqueued.
 _Brought = tuple[list[Tensor], torch.Event | None, tuple[float, float]]
 
 
 class Arrival:
-    """Tensors on their way.
+    """The tensors of one transfer.
 
     Args:
-        brought: What was brought at once.
-        work: What a thread does, else.
+        brought: The result of a transfer that was made at once.
+        work: The transfer in the background thread, if any.
     """
 
     __slots__ = ("_brought", "_waited", "_work")
@@ -80,20 +83,20 @@ class Arrival:
     def __init__(self, brought: _Brought | None = None, work: Future[_Brought] | None = None) -> None:
         self._brought = brought
         self._work = work
-        self._waited: set[int] | None = None  # streams that the copies come before
+        self._waited: set[int] | None = None  # ids of the streams that wait for the copies
 
     def __del__(self) -> None:
-        """Not bring what nobody waits for any more, unless that has begun."""
+        """Cancel a transfer that nothing waits for any more, unless it has begun."""
         if self._work is not None:
             self._work.cancel()
 
     @property
     def used(self) -> bool:
-        """Whether anybody has waited for it."""
+        """True if anything has waited for the transfer."""
         return self._waited is not None
 
     def given_up(self) -> "GivenUp":
-        """What tells when the device is through with copying it, though nobody uses it; it holds no memory."""
+        """Return the completion of copies that nothing uses, without a reference to their memory."""
         if self._work is None or self._brought is not None:
             return GivenUp(None if self._brought is None else self._brought[1])
         given_up = GivenUp(None, begun=True)
@@ -102,22 +105,22 @@ class Arrival:
         return given_up
 
     def wait(self) -> list[Tensor]:
-        """The tensors, ready for what this thread computes next on their device.
+        """Return the tensors, ready for this thread's next computation on their device.
 
         Raises:
-            Exception: Whatever kept the thread from bringing them, such as no memory on the device.
+            Exception: The error of the transfer, such as no memory on the device.
         """
         try:
             tensors, event, _ = self._brought or self._result()
         except BaseException:
-            del self  # an error knows the frames that it came through: it would hold itself, and the model
+            del self  # the error's traceback holds this frame: a reference cycle, which would keep the model
             raise
         if event is not None:
             self._order(tensors, event)
         return tensors
 
     def times(self) -> tuple[float, float]:
-        """When it was begun and ended; waits for it."""
+        """Return when the transfer began and ended, after waiting for it."""
         return (self._brought or self._result())[2]
 
     def _result(self) -> _Brought:
@@ -130,7 +133,7 @@ class Arrival:
         return self._brought
 
     def _order(self, tensors: Sequence[Tensor], event: torch.Event) -> None:
-        """Have this thread's stream wait for the copies, once."""
+        """Make this thread's stream wait for the copies, once."""
         stream = torch.accelerator.current_stream(tensors[0].device)
         if self._waited is None:
             self._waited = set()
@@ -138,16 +141,16 @@ class Arrival:
             self._waited.add(stream.stream_id)
             stream.wait_event(event)
             for tensor in (part for whole in tensors for part in parts_of(whole)):
-                # The memory came from another stream's pool: it is free again when this stream is through with it.
+                # The memory is from the side stream's pool, and must not be reused before this stream is done.
                 tensor.record_stream(stream)
 
 
 class GivenUp:
-    """Tells when a copy that nobody waits for is over.
+    """The completion of a copy that nothing waits for.
 
     Args:
-        event: Behind the copy; None for none.
-        begun: Whether a thread may be at it still.
+        event: The event after the copy; None for none.
+        begun: Whether the thread may still be making the copy.
     """
 
     def __init__(self, event: torch.Event | None, *, begun: bool = False) -> None:
@@ -157,35 +160,35 @@ class GivenUp:
             self._asked.set()
 
     def note(self, work: Future[_Brought]) -> None:
-        """The thread is through with it."""
+        """Note that the thread is done, and take the event of its copy."""
         if not work.cancelled() and work.exception() is None:
             self._event = work.result()[1]
         self._asked.set()
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Return whether the copy is over."""
         return self._asked.is_set() and (self._event is None or self._event.query())
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until the copy is over."""
         self._asked.wait()
         if self._event is not None:
             self._event.synchronize()
 
 
 class Carrier:
-    """Brings tensors in the order in which they were asked for."""
+    """The background thread and side streams that transfer tensors, in the order of the requests."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = _new_thread()
         self._process = os.getpid()
         self._streams: dict[torch.device, torch.Stream] = {}
         self._chunks: _Chunks | None = None
-        # Parameters are made of ordinary tensors. Entered by one at a time: who calls holds a lock.
+        # Parameters cannot be made of inference tensors. Callers hold the lock, so one context does for all threads.
         self._ordinary = torch.inference_mode(mode=False)
 
     def bring(self, parcels: Sequence[Parcel]) -> Arrival:
-        """Begin to bring tensors; what takes less time than to ask a thread for it is done at once."""
+        """Begin to transfer tensors; a transfer that takes less time than a request to the thread is made at once."""
         for parcel in parcels:
             if not parcel.quick and self._thread is not None:
                 return Arrival(work=self._own_thread().submit(self._bring, parcels))
@@ -195,13 +198,13 @@ class Carrier:
         return Arrival(self._bring(parcels))
 
     def close(self) -> None:
-        """End the thread; what is still asked for, by a backward for example, is brought at once."""
+        """End the thread; later requests, of a backward for example, are served at once."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
 
     def _own_thread(self) -> ThreadPoolExecutor:
-        if self._thread is None or self._process != os.getpid():  # a fork has no threads of its parent's
+        if self._thread is None or self._process != os.getpid():  # a fork lacks its parent's threads
             self._process, self._thread = os.getpid(), _new_thread()
         return self._thread
 
@@ -221,7 +224,7 @@ class Carrier:
             stream = self._streams[device] = torch.Stream(device)
         event = torch.Event(device)
         if any(parcel.home.device.type != "cpu" for parcel in parcels):
-            # What is stored on a device may just be written there; such parcels are this thread's own.
+            # The device may still be writing to a stored tensor. Its parcel is quick: this is the caller's thread.
             stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             tensors = [parcel.made(partial(self._copied, device, stream)) for parcel in parcels]
@@ -245,7 +248,7 @@ def _new_thread() -> ThreadPoolExecutor:
 
 
 class _Chunks:
-    """A few pieces of pinned memory through which everything goes that is not pinned itself."""
+    """A ring of pinned chunks, through which tensors that are not pinned are copied."""
 
     def __init__(self) -> None:
         self._chunks = [
@@ -255,7 +258,7 @@ class _Chunks:
         self._next = 0
 
     def copied(self, home: Tensor, device: torch.device, stream: torch.Stream) -> Tensor:
-        """A copy of a contiguous tensor on a device; the last pieces may be on their way still."""
+        """Return a copy of a contiguous tensor on a device; its last chunks may still be in transfer."""
         arrived = torch.empty_like(home, device=device)
         source = home.view(-1).view(torch.uint8)
         target = arrived.view(-1).view(torch.uint8)
@@ -264,7 +267,7 @@ class _Chunks:
             chunk, at = self._chunks[self._next][:size], self._next
             self._next = (self._next + 1) % _NUM_CHUNKS
             if (sent := self._events[at]) is not None:
-                sent.synchronize()  # what it held is on the device
+                sent.synchronize()  # its last content must be on the device
             chunk.copy_(source[start : start + size])
             target[start : start + size].copy_(chunk, non_blocking=True)
             event = torch.Event(device)

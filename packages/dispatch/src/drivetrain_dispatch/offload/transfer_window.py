@@ -1,4 +1,4 @@
-"""How many bytes of coming weights a device may hold at once, and how many it does."""
+"""The bytes of fetched weights that a device may hold at once, and those that it holds."""
 
 from collections import deque
 from typing import NamedTuple, Protocol
@@ -7,33 +7,33 @@ import torch
 
 
 class Done(Protocol):
-    """Something that the device does in its own time."""
+    """An operation that a device runs asynchronously."""
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Return whether the operation is done."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until the operation is done."""
         ...
 
 
 class _Leaving(NamedTuple):
-    """Memory that the host has given back while the device may still compute with it, or copy to it."""
+    """The memory that the host has released, while the device may still compute with it or copy to it."""
 
     event: Done
     size_bytes: int
 
 
 class Room:
-    """The window of one device. Whoever calls holds the lock of the model's engine.
+    """The transfer window of one device. Callers hold the engine's lock.
 
-    An accelerator works behind the host: what the host gives back is free once the device is through with all that
-    was asked of it until then.
+    An accelerator runs behind the host: memory that the host releases is free once the device has done all work that
+    was enqueued before.
 
     Args:
-        device: That computes.
-        window_bytes: What may be there at once.
+        device: The device that computes.
+        window_bytes: The most bytes of fetched weights on the device at once.
     """
 
     def __init__(self, device: torch.device, window_bytes: int) -> None:
@@ -43,13 +43,13 @@ class Room:
         self._leaving: deque[_Leaving] = deque()
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether so much more may come now."""
+        """Return whether the window has room for this many more bytes now."""
         while self._leaving and self._leaving[0].event.query():
             self._held_bytes -= self._leaving.popleft().size_bytes
         return self._held_bytes + size_bytes <= self._window_bytes
 
     def wait_for(self, size_bytes: int) -> bool:
-        """Wait for what is leaving until so much more fits, or nothing is leaving; whether that took any waiting."""
+        """Wait for released memory until this many more bytes fit or none is left; return whether it waited."""
         waited = False
         while not self.fits(size_bytes) and self._leaving:
             self._leaving[0].event.synchronize()
@@ -57,15 +57,15 @@ class Room:
         return waited
 
     def take(self, size_bytes: int) -> None:
-        """So much more comes."""
+        """Add bytes to those that the device holds."""
         self._held_bytes += size_bytes
 
     def give_back(self, size_bytes: int, copied: Done | None = None) -> None:
-        """So much is needed no more, and nobody holds it; the thread that calls is the one that computed with it.
+        """Release memory that nothing refers to any more; the caller is the thread that computed with it.
 
         Args:
-            size_bytes: How much.
-            copied: What has asked for it, if nobody has used it.
+            size_bytes: The bytes to release.
+            copied: The copy into the memory, if nothing has used it.
         """
         if self._device.type == "cpu":
             self._held_bytes -= size_bytes
@@ -73,19 +73,19 @@ class Room:
         if copied is not None:
             self._leaving.append(_Leaving(copied, size_bytes))
             return
-        # Recorded after the memory was let go: when it has happened, torch's allocator lends that memory again.
+        # Recorded after the memory was freed: once it has happened, torch's allocator can reuse that memory.
         event = torch.Event(self._device)
         event.record(torch.accelerator.current_stream(self._device))
         self._leaving.append(_Leaving(event, size_bytes))
 
 
 def usual_windows(units: list[tuple[str, torch.device, int]]) -> dict[torch.device, int]:
-    """The window of each device where a map says none: the largest three units that follow each other there.
+    """Return the default window of each device in bytes: the largest three consecutive units there.
 
-    Those that are in use around the first of the three count too. Pure.
+    Units that enclose the first of the three are in use with it, and count too. Pure.
 
     Args:
-        units: The name, the device and the bytes of each, in the order in which they are expected.
+        units: The name, the device and the bytes of each unit, in the expected order.
     """
     windows: dict[torch.device, int] = {}
     for device in dict.fromkeys(device for _, device, _ in units):
