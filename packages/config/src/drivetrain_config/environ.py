@@ -47,7 +47,7 @@ class LaunchedRanks:
         """Check that the numbers are consistent.
 
         Raises:
-            ConfigError: A rank is not below its world size, or the port is out of range.
+            ConfigError: A rank is not below its count, or the port is out of range.
         """
         for low, rank_name, rank, size_name, size in (
             (0, "RANK", self.rank, "WORLD_SIZE", self.world_size),

@@ -149,7 +149,7 @@ def _of_environment(vocabulary: Vocabulary) -> list[_Found]:
 
 
 def _check_underscores(name: str, words: str, vocabulary: Vocabulary) -> None:
-    """Refuse a variable such as DRIVETRAIN_RUN_SEED, which sets nothing; ignore those that name no section and field."""
+    """Refuse a variable such as DRIVETRAIN_RUN_SEED, which sets nothing; ignore those that name no field."""
     for section in vocabulary.names():
         field = words.removeprefix(f"{section}_")
         if field != words and field in field_types(vocabulary.section(section, Source("environment", name))):
