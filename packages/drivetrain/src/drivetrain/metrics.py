@@ -28,8 +28,8 @@ def weigh(
 ) -> tuple[Tensor, Tensor | float | None]:
     """Weigh a loss in an epoch's tail, where ranks hold different numbers of samples, or none.
 
-    A mean is weighted by this rank's share of the samples, so that the mean over ranks is the mean over samples. A sum
-    is already weighted by its count. A replayed batch has weight 0 in both cases, even if its loss is NaN.
+    A mean is weighted by this rank's share of the samples, so that the mean over ranks is the mean over samples. A
+    sum is already weighted by its count. A replayed batch has weight 0 in both cases, even if its loss is NaN.
 
     Args:
         loss: The loss of this rank, of shape ().
@@ -50,7 +50,7 @@ def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
     """Gather over ranks; in an epoch's tail, where sizes may differ, exchange the sizes too."""
     try:
         plan = reading.plan() or reading.left
-    except AmbiguousLoaderError:  # of two loaders read side by side, one is in its tail; either may be the source
+    except AmbiguousLoaderError:  # two loaders are being read, and one is in its tail: assume the tail
         uneven = True
     else:
         uneven = plan is not None and not plan.equal_sizes

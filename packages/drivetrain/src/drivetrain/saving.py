@@ -130,7 +130,7 @@ class Saving:
         background: bool | None = None,
         trained_only: bool = False,
     ) -> Place | None:
-        """Save if the settings say that a save is due. Call it at the end of the loop's body, on all ranks.
+        """Save if a save is due; call it at the end of the loop's body. Called on all ranks.
 
         A save is due after `save_every_steps` or `save_every_minutes`, by rank 0's clock, and once any rank has
         received one of `save_on_signals`, which the first call starts to listen for; after a signal, the program ends

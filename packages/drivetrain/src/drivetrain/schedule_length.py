@@ -74,7 +74,7 @@ def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
         accumulation: The number of micro-batches in a window.
     """
     whole = int(epochs)
-    rest = round((epochs - whole) * num_batches, 6)  # rounded, so that 0.1 + 0.2 epochs of ten batches are three
+    rest = round((epochs - whole) * num_batches, 6)  # 0.1 + 0.2 epochs of ten batches are three
     return whole * ceil(num_batches / accumulation) + ceil(ceil(rest) / accumulation)
 
 
