@@ -1,4 +1,4 @@
-"""The names of Accelerate's that drivetrain does not have, each with its counterpart, from Accelerate's documentation.
+"""Accelerate's names that drivetrain does not have, each with its counterpart, from Accelerate's documentation.
 
 Errors and the guide (docs/howto/from_accelerate.md) quote these texts word for word.
 """

@@ -81,7 +81,7 @@ class Parts:
         """Return the checkpointer of a folder of checkpoints.
 
         Args:
-            directory: The folder or URL; by default that of the checkpoint section, or else `project_dir`/checkpoints.
+            directory: The folder or URL; by default the checkpoint section's, or else `project_dir`/checkpoints.
         """
         settings: CheckpointSettings = self.resolved["checkpoint"].value
         if directory is None:

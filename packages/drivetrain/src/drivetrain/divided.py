@@ -40,7 +40,7 @@ def _replicated(value: Any) -> Any:
 
 
 def as_in(named: Mapping[str, Prepared]) -> Callable[[str], Any]:
-    """Return a function from a tensor's name in a checkpoint to the live parameter whose sharding the tensor takes."""
+    """Return a function from a tensor's name in a checkpoint to the parameter whose sharding the tensor takes."""
     own = {model: prepared.state_dict()["model"] for model, prepared in named.items()}
 
     def like(name: str) -> Any:

@@ -138,9 +138,9 @@ class PreparedModels:
         self._holders.clear()
 
     def untie(self) -> None:
-        """Drop the models' references to their optimizers and schedulers, so that no reference cycle keeps them alive.
+        """Drop the models' references to their optimizers and schedulers, which would form reference cycles.
 
-        Objects that the user still holds keep working: an optimizer needs its model, but no model needs its optimizer.
+        Objects that the user still holds keep working: an optimizer needs its model, but not the reverse.
         """
         for one in self.all:
             one.optimizers.clear()
@@ -166,7 +166,7 @@ class PreparedModels:
         )
 
     def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
-        """Return the user's module; without autocast, a shallow copy of the user's own class on the same parameters."""
+        """Return the user's module; without autocast, a shallow copy of its own class on the same parameters."""
         inner = model
         while True:
             given = (inner, uncompiled(inner))  # the user may have compiled it after prepare()

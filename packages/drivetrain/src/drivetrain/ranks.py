@@ -97,7 +97,7 @@ class Ranks:
         Raises:
             TrimError: Only some of a rank's samples count, and it is ambiguous which rows belong to them.
             UnpreparedLoaderError: The call is inside a loop over a DataLoader that every rank reads in full.
-            AmbiguousLoaderError: Two loaders are read side by side, and `loader` is needed to tell which samples count.
+            AmbiguousLoaderError: Two loaders are read side by side, and `loader` is needed to tell them apart.
             CollectiveMismatchError: Sizes beyond dimension 0 differ between ranks.
         """
         return metrics.gather_for_metrics(

@@ -89,7 +89,8 @@ def save(
     custom = {name: obj.state_dict() for name, obj in run.custom.items()}
     run.registered.compare(custom, run.context)
     own = {name: obj.state_dict() for name, obj in run.registered.per_rank.items()}
-    trains = any(one.optimizers for one in run.prepared)  # without optimizers, a received batch counts as done
+    # Without optimizers nothing steps: every batch received so far counts as done.
+    trains = any(one.optimizers for one in run.prepared)
     replicated: dict[str, Any] = {
         "training": training,
         "backend": run.backend.state_dict(),
