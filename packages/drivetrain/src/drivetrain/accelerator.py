@@ -190,8 +190,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
 
         Args:
             model: A prepared model.
-            write: Whether values that rank 0 writes into the parameters are kept, on all ranks. If false, the effect of
-                a write is undefined.
+            write: Whether what rank 0 writes into the parameters is kept, on all ranks. If false, the effect of a
+                write is undefined.
         """
         if write:
             self._wait_for_copies()
@@ -202,7 +202,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
 
         Args:
             model: A prepared model.
-            everywhere: Whether all ranks get the state; otherwise ranks other than the main process get an empty dict.
+            everywhere: Whether all ranks get the state; otherwise all but the main process get an empty dict.
         """
         return whole_model(self._prepared.of(model), self.context, everywhere=everywhere)
 
@@ -272,7 +272,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         """Accumulate the gradients of a loss. Called on all ranks.
 
         Args:
-            loss: A tensor of shape (): a mean over this rank's micro-batch or, with `count`, a sum over `count` items.
+            loss: A loss of shape (): a mean over this rank's micro-batch or, with `count`, a sum over `count` items.
             count: The number of items that the loss sums, as a number or a tensor of shape (). The window's gradient
                 is then that of the mean over all items of all ranks and micro-batches, however they are distributed.
                 A second loss over the same items passes 0.
@@ -323,9 +323,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         return autocast(self._parts.policy, self.device, enabled=enabled)
 
     def join_uneven_inputs(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """Run the block with ranks that may run out of batches at different steps. Called on all ranks.
-
-        Prepared loaders do not need it.
+        """Run the block with unprepared loaders that may end at different steps on each rank. Called on all ranks.
 
         Raises:
             RuntimeError: The backend does not support it.
