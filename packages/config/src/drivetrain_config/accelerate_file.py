@@ -99,7 +99,7 @@ class Translation:
 
 
 def is_accelerate(data: Mapping[str, Any]) -> bool:
-    """Return whether a settings file is Accelerate's: it names an environment or type at its top level."""
+    """Return whether a settings file is Accelerate's, i.e. names an environment or type at its top level."""
     return any(isinstance(data.get(mark), str) or data.get(mark) is False for mark in _MARKS)
 
 

@@ -2,4 +2,4 @@
 
 
 class ConfigError(ValueError):
-    """An error for a setting that is unknown, mistyped or out of range; the message names field, value and source."""
+    """An error for an unknown, wrongly typed or out-of-range setting; the message names field, value and source."""

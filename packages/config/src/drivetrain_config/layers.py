@@ -115,7 +115,7 @@ def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
         marked = replace(entry, secret=is_secret(section_type, field))
         if marked.secret and entry.source.kind == "command line":
             raise ConfigError(
-                f"{section}.{field}=***: is secret, and every user of the machine sees a command line; say it in "
+                f"{section}.{field}=***: is secret, but every user of the machine can see command lines; set it in "
                 f"{environ.override_name(section, field)} or in a file"
             )
         converted(section, field, known[field], marked)

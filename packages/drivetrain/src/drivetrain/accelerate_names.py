@@ -1,4 +1,4 @@
-"""Accelerate's names that drivetrain does not have, each with its counterpart, from Accelerate's documentation.
+"""The Accelerate names that drivetrain does not have, each with its counterpart; from Accelerate's documentation.
 
 Errors and the guide (docs/howto/from_accelerate.md) quote these texts word for word.
 """
@@ -11,7 +11,7 @@ Kind = Literal["argument", "attribute", "name"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterpart:
-    """The counterpart of some of Accelerate's names.
+    """The counterpart of one or more Accelerate names.
 
     Attributes:
         arguments: Arguments of Accelerate's `Accelerator`.
@@ -223,5 +223,5 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
 
 
 def counterpart(kind: Kind, name: str) -> str | None:
-    """Return the counterpart of a name of Accelerate's; None if the name is unknown."""
+    """Return the counterpart of an Accelerate name; None if the name is unknown."""
     return next((one.here for one in COUNTERPARTS if name in one.of(kind)), None)

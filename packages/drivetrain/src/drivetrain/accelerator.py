@@ -128,7 +128,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision that is applied."""
+        """The precision in use, such as "bf16"."""
         return self._parts.policy.mode
 
     @property

@@ -71,7 +71,7 @@ class CallSites:
         return found
 
     def _around(self, filename: str, line: int) -> list[_Block]:
-        """Return the loops and `with` blocks around a line of a function, innermost first."""
+        """Return the loops and `with` blocks around a line, up to its function, innermost first."""
         key = (filename, line)
         if key not in self._blocks:
             if filename not in self._trees:

@@ -1,4 +1,4 @@
-"""The division of a run's tensors among ranks: which are replicated on a save, and how each is sharded on a load."""
+"""The distribution of a run's tensors over ranks: which are replicated in a save, and how a load shards each."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast

@@ -213,5 +213,5 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
 
 
 def _joined(kept: Mapping[str, Any], exported: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """Return both as one mapping, in which exported tensors are still read on demand."""
+    """Join two states without copying: exported tensors are still read on demand."""
     return ChainMap(cast("Any", kept), cast("Any", exported))

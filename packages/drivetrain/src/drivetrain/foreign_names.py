@@ -1,4 +1,4 @@
-"""The errors for Accelerate's names that drivetrain does not have, which name the counterpart."""
+"""The errors for Accelerate names that drivetrain does not have; each message names the counterpart."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -9,7 +9,7 @@ from drivetrain.accelerate_names import counterpart
 
 
 class ForeignNames:
-    """A base class that raises for Accelerate's attributes, naming the counterpart; `hasattr` is false for them."""
+    """A base class that raises AttributeError for Accelerate attributes, with the counterpart in the message."""
 
     if not TYPE_CHECKING:  # else a type checker would accept any attribute
 
@@ -23,10 +23,10 @@ class ForeignNames:
 
 
 def refuse_attribute(name: str) -> None:
-    """Refuse an attribute of Accelerate's that drivetrain does not have.
+    """Refuse an Accelerate attribute that drivetrain does not have.
 
     Raises:
-        AttributeError: The name is such an attribute; the message names the counterpart.
+        AttributeError: The name belongs to Accelerate; the message names the counterpart.
     """
     if (here := counterpart("attribute", name)) is not None:
         raise AttributeError(
@@ -49,10 +49,10 @@ def refuse_arguments(given: Iterable[str], construct: type[object]) -> None:
 
 
 def refuse_import(name: str) -> None:
-    """Refuse a module-level name of Accelerate's that drivetrain does not have.
+    """Refuse an import of an Accelerate name that drivetrain does not have.
 
     Raises:
-        ImportError: The name is such a name; the message names the counterpart.
+        ImportError: The name belongs to Accelerate; the message names the counterpart.
     """
     # An AttributeError would lose its message: `from drivetrain import X` replaces it with its own ImportError.
     if (here := counterpart("name", name)) is not None:

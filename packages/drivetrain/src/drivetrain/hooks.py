@@ -1,4 +1,4 @@
-"""The hooks for a user's code around saving and loading a run."""
+"""A base class of user hooks around saves and loads of a run."""
 
 from drivetrain_checkpoint.storage.base import Place
 

@@ -104,7 +104,7 @@ def _check_prepared(sites: CallSites, data: Any) -> None:
     if loop is not None:
         raise UnpreparedLoaderError(
             f"gather_for_metrics in the loop over `{loop.head}` ({loop.place}), which is a DataLoader that was not "
-            "prepared: every rank reads all of it, and each sample would come once from every rank. Pass it to "
-            "prepare() and loop over what that returns. If each rank's loader holds a part of its own, gather() "
-            "joins their rows as they are (drivetrain_state.gather_object those that are no tensors)"
+            "prepared: every rank reads all of it, and each sample would be gathered once per rank. Pass it to "
+            "prepare() and loop over the result. If each rank's loader holds its own part of the data, gather() "
+            "joins their rows as they are (drivetrain_state.gather_object for objects other than tensors)"
         )

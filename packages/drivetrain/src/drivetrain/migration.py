@@ -196,5 +196,5 @@ def _told(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
     told = [place] if run.loaders else []
     return (
         f"{saved.folder} was saved by Accelerate: models, optimizers, schedulers and registered objects are taken "
-        f"over at step {run.step}. To know: {'; '.join([*told, *notes])}. The next save_state() is drivetrain's own"
+        f"over at step {run.step}. Note: {'; '.join([*told, *notes])}. The next save_state() is drivetrain's own"
     )

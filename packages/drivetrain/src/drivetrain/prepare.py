@@ -95,7 +95,7 @@ def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:
 
 
 class PreparedModels:
-    """The models that an Accelerator has prepared, found by a module or by parameters of the user's.
+    """The models that an Accelerator has prepared, found by module or by parameters.
 
     Args:
         on_step: A function called whenever one of the optimizers ends a window.

@@ -29,7 +29,7 @@ class Schedules:
     def num_steps(
         self, loader: ShardedLoader[Any], *, epochs: float | None = None, samples: int | None = None
     ) -> int:
-        """Return the number of optimizer steps of a training, for a schedule; the same on all ranks.
+        """Return the number of optimizer steps in training, for a schedule; the same on all ranks.
 
         Args:
             loader: A prepared loader; an epoch's last batch closes its window.
@@ -120,9 +120,9 @@ def tell_unsharded_lengths(
                 continue
             steps_in_epoch = ceil(sharded / accumulation)
             logger.warning(
-                "%s is made for %s steps, as the loader's %s batches before prepare() make them: on each rank it has "
-                "%s, and an epoch %s optimizer steps, so that the schedule is one of %.3g epochs. Unless that is "
-                "meant, prepare the loader first, and make the schedule for "
+                "%s is made for %s steps, which fits the loader's %s batches before prepare(). After prepare(), each "
+                "rank has %s batches and an epoch has %s optimizer steps, so that the schedule spans %.3g epochs. "
+                "Unless this is intended, prepare the loader first, and make the schedule for "
                 "accelerator.num_steps(loader, epochs=...)",
                 type(scheduler.scheduler).__name__,
                 total,
@@ -141,9 +141,9 @@ def tell_unreached(schedulers: Iterable[PreparedScheduler]) -> None:
         total, at = total_of(scheduler), getattr(scheduler, "last_epoch", None)
         if total is not None and isinstance(at, int) and 0 < at < total:
             logger.warning(
-                "training ended at step %s of a schedule of %s (%s): its last rates were never reached. A schedule "
-                "counts optimizer steps, of which more ranks make fewer in an epoch; "
-                "accelerator.num_steps(loader, epochs=...) counts them",
+                "training ended at step %s of a schedule of %s (%s), before its last learning rates. A schedule "
+                "counts optimizer steps, and an epoch has fewer of them on more ranks; "
+                "accelerator.num_steps(loader, epochs=...) returns their number",
                 at,
                 total,
                 type(scheduler).__name__,

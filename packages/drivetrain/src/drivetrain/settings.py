@@ -30,7 +30,8 @@ class RunSettings:
     nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(
         default="ignore",
         metadata={
-            "help": "a step whose gradients hold an infinity or NaN: taken unseen, left out on all ranks, or an error"
+            "help": "what to do with a step whose gradients hold an infinity or NaN: take it unchecked, skip it on "
+            "all ranks, or raise an error"
         },
     )
     cpu: bool = field(
