@@ -89,6 +89,7 @@ def _adapter_state(module: nn.Module, adapter: str, state: Mapping[str, Any]) ->
     )
     if isinstance(module, PeftModel):
         return found
+    # A transformers model with add_adapter has no wrapper, so its names lack the prefix that PEFT reads.
     return {f"{_PREFIX}{name}": value for name, value in found.items()}
 
 

@@ -182,6 +182,7 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
         for name, value in state.items()
         if isinstance(value, Tensor) or hasattr(value, "full_tensor")
     }
+    # Live tensors are the parameters themselves: the main process alone can read, and the others receive the values.
     is_live = all(isinstance(state[name], Tensor) for name in shapes)
     found: dict[str, ExportedTensors] = {}
 

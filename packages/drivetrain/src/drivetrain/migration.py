@@ -31,7 +31,7 @@ def find(run: RunState, place: Place) -> Path | None:
         place: A folder of Accelerate's, or the parent of several; a URL holds none.
 
     Returns:
-        The folder; None if there is no state of Accelerate's, or a drivetrain checkpoint.
+        The folder; None if the place holds no Accelerate state, or holds a drivetrain checkpoint.
     """
 
     def look() -> Path | None:
@@ -82,7 +82,7 @@ def _check_numbers(run: RunState, saved: AccelerateState) -> None:
     """Check that the state holds as many models, optimizers, schedulers and registered objects as the run.
 
     Raises:
-        ValueError: A number differs; the message says of which objects.
+        ValueError: A number differs; the message names the kind of objects.
     """
     for what, there, here in (
         ("models", saved.models, run.prepared),

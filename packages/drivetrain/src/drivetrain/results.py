@@ -87,7 +87,7 @@ class Results:
         with_flops: bool = False,
         with_modules: bool = False,
     ) -> AbstractContextManager[torch_profile]:
-        """Profile the block with torch's profiler. Called on any ranks.
+        """Profile the block with torch's profiler. May be called on any rank.
 
         Args:
             directory: The folder where each rank writes its trace; `project_dir`/profile by default. Without a

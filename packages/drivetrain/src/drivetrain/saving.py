@@ -155,6 +155,7 @@ class Saving:
         step = self._run_state().step
         if (due := self._schedule.due(step)) is None:
             return None
+        # After a signal the program ends: the save must be committed first.
         path = self.save_state(
             metrics=metrics, background=False if due.signal else background, trained_only=trained_only
         )
