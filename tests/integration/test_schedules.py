@@ -216,11 +216,9 @@ def test_a_schedule_of_the_unprepared_loaders_length_is_told_on_rank_0(run_ranks
     assert not any(second)
     for number in range(len(TOTALS)):
         together, in_turn, right = first[number * 3 : number * 3 + 3]
-        assert "is made for 8 steps, as the loader's 16 batches before prepare() make them" in together[0]
-        assert "on each rank it has 8, and an epoch 4 optimizer steps" in together[0]
-        assert (
-            "the schedule is one of 2 epochs. Unless that is meant, prepare the loader first" in together[0]
-        )
+        assert "is made for 8 steps, which fits the loader's 16 batches before prepare()" in together[0]
+        assert "each rank has 8 batches and an epoch has 4 optimizer steps" in together[0]
+        assert "the schedule spans 2 epochs. Unless this is intended, prepare the loader first" in together[0]
         assert "is made for 32 steps" in in_turn[0]
         assert right == []
         assert "of a schedule of 8" in together[1]

@@ -1,8 +1,8 @@
-"""The one way settings are read: layers, precedence, sources, schema.
+"""A reader of layered settings: sections, precedence, sources, schema.
 
-A section is a frozen dataclass; `resolve` fills it from code, command line, environment, file and default, in this
-order, and says for each field where its value came from. Flags, JSON schema, tables and questions are made from the
-same dataclass. `drivetrain_config.environ` is the one door to the process's environment.
+A section is a frozen dataclass. `resolve` fills it from code, command line, environment, file and default, in this
+order of precedence, and records the source of each field. Flags, JSON schema, tables and questions are generated from
+the same dataclass. Only `drivetrain_config.environ` reads or writes the process's environment.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Accelerate's words for DeepSpeed, in its files and on its command line, in terms of the `deepspeed` section."""
+"""The DeepSpeed options of Accelerate's files and command line, mapped to the `deepspeed` section."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -42,7 +42,7 @@ def _gradient_clipping(value: Any) -> Meaning:
 
 
 def _together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
-    """A configuration file holds the norm itself; what is said of stage 3 asks for nothing in another."""
+    """Refuse a clipping norm beside a configuration file; ignore options of stage 3 in other stages."""
     found: dict[str, Meaning] = {}
     file, stage = given.get("deepspeed_config_file"), given.get("zero_stage")
     if is_said(file) and is_said(given.get("gradient_clipping")):

@@ -1,6 +1,6 @@
-"""Accelerate's configuration files, read into our sections, so that a move costs nothing.
+"""Translate Accelerate's configuration files into sections, so that users can migrate without rewriting them.
 
-What has no counterpart here is refused by name, unless the file switches it off anyway.
+A key without a counterpart is refused by name, unless the file switches it off.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from drivetrain_config.errors import ConfigError
 
 _MARKS = ("compute_environment", "distributed_type")
 
-# Processes are counted over all nodes, there and here.
+# Both libraries count processes over all nodes.
 _SAME_MEANING = {
     "num_processes": ("launch", "num_processes"),
     "num_machines": ("launch", "num_nodes"),
@@ -31,7 +31,7 @@ _SAME_MEANING = {
     "debug": ("state", "debug"),
 }
 
-# NO leaves the choice to the number of processes; those called MULTI replicate the model.
+# With NO, the number of processes decides; the MULTI types replicate the model.
 _BACKENDS = {
     "NO": None,
     "MULTI_CPU": "ddp",
@@ -44,16 +44,16 @@ _BACKENDS = {
     "DEEPSPEED": "deepspeed",
 }
 
-# Keys whose value holds the words for one backend, with the type that they go with.
+# Keys that hold the options of one backend, with the distributed_type that they require.
 _FAMILIES: Mapping[str, tuple[Family, str]] = {
     "fsdp_config": (FSDP, "FSDP"),
     "deepspeed_config": (DEEPSPEED, "DEEPSPEED"),
 }
 
-# They describe a network that the rendezvous does not ask about, or a function that a script calls by itself.
+# They describe a network property that the rendezvous does not need, or a function that the script itself calls.
 _WITHOUT_EFFECT = ("same_network", "main_training_function")
 
-# Known keys that ask for something when they are not off; listed to tell them from misspelt ones.
+# Known keys that are refused unless they are off; listed to tell them from misspelled keys.
 _OFF_ONLY = (
     "compute_environment",
     "commands",
@@ -83,13 +83,13 @@ Lines = Mapping[tuple[str, ...], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """An Accelerate file in our terms.
+    """An Accelerate file translated into sections.
 
     Attributes:
-        sections: The fields by section.
-        lines: The lines that the fields came from.
-        told: What is met in another way than the file says, a line each.
-        refused: What has no counterpart, each with its place.
+        sections: The values of fields, by section.
+        lines: The line of each field, by section and field.
+        told: The notices of options that drivetrain meets in another way, one line each.
+        refused: The keys without a counterpart, each with its place.
     """
 
     sections: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -99,20 +99,20 @@ class Translation:
 
 
 def is_accelerate(data: Mapping[str, Any]) -> bool:
-    """Whether a file of settings is one of Accelerate's: it says where it runs, and is not split in sections."""
+    """Return whether a settings file is Accelerate's, i.e. names an environment or type at its top level."""
     return any(isinstance(data.get(mark), str) or data.get(mark) is False for mark in _MARKS)
 
 
 def translate(data: Mapping[str, Any], path: Path, lines: Lines) -> Translation:
-    """Read an Accelerate file as our sections.
+    """Translate an Accelerate file into sections.
 
     Args:
-        data: What the file holds.
-        path: The file, for messages.
-        lines: The lines of its keys, by their path.
+        data: The contents of the file.
+        path: The path of the file, for messages.
+        lines: The line of each key, by key path.
 
     Raises:
-        ConfigError: It asks for what has no counterpart here; the message lists all of it.
+        ConfigError: The file requests something without a counterpart; the message lists every such key.
     """
     found = Translation()
     for key, value in data.items():
@@ -133,7 +133,7 @@ def translate(data: Mapping[str, Any], path: Path, lines: Lines) -> Translation:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a key stands."""
+    """The place of a key in a file."""
 
     path: Path
     keys: tuple[str, ...]
@@ -162,7 +162,7 @@ def _goes_with_type(key: str, data: Mapping[str, Any]) -> bool:
 
 
 def _read_family(found: Translation, key: str, data: Mapping[str, Any], path: Path, lines: Lines) -> None:
-    """Read the words for FSDP or DeepSpeed; under another type they would ask for nothing, there or here."""
+    """Read the options of FSDP or DeepSpeed; refuse them under another type, where neither library applies them."""
     family, kind = _FAMILIES[key]
     given = data[key]
     if not _goes_with_type(key, data) or not isinstance(given, Mapping):
@@ -184,7 +184,7 @@ def _read_family(found: Translation, key: str, data: Mapping[str, Any], path: Pa
 
 
 def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """What one key says in our terms: (section, field, value)."""
+    """Return what one key sets, as (section, field, value)."""
     if key == "distributed_type":
         backend = _BACKENDS.get(_type_name(value))
         found = [] if backend is None else [("run", "backend", backend)]
@@ -194,7 +194,7 @@ def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> list[tuple[str, s
     if key == "gpu_ids":
         return [] if value == "all" else [(*_SAME_MEANING[key], str(value))]  # "0,1", or a single 0
     if key == "use_cpu" and data.get("distributed_type") == "MULTI_CPU":
-        return []  # said by the type
+        return []  # MULTI_CPU sets it
     return [(*_SAME_MEANING[key], value)]
 
 
@@ -207,10 +207,10 @@ def _is_honoured(key: str, value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a value asks for nothing: off, empty, or a mapping that is switched off."""
+    """Return whether a value requests nothing: off, empty, or a mapping that is switched off."""
     if not isinstance(value, Mapping):
         return value in _OFF
-    # torch.compile's other keys describe what dynamo_backend switches on.
+    # torch.compile's other keys only configure what dynamo_backend switches on.
     return (
         _is_off(value["dynamo_backend"]) if "dynamo_backend" in value else all(map(_is_off, value.values()))
     )

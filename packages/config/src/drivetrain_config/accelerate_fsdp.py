@@ -1,4 +1,4 @@
-"""Accelerate's words for FSDP, in its files and on its command line, in terms of the `fsdp` section."""
+"""The FSDP options of Accelerate's files and command line, mapped to the `fsdp` section."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -38,7 +38,7 @@ _LOADING = (
 )
 _SIZE_BASED = ("size_based_wrap", "2")
 
-# The word of old files; it means what its successor does.
+# Old files use another key than new ones; the values mean the same.
 _BACKWARD_PREFETCH = one_of(
     {
         "BACKWARD_PRE 1": SO_ANYWAY,
@@ -50,13 +50,13 @@ _OFFLOAD = switch(on=means("fsdp", "offload", True), off=means("fsdp", "offload"
 
 
 def _activation_checkpointing(value: Any) -> Meaning:
-    """True or false with them; `full`, `none` and `selective` under the same flag here."""
+    """Read Accelerate's true or false; accept drivetrain's `full`, `none` and `selective` too."""
     word = {"true": "full", "false": "none"}.get(spelled(value), value)
     return means("fsdp", "activation_checkpointing", word)
 
 
 def _together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
-    """The policy says whether a number of parameters counts."""
+    """Read `fsdp_min_num_params`, which only SIZE_BASED_WRAP uses."""
     policy, number = given.get("fsdp_auto_wrap_policy"), given.get("fsdp_min_num_params")
     counts = is_said(number) and spelled(number) != "0"
     if not is_said(policy):
@@ -95,7 +95,7 @@ FSDP = Family(
             "fsdp_cpu_offload": _OFFLOAD,
             "fsdp_auto_wrap_policy": one_of(
                 {
-                    # Without classes the model's own _no_split_modules, there and here.
+                    # Without classes, both libraries wrap the model's own _no_split_modules.
                     "TRANSFORMER_BASED_WRAP 1": SO_ANYWAY,
                     "SIZE_BASED_WRAP 2": SO_ANYWAY,
                     "NO_WRAP 3": means("fsdp", "wrap", ()),
@@ -123,7 +123,7 @@ FSDP = Family(
             "fsdp_backward_prefetch": _BACKWARD_PREFETCH,
             "fsdp_backward_prefetch_policy": _BACKWARD_PREFETCH,
             "fsdp_forward_prefetch": switch(on=means("fsdp", "prefetch", 1)),
-            # FSDP2 has no other parameters than the model's own, which allow all that flat ones do.
+            # FSDP2 always keeps the model's own parameters, which support all that flat ones do.
             "fsdp_use_orig_params": switch(on=SO_ANYWAY),
             "fsdp_sync_module_states": switch(
                 on=SO_ANYWAY, off=told("all ranks start from rank 0's values, whatever theirs are")

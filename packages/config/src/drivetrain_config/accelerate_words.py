@@ -1,7 +1,7 @@
-"""What Accelerate's words for a sharding backend come to: our settings, a thing to tell, or a refusal.
+"""The meanings of Accelerate's options for a sharding backend: a setting, a notice or a refusal.
 
-A word whose wish is met in another way, so that the training is the same, is told about; one that would change what
-is trained, or that nothing here can do, is refused.
+An option that drivetrain meets in another way, with the same training, gives a notice. An option that would change
+the training, or that drivetrain cannot honour, is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ _UNSAID = ("", "none", "null", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What one word with its value means here; nothing at all where what it asks for is so anyway.
+    """The meaning of one option with its value; empty where drivetrain behaves as requested anyway.
 
     Attributes:
-        setting: The section and field that it sets.
-        value: What it sets the field to.
-        told: How its wish is met otherwise, and what a script does for it.
-        refused: Why it cannot be honoured, and the way out.
+        setting: The section and field that the option sets.
+        value: The value of that field.
+        told: A notice of how drivetrain meets the option in another way, and what a script must do for it.
+        refused: The reason why the option cannot be honoured, and the way out.
     """
 
     setting: tuple[str, str] | None = None
@@ -37,12 +37,13 @@ SO_ANYWAY = Meaning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The words for one backend.
+    """The options of one Accelerate backend.
 
     Attributes:
-        backend: The backend's name here.
-        words: How each word's value is read.
-        together: What words mean that another one changes; it stands in front of what they mean alone.
+        backend: The backend's name in drivetrain.
+        words: The reader of each option's value, by option name.
+        together: A function from all given options to the meanings of those that depend on another option; these
+            replace the meanings from `words`.
     """
 
     backend: str
@@ -52,12 +53,12 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What several words come to.
+    """The combined meaning of several options.
 
     Attributes:
-        settings: The word and the value, by section and field.
-        told: What to tell of a word.
-        refused: Why a word cannot be honoured.
+        settings: The option and its value, by section and field.
+        told: The notices, by option.
+        refused: The reasons for refusals, by option.
     """
 
     settings: dict[tuple[str, str], tuple[str, Any]] = field(
@@ -68,7 +69,7 @@ class Reading:
 
 
 def read_words(family: Family, given: Mapping[str, Any]) -> Reading:
-    """Read words of a family, each with its value, as text or as a file's parser gives it."""
+    """Read the options of a family; a value is text or what a file's parser returns."""
     meanings = {word: family.words[word](value) for word, value in given.items() if value is not None}
     reading = Reading()
     for word, meaning in {**meanings, **family.together(given)}.items():
@@ -85,36 +86,36 @@ def read_words(family: Family, given: Mapping[str, Any]) -> Reading:
 
 
 def spelled(value: Any) -> str:
-    """A value as it is spelled, without case: text, number and bool alike."""
+    """Return the lowercase text of a value, be it text, number or bool."""
     return str(value).lower()
 
 
 def is_said(value: Any) -> bool:
-    """Whether a value asks for something: it is no null, however that is spelled."""
+    """Return whether a value requests something, i.e. is not null or "auto" in any spelling."""
     return value is not None and spelled(value) not in _UNSAID
 
 
 def means(section: str, field: str, value: Any) -> Meaning:
-    """A field and what it is set to."""
+    """Return a meaning that sets a field."""
     return Meaning(setting=(section, field), value=value)
 
 
 def told(text: str) -> Meaning:
-    """A wish that is met in another way."""
+    """Return a meaning that gives a notice."""
     return Meaning(told=text)
 
 
 def refused(text: str) -> Meaning:
-    """A wish that cannot be honoured."""
+    """Return a meaning that refuses the option."""
     return Meaning(refused=text)
 
 
 def one_of(meanings: Mapping[str, Meaning], otherwise: Meaning | None = None) -> Reader:
-    """A word with a closed list of values.
+    """Return the reader of an option with a closed list of values.
 
     Args:
-        meanings: By what may be said; the spellings of one value stand between spaces, case does not count.
-        otherwise: What any other value means; None refuses it with the list.
+        meanings: The meanings by value; spaces separate the spellings of one value, case is ignored.
+        otherwise: The meaning of any other value; None refuses it and lists the allowed ones.
     """
     known = MappingProxyType(
         {one.lower(): meaning for spellings, meaning in meanings.items() for one in spellings.split()}
@@ -124,15 +125,15 @@ def one_of(meanings: Mapping[str, Meaning], otherwise: Meaning | None = None) ->
 
 
 def switch(*, on: Meaning, off: Meaning = SO_ANYWAY) -> Reader:
-    """A word that is true or false."""
+    """Return the reader of a boolean option."""
     return one_of({"true": on, "false": off})
 
 
 def passed(section: str, field: str) -> Reader:
-    """A word whose value is the field's, as it stands."""
+    """Return the reader of an option whose value is passed to a field unchanged."""
     return lambda value: means(section, field, value) if is_said(value) else SO_ANYWAY
 
 
 def unless_off(reason: str) -> Reader:
-    """A word that is refused when it says anything."""
+    """Return the reader of an option that is refused unless it requests nothing."""
     return lambda value: refused(reason) if is_said(value) else SO_ANYWAY

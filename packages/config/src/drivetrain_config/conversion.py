@@ -1,4 +1,4 @@
-"""Values brought to a field's type: text from flags and variables is parsed, all others are checked."""
+"""Convert values to a field's type: parse text from flags and variables, check all other values."""
 
 import json
 import operator
@@ -33,20 +33,21 @@ _NULLS = ("none", "null")
 
 
 class ConversionError(ValueError):
-    """A value is not of the field's type; the message says what is allowed, not where the value came from."""
+    """An error for a value of the wrong type; the message says what is allowed, not where the value came from."""
 
 
 def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
-    """Bring a value to a type.
+    """Convert a value to a type.
 
     Args:
-        value: What a flag, a variable, a file's parser or code gave.
-        kind: bool, int, float, str, Path, Literal, Enum, tuple, list, dict, a dataclass, None, a union of these.
-        text: Whether a string stands for what it spells, as on a command line: "3" is a number, "true" a bool,
-            "a,b" a list, "none" is None. Elsewhere a string is a string.
+        value: The value from a flag, a variable, a file's parser or code.
+        kind: The type: bool, int, float, str, Path, Literal, Enum, tuple, list, dict, a dataclass, None, or a union
+            of these.
+        text: Whether strings are parsed, as on a command line: "3" is a number, "true" a bool, "a,b" a list, "none"
+            is None. Otherwise a string stays a string.
 
     Raises:
-        ConversionError: It cannot be; the message says what is allowed.
+        ConversionError: The value cannot be converted; the message says what is allowed.
     """
     if kind is Any:
         return value
@@ -97,7 +98,7 @@ def _integer(value: Any, text: bool) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    # Text is taken from files too: YAML 1.1 reads 1e-4 as text, for want of a point.
+    # Parse text from files too: YAML 1.1 reads 1e-4 as text, because it has no decimal point.
     if isinstance(value, bool):
         return None
     try:
@@ -127,7 +128,7 @@ def _to_union(value: Any, kind: Any, text: bool) -> Any:
         return None
     if len(options) == 1 and (is_sequence(options[0]) or is_mapping(options[0]) or is_dataclass(options[0])):
         return convert(value, options[0], text=text)  # its message says which item is wrong
-    for option in sorted(options, key=lambda option: option in (str, Path)):  # any text would fit these
+    for option in sorted(options, key=lambda option: option in (str, Path)):  # last: these accept any text
         try:
             return convert(value, option, text=text)
         except ConversionError:
@@ -136,7 +137,7 @@ def _to_union(value: Any, kind: Any, text: bool) -> Any:
 
 
 def _is_exactly(value: Any, option: Any, text: bool) -> bool:
-    """Whether a value is one of a union's member as it stands, so that no earlier member may bend it."""
+    """Return whether a value already has the type of a union's member, so that no earlier member may convert it."""
     if get_origin(option) is Literal:
         return any(_is_choice(value, choice, text) for choice in get_args(option))
     return type(value) is option and not (text and isinstance(value, str))
@@ -167,7 +168,7 @@ def _to_enum(value: Any, kind: type[Enum], text: bool) -> Enum:
 
 def _to_sequence(value: Any, kind: Any, text: bool) -> Any:
     if isinstance(value, str):
-        # A file may say `log_with: jsonl` for a list of one.
+        # A file may hold `log_with: jsonl` for a list of one item.
         value, text = _split(value), True
     if not isinstance(value, (list, tuple)):
         raise ConversionError(f"must be {describe(kind)}; as text its items stand between commas")
@@ -183,7 +184,7 @@ def _to_mapping(value: Any, arguments: tuple[Any, ...], text: bool) -> dict[Any,
     value, text = _mapping(value, text)
     if value is None:
         raise ConversionError("must be a mapping; as text it is JSON, or key=value pairs between commas")
-    # A key is text in every file, whatever type it stands for.
+    # Keys are text in every file format, whatever their type.
     return {
         _inside("key", key, arguments[0], True): _inside(str(key), item, arguments[1], text)
         for key, item in value.items()
@@ -225,7 +226,7 @@ def _split(value: str) -> list[Any]:
 
 
 def _mapping(value: Any, text: bool) -> tuple[Mapping[Any, Any] | None, bool]:
-    """A mapping and whether its values are text; None if the value is none."""
+    """Return a mapping, or None if the value is not one, and whether its values are text."""
     if not (text and isinstance(value, str)):
         return (value if isinstance(value, Mapping) else None), False
     if isinstance(found := _json(value), Mapping):

@@ -1,4 +1,4 @@
-"""The process's environment. No other file of drivetrain reads or writes it."""
+"""The process's environment; no other module of drivetrain reads or writes it."""
 
 import os
 from collections.abc import Generator, Mapping
@@ -15,20 +15,20 @@ _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRanks:
-    """What a launcher of torchrun's kind tells a worker.
+    """The ranks and rendezvous that torchrun, or a launcher like it, passes to a worker.
 
     Attributes:
-        rank: This process among all.
-        local_rank: This process among those of its node.
-        world_size: Number of processes.
-        local_world_size: Number of processes on this node.
-        node_rank: This node among all.
-        num_nodes: Number of nodes.
-        master_addr: Host of the rendezvous store.
-        master_port: Port of the rendezvous store.
-        run_id: The run's name, the same on all ranks; "none" if the launcher gives none.
+        rank: The rank of this process.
+        local_rank: The rank of this process on its node.
+        world_size: The number of processes.
+        local_world_size: The number of processes on this node.
+        node_rank: The rank of this node.
+        num_nodes: The number of nodes.
+        master_addr: The host of the rendezvous store.
+        master_port: The port of the rendezvous store.
+        run_id: The run's name, the same on all ranks; "none" if the launcher sets none.
         agent_store: Whether the launcher's agent, not rank 0, hosts the store.
-        restart_count: How often the agent has restarted the workers.
+        restart_count: The number of times that the agent has restarted the workers.
     """
 
     rank: int
@@ -44,10 +44,10 @@ class LaunchedRanks:
     restart_count: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit together.
+        """Check that the numbers are consistent.
 
         Raises:
-            ConfigError: A rank is not below its count, or the port is none.
+            ConfigError: A rank is not below its count, or the port is out of range.
         """
         for low, rank_name, rank, size_name, size in (
             (0, "RANK", self.rank, "WORLD_SIZE", self.world_size),
@@ -67,17 +67,17 @@ class LaunchedRanks:
 def launched() -> LaunchedRanks | None:
     """Read torchrun's variables.
 
-    MASTER_ADDR and MASTER_PORT alone say nothing of ranks: clusters set them for whoever wants them.
+    MASTER_ADDR and MASTER_PORT alone do not imply a launcher: some clusters set them for every process.
 
     Returns:
         The ranks; None in a process that no launcher started.
 
     Raises:
-        ConfigError: Some of the variables are set and others are not, one is no integer, or they do not fit together.
+        ConfigError: Only some of the variables are set, one is not an integer, or they are inconsistent.
     """
     if not any(name in os.environ for name in _RANKS):
         return None
-    # Without LOCAL_WORLD_SIZE nothing tells one node of 16 processes from two of 8; only one process is clear.
+    # Without LOCAL_WORLD_SIZE, one node of 16 processes looks like two nodes of 8; a single process is unambiguous.
     alone = os.environ.get("WORLD_SIZE") == "1"
     needed = (*_RANKS, *_MEETING) if alone else (*_RANKS, "LOCAL_WORLD_SIZE", *_MEETING)
     if missing := [name for name in needed if name not in os.environ]:
@@ -104,12 +104,12 @@ def launched() -> LaunchedRanks | None:
 
 
 def override_name(section: str, field: str) -> str:
-    """The variable that sets a field: `DRIVETRAIN_<SECTION>__<FIELD>`."""
+    """Return the variable that sets a field: `DRIVETRAIN_<SECTION>__<FIELD>`."""
     return f"{PREFIX}{section}__{field}".upper()
 
 
 def overrides() -> dict[str, str]:
-    """The variables that begin with `DRIVETRAIN_`, sorted by name, but for the one the launcher hands down."""
+    """Return the variables that begin with `DRIVETRAIN_`, sorted by name, except `DRIVETRAIN_CONFIG`."""
     return {
         name: text
         for name, text in sorted(os.environ.items())
@@ -118,26 +118,26 @@ def overrides() -> dict[str, str]:
 
 
 def handed_down() -> str | None:
-    """What the launcher read for this worker, as JSON; None without a launcher."""
+    """Return the settings that the launcher read for this worker, as JSON; None without a launcher."""
     return os.environ.get(CONFIG_VARIABLE)
 
 
 def read(name: str) -> str | None:
-    """One variable that belongs to somebody else (a scheduler, a driver); None if it is not set."""
+    """Return a variable of another program (a scheduler, a driver); None if it is not set."""
     return os.environ.get(name)
 
 
 def child_environment(**variables: str | None) -> dict[str, str]:
-    """A copy of the environment for a subprocess, with `variables` set, or left out where None."""
+    """Return a copy of the environment for a subprocess, with `variables` set, or removed where None."""
     merged: dict[str, str | None] = {**os.environ, **variables}
     return {name: text for name, text in merged.items() if text is not None}
 
 
 @contextmanager
 def exported(**variables: str | None) -> Generator[None]:
-    """Set variables (None: unset them) for a third party that reads the environment.
+    """Run the block with variables set (or unset, where None) for a third party that reads the environment.
 
-    They are restored at the end, also after an exception. Other threads of the process see them meanwhile.
+    The previous values are restored at the end, also after an exception. Other threads of the process see the change.
     """
     before = {name: os.environ.get(name) for name in variables}
     try:

@@ -1,5 +1,5 @@
-"""What can go wrong when settings are read."""
+"""The error raised while settings are read."""
 
 
 class ConfigError(ValueError):
-    """A setting is unknown, of the wrong type or outside its range; the message names field, value and source."""
+    """An error for an unknown, wrongly typed or out-of-range setting; the message names field, value and source."""

@@ -1,4 +1,4 @@
-"""Files of settings: YAML, TOML or JSON, a mapping of sections to mappings of fields, with the lines of both."""
+"""Read settings files: YAML, TOML or JSON, a mapping of sections to mappings of fields, with their lines."""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from drivetrain_config.yaml_file import Lines, read_yaml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a file holds.
+    """The contents of a settings file.
 
     Attributes:
-        path: The file.
-        data: Its sections by name, not yet checked.
-        lines: Where sections and fields stand; empty where the parser does not tell.
-        told: What of one of Accelerate's files is met in another way than it says, a line each.
+        path: The path of the file.
+        data: The sections by name, not yet checked.
+        lines: The lines of sections and fields; empty where the parser does not report them.
+        told: The notices of Accelerate's options that drivetrain meets in another way, one line each.
     """
 
     path: Path
@@ -30,21 +30,21 @@ class Contents:
     told: tuple[str, ...] = ()
 
     def where(self, section: str, field: str | None = None) -> str:
-        """The file, with the line where it is known."""
+        """Return the file's path, with the line of a section or field if known."""
         keys = [(section,)] if field is None else [(section, field), (section,)]
         line = next((self.lines[key] for key in keys if key in self.lines), None)
         return str(self.path) if line is None else f"{self.path}:{line}"
 
 
 def read_file(path: Path) -> Contents:
-    """Read a file of settings.
+    """Read a settings file.
 
     Args:
-        path: Ends in .yaml, .yml, .toml or .json; holds sections, or is one of Accelerate's.
+        path: The file, ending in .yaml, .yml, .toml or .json; it holds sections, or is an Accelerate file.
 
     Raises:
-        ConfigError: There is no such file, its ending is unknown, it does not parse, says a key twice, or asks for
-            what drivetrain cannot do.
+        ConfigError: The file does not exist, has an unknown suffix, does not parse, repeats a key, is nested too
+            deeply, or requests something that drivetrain cannot do.
     """
     try:
         data, lines = _parse(path)

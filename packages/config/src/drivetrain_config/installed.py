@@ -1,7 +1,7 @@
-"""Entry points of installed distributions, read straight from their folders.
+"""Read the entry points of installed distributions straight from their folders.
 
-importlib.metadata does the same in general, but importing it alone takes longer than `drivetrain --help` may; it
-still answers where packages are not installed as plain folders.
+importlib.metadata does the same in general, but its import alone takes longer than `drivetrain --help` may. It serves
+as the fallback where packages are not installed as plain folders.
 """
 
 import os
@@ -18,12 +18,12 @@ from drivetrain_config.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, order=True)
 class EntryPoint:
-    """One object that a distribution announces.
+    """An object that a distribution registers.
 
     Attributes:
-        name: What it is announced as.
-        value: Where it stands: "package.module:attribute".
-        distribution: Who announces it.
+        name: The name of the entry point.
+        value: The location of the object, as "package.module:attribute".
+        distribution: The name of the distribution.
     """
 
     name: str
@@ -31,7 +31,7 @@ class EntryPoint:
     distribution: str
 
     def load(self) -> object:
-        """Import the object's module, and give the object."""
+        """Import the object's module and return the object."""
         module, _, path = self.value.partition(":")
         found: object = import_module(module)
         for attribute in filter(None, path.split(".")):
@@ -40,17 +40,17 @@ class EntryPoint:
 
 
 def entry_points(group: str) -> tuple[EntryPoint, ...]:
-    """What the installed distributions announce in a group, sorted by name.
+    """Return the entry points of a group over all installed distributions, sorted by name.
 
     Raises:
-        ConfigError: Two distributions announce the same name.
+        ConfigError: Two distributions register the same name.
     """
     return _entry_points(group, tuple(sys.path))
 
 
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    # What a path holds is looked up once: it changes only with an installation, for which a process starts anew.
+    # Cached by path: entry points change only with an installation, which takes effect in a new process.
     texts = _texts(path) if _is_plain(path) else _texts_by_importlib(path)
     found = sorted(point for name, text in texts for point in _parse(name, text, group))
     for one, other in pairwise(found):
@@ -62,7 +62,7 @@ def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def _is_plain(path: tuple[str, ...]) -> bool:
-    """Whether distributions can only be folders: nothing is zipped, and no other finder knows of any."""
+    """Return whether all distributions are folders: none is zipped, and no other finder provides any."""
     others = [finder for finder in sys.meta_path if finder is not PathFinder]
     return not any(hasattr(finder, "find_distributions") for finder in others) and not any(
         map(os.path.isfile, path)
@@ -70,13 +70,13 @@ def _is_plain(path: tuple[str, ...]) -> bool:
 
 
 def _texts(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """The distributions' names and their entry_points.txt; the first of a name on the path hides the others."""
+    """Yield each distribution's name and entry_points.txt; the first of a name on the path hides the others."""
     seen: set[str] = set()
     for folder in dict.fromkeys(path):
         try:
             entries = sorted(os.listdir(folder or "."))
         except OSError:
-            continue  # a path may name what is not there
+            continue  # sys.path may hold folders that do not exist
         for entry in entries:
             stem, extension = os.path.splitext(entry)
             name = stem.partition("-")[0].lower().replace(".", "_")
@@ -87,7 +87,7 @@ def _texts(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
                 with open(os.path.join(folder, entry, "entry_points.txt"), encoding="utf-8") as file:
                     yield name, file.read()
             except OSError:
-                continue  # most announce nothing
+                continue  # most distributions have no entry points
 
 
 def _texts_by_importlib(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:

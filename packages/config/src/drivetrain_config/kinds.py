@@ -1,4 +1,4 @@
-"""What a field's type says: its members and choices, how it reads in words, how its values are written as JSON."""
+"""The types of fields: their members and choices, their description in words, their values in JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -16,12 +16,12 @@ _WORDS = {
     NoneType: "null",
 }
 
-# How many mappings and lists may stand in each other: far more than any setting has.
+# The most levels of nested mappings and lists: far more than any setting needs.
 MOST_LEVELS = 100
 
 
 def is_too_deep(value: object) -> bool:
-    """Return whether lists and mappings stand in each other more than `MOST_LEVELS` deep; one in itself does not."""
+    """Return whether lists and mappings are nested deeper than `MOST_LEVELS`; a cycle adds no levels."""
     seen: set[int] = set()
     level = [value]
     for _ in range(MOST_LEVELS):
@@ -38,45 +38,45 @@ def is_too_deep(value: object) -> bool:
 
 
 def field_types(section: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, with postponed annotations resolved."""
+    """Return the types of a dataclass's fields by name, with postponed annotations resolved."""
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in fields(section) if field.init}
 
 
 def is_union(kind: Any) -> bool:
-    """Whether a type is `A | B`, `Optional[A]` among them."""
+    """Return whether a type is a union such as `A | B` or `Optional[A]`."""
     return get_origin(kind) in (Union, UnionType)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, None left out; a type that is no union stands alone."""
+    """Return the types of a union, without None; of any other type, the type itself."""
     if not is_union(kind):
         return (kind,)
     return tuple(member for member in get_args(kind) if member is not NoneType)
 
 
 def is_optional(kind: Any) -> bool:
-    """Whether a type is a union that None belongs to."""
+    """Return whether a type is a union that includes None."""
     return is_union(kind) and NoneType in get_args(kind)
 
 
 def is_enum(kind: Any) -> bool:
-    """Whether a type is an enumeration."""
+    """Return whether a type is an enumeration."""
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def is_sequence(kind: Any) -> bool:
-    """Whether a type is a tuple or list, or promises to read like one."""
+    """Return whether a type is a tuple, a list or `Sequence`."""
     return (get_origin(kind) or kind) in (tuple, list, Sequence)
 
 
 def is_mapping(kind: Any) -> bool:
-    """Whether a type is a dict, or promises to read like one."""
+    """Return whether a type is a dict or `Mapping`."""
     return (get_origin(kind) or kind) in (dict, Mapping)
 
 
 def item_kinds(kind: Any) -> tuple[Any, ...] | None:
-    """The types of a sequence's items one by one, where the type fixes their number, as `tuple[int, str]` does."""
+    """Return the type of each item of a sequence of fixed length, such as `tuple[int, str]`; else None."""
     arguments = get_args(kind)
     if get_origin(kind) is not tuple or Ellipsis in arguments:
         return None
@@ -84,7 +84,7 @@ def item_kinds(kind: Any) -> tuple[Any, ...] | None:
 
 
 def item_kind(kind: Any) -> Any:
-    """The type of all items of a sequence, or of all values of a mapping."""
+    """Return the type of all items of a sequence, or of all values of a mapping."""
     arguments: tuple[Any, ...] = get_args(kind)
     if is_sequence(kind):
         return arguments[0] if arguments else Any
@@ -92,7 +92,7 @@ def item_kind(kind: Any) -> Any:
 
 
 def choices(kind: Any) -> tuple[Any, ...] | None:
-    """The values there are, where a type is a closed list of them; None left out."""
+    """Return the allowed values of a type that is a closed list, without the value None; else None."""
     found: list[Any] = []
     for member in members(kind):
         if get_origin(member) is Literal:
@@ -105,7 +105,7 @@ def choices(kind: Any) -> tuple[Any, ...] | None:
 
 
 def holds_secret(kind: Any) -> bool:
-    """Whether a dataclass inside a type marks one of its own fields secret."""
+    """Return whether a type contains a dataclass with a secret field."""
     if is_dataclass(kind):
         types = field_types(kind)  # pyright: ignore[reportArgumentType]  # a type, not an instance
         return any(f.metadata.get("secret") or holds_secret(types[f.name]) for f in fields(kind) if f.init)
@@ -113,7 +113,7 @@ def holds_secret(kind: Any) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """A type in words, as in "must be an integer or null"."""
+    """Describe a type in words, as in "must be an integer or null"."""
     if is_union(kind):
         return " or ".join([*map(describe, members(kind)), *(["null"] if is_optional(kind) else [])])
     if (known := choices(kind)) is not None:
@@ -129,10 +129,10 @@ def describe(kind: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value in JSON's own types, from which `convert` makes an equal one.
+    """Convert a value to JSON's own types, from which `convert` restores an equal value.
 
     Raises:
-        TypeError: It is of no type that a setting may have.
+        TypeError: The value has a type that no setting may have.
     """
     if isinstance(value, Enum):
         return plain(value.value)
@@ -150,7 +150,7 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in a line of help or a table."""
+    """Format a value for a line of help or a table."""
     if value is None:
         return "not set"
     if value in ((), [], {}):

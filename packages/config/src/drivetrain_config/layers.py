@@ -1,7 +1,7 @@
-"""The layers settings come from: command line, environment and file, each value with its source.
+"""The layers of settings outside code: command line, environment and file, each value with its source.
 
-Precedence, highest first: code, command line, environment, file, default. Code and default stand where a section is
-resolved; the layers between them are read and checked here, once, in the launcher, and handed to the workers.
+Precedence, highest first: code, command line, environment, file, default. `resolve` adds code and defaults; the
+launcher reads and checks the layers between them once, with this module, and hands them to the workers.
 """
 
 import json
@@ -22,13 +22,13 @@ from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_
 logger = logging.getLogger(__name__)
 
 _ORDER: tuple[Kind, ...] = ("command line", "environment", "file")
-_MOST_SHOWN = 60  # characters of a variable that cannot be read
-_Found = tuple[str, str, Entry]  # section, field, what was given
+_MOST_SHOWN = 60  # characters shown of a variable that cannot be parsed
+_Found = tuple[str, str, Entry]  # section, field, entry
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Every value given outside of code, by section and field, highest layer first."""
+    """The values given outside code, by section and field, highest layer first."""
 
     entries: Mapping[tuple[str, str], tuple[Entry, ...]]
 
@@ -43,9 +43,9 @@ class Layers:
         """Read and check every layer, as the launcher does.
 
         Args:
-            file: A YAML, TOML or JSON file of sections, or one of Accelerate's.
-            command_line: Values from flags, by section and field; None means not said.
-            sections: Dataclasses of sections, beside those that installed packages announce.
+            file: A YAML, TOML or JSON file of sections, or an Accelerate configuration file.
+            command_line: The values of flags, by section and field; None means not given.
+            sections: Section dataclasses in addition to those that installed packages register.
 
         Raises:
             ConfigError: A section or field is unknown, a value has the wrong type, or the file cannot be read.
@@ -62,11 +62,11 @@ class Layers:
     def of_process(
         cls, *, file: Path | None = None, sections: Mapping[str, type[Any]] | None = None
     ) -> "Layers":
-        """What a worker or a plain script sees: what the launcher handed down, variables, and a file named in code.
+        """Read the layers of a worker or plain script: the launcher's values, the environment, a file named in code.
 
         Args:
-            file: A file of settings named in code; field by field it wins over the launcher's.
-            sections: Dataclasses of sections, beside those that installed packages announce.
+            file: A settings file named in code; each of its fields takes precedence over the launcher's file.
+            sections: Section dataclasses in addition to those that installed packages register.
 
         Raises:
             ConfigError: A section or field is unknown, a value has the wrong type, or the file cannot be read.
@@ -76,9 +76,9 @@ class Layers:
         return cls(_ranked([*_checked(given, vocabulary), *_of_json(environ.handed_down())]))
 
     def to_json(self) -> str:
-        """The text of DRIVETRAIN_CONFIG: every value with its source.
+        """Return the text of DRIVETRAIN_CONFIG: every value with its source.
 
-        The value of a secret field is left out: a worker inherits the variable, or reads the file itself.
+        The values of secret fields are left out: a worker inherits the variable or reads the file itself.
         """
         rows: list[dict[str, Any]] = []
         for (section, field), entries in self.entries.items():
@@ -92,12 +92,12 @@ class Layers:
         return json.dumps({"settings": rows})
 
     def of_section(self, section: str) -> dict[str, tuple[Entry, ...]]:
-        """The entries of one section by field."""
+        """Return the entries of one section, by field."""
         return {field: entries for (name, field), entries in self.entries.items() if name == section}
 
 
 def _ranked(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]:
-    """Entries by field, highest layer first; of two in one layer the first stays."""
+    """Group entries by field, highest layer first; of several in one layer, keep the first."""
     by_field: dict[tuple[str, str], dict[Kind, Entry]] = {}
     for section, field, entry in given:
         by_field.setdefault((section, field), {}).setdefault(entry.source.kind, entry)
@@ -105,7 +105,7 @@ def _ranked(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]
 
 
 def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
-    """Every value tried against its field, so that a mistake is told once, before any worker starts."""
+    """Check every value against its field, so that a mistake is reported once, before any worker starts."""
     checked: list[_Found] = []
     types: dict[str, dict[str, Any]] = {}
     for section, field, entry in given:
@@ -115,7 +115,7 @@ def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
         marked = replace(entry, secret=is_secret(section_type, field))
         if marked.secret and entry.source.kind == "command line":
             raise ConfigError(
-                f"{section}.{field}=***: is secret, and every user of the machine sees a command line; say it in "
+                f"{section}.{field}=***: is secret, but every user of the machine can see command lines; set it in "
                 f"{environ.override_name(section, field)} or in a file"
             )
         converted(section, field, known[field], marked)
@@ -149,7 +149,7 @@ def _of_environment(vocabulary: Vocabulary) -> list[_Found]:
 
 
 def _check_underscores(name: str, words: str, vocabulary: Vocabulary) -> None:
-    """DRIVETRAIN_RUN_SEED would be read by nobody; other variables of ours are somebody else's."""
+    """Refuse a variable such as DRIVETRAIN_RUN_SEED, which sets nothing; ignore those that name no field."""
     for section in vocabulary.names():
         field = words.removeprefix(f"{section}_")
         if field != words and field in field_types(vocabulary.section(section, Source("environment", name))):
@@ -163,7 +163,7 @@ def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
     if path is None:
         return []
     contents = read_file(path)
-    if environ.read("RANK") in (None, "0"):  # the launcher's process, a script's own, or the first of many
+    if environ.read("RANK") in (None, "0"):  # the launcher, a plain script, or rank 0 of the workers
         for line in contents.told:
             logger.warning("%s", line)
     found: list[_Found] = []
@@ -176,7 +176,11 @@ def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
 
 
 def _check_mapping(contents: Contents, section: str, values: object, vocabulary: Vocabulary) -> None:
-    """An empty section may be misspelt as well; a single value is most likely a field without its section."""
+    """Check that a top-level key names a section and holds a mapping.
+
+    An empty section is checked too, as its name may be misspelled; a single value is most likely a field outside its
+    section.
+    """
     where = contents.where(section)
     if values is None or isinstance(values, Mapping):
         vocabulary.section(section, Source("file", where))

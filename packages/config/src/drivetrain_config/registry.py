@@ -1,4 +1,4 @@
-"""What the installed packages announce: their sections of settings, and their subcommands."""
+"""The settings sections and subcommands that installed packages register."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, is_dataclass
@@ -16,9 +16,9 @@ class Command:
     """A subcommand of `drivetrain`.
 
     Attributes:
-        arguments: A frozen dataclass of its arguments; the parser is built from it as from a section.
-        run: Takes the arguments and returns the exit code.
-        help: One sentence.
+        arguments: A frozen dataclass of the arguments; the parser is built from it as from a section.
+        run: The function that takes the arguments and returns the exit code.
+        help: The description in one sentence.
     """
 
     arguments: type[Any]
@@ -27,25 +27,25 @@ class Command:
 
 
 def section_names() -> list[str]:
-    """The names of the installed sections, sorted; nothing is imported."""
+    """Return the names of the installed sections, sorted, without importing them."""
     return [point.name for point in entry_points(SETTINGS_GROUP)]
 
 
 def sections(*, only: Collection[str] | None = None) -> dict[str, type[Any]]:
-    """The installed sections: their dataclasses by name.
+    """Return the dataclasses of the installed sections, by name.
 
     Args:
-        only: Load these alone.
+        only: The names of the sections to load; all by default.
 
     Raises:
-        ConfigError: What a package announces as a section is no dataclass.
+        ConfigError: A package registers a section that is not a dataclass.
     """
     points = entry_points(SETTINGS_GROUP)
     return {point.name: _section(point) for point in points if only is None or point.name in only}
 
 
 def commands() -> dict[str, EntryPoint]:
-    """The installed subcommands, not yet imported: `load()` gives an object of the shape of `Command`."""
+    """Return the installed subcommands, not yet imported; `load()` returns an object like `Command`."""
     return {point.name: point for point in entry_points(COMMANDS_GROUP)}
 
 

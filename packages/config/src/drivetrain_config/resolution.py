@@ -1,7 +1,7 @@
-"""One section out of all layers: code > command line > environment > file > default, each field by itself.
+"""Resolve a section from all layers, field by field: code > command line > environment > file > default.
 
-A value in code that equals the field's default cannot be told from one that nobody meant, as argparse hands it on. It
-says nothing against another layer: it stands behind the file, and before the default.
+A value in code that equals the field's default may be unintended, as when argparse passes on its own default. It
+therefore overrides no other layer: it ranks below the file and above the default.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """A field that code and another layer both name, with different values.
+    """A field for which code and another layer give different values.
 
     Attributes:
-        field: "section.field".
-        taken: The value that is in force.
-        taken_from: Where it came from.
-        overruled: The other value.
-        overruled_from: Where that came from.
+        field: The field's name, as "section.field".
+        taken: The value in force.
+        taken_from: The source of the value in force.
+        overruled: The value not in force.
+        overruled_from: The source of the value not in force.
     """
 
     field: str
@@ -49,11 +49,11 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved(Generic[Section]):
-    """A section, and where each of its values came from.
+    """A resolved section, with the source of each value.
 
     Attributes:
-        value: The section.
-        sources: The source of each field.
+        value: The section's dataclass instance.
+        sources: The source of each field, by name.
         disagreements: Fields on which code differs from the command line, or gave way to another layer.
     """
 
@@ -69,16 +69,16 @@ def resolve(
     code: Mapping[str, object | None] | None = None,
     layers: Layers | None = None,
 ) -> Resolved[Section]:
-    """Resolve a section.
+    """Resolve a section from all layers.
 
     Args:
-        section_type: Its frozen dataclass.
-        section: Its name: the key in a file, and the middle of `DRIVETRAIN_<SECTION>__<FIELD>`.
-        code: Values given in code; None means not said, and a value that equals the default gives way to any other.
-        layers: The other layers; by default those of this process.
+        section_type: The frozen dataclass of the section.
+        section: The section's name: the key in a file, and the middle of `DRIVETRAIN_<SECTION>__<FIELD>`.
+        code: The values given in code; None means not given, and a value equal to the default gives way to any other.
+        layers: The other layers; those of this process by default.
 
     Raises:
-        ConfigError: A field is unknown or missing, or a value of the wrong type or outside its range.
+        ConfigError: A field is unknown or missing, or a value has the wrong type or is out of range.
     """
     if layers is None:
         layers = Layers.of_process(sections={section: section_type})
@@ -106,7 +106,7 @@ def _default(section_type: type[Any], name: str) -> Any:
 
 
 def _ranked(said: list[tuple[Any, Entry]], default: Any) -> list[tuple[Any, Entry]]:
-    """Rank what was said of one field, highest first: a default in code stands behind what other layers say."""
+    """Rank the values of one field, highest first; a value in code that equals the default ranks last."""
     (value, entry), *others = said
     if entry.source.kind == "code" and type(value) is type(default) and value == default:
         return [*others, said[0]]
@@ -114,7 +114,7 @@ def _ranked(said: list[tuple[Any, Entry]], default: Any) -> list[tuple[Any, Entr
 
 
 def _disagreement(field: str, ranked: list[tuple[Any, Entry]]) -> Disagreement | None:
-    """Return how code and another explicit layer differ; None if they do not, or if it needs no word."""
+    """Return how code and another layer differ; None if they agree, or if code overrides environment or file."""
     (taken, first), (other, last) = ranked[0], ranked[-1]
     if first.source.kind == "code":
         found = [(value, entry) for value, entry in ranked[1:] if entry.source.kind == "command line"]
@@ -136,7 +136,7 @@ def _entries(
     code: Mapping[str, object | None],
     outside: Mapping[str, tuple[Entry, ...]],
 ) -> dict[str, tuple[Entry, ...]]:
-    """What was said of each field, highest layer first."""
+    """Return the entries of each field, highest layer first."""
     known = field_types(section_type)
     for name in code:
         check_field(section, name, known, Source("code"))

@@ -1,4 +1,4 @@
-"""What a section's dataclass says of itself: flags, JSON schema, a table for the docs, the wizard's questions."""
+"""Generate flags, a JSON schema, a table for the docs and wizard questions from a section's dataclass."""
 
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -21,21 +21,21 @@ from drivetrain_config.kinds import (
     shown,
 )
 
-# Sections whose flags stand without the section's name: what every launch says.
+# Sections whose flags omit the section's name, as every launch uses them.
 _BARE_SECTIONS = ("launch", "run")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """One field of a section.
+    """A field of a section.
 
     Attributes:
         section: The section's name.
         name: The field's name.
-        kind: Its type.
-        default: Its default; MISSING if it has none.
-        help: One sentence, with units.
-        secret: Whether its value is shown and handed on nowhere.
+        kind: The field's type.
+        default: The field's default; MISSING if it has none.
+        help: The description in one sentence, with units.
+        secret: Whether the value is masked in messages and never handed on.
     """
 
     section: str
@@ -47,14 +47,14 @@ class FieldSpec:
 
     @property
     def shown_default(self) -> str:
-        """The default for a line of help or a table."""
+        """The default, formatted for a line of help or a table."""
         if self.default is MISSING:
             return "none, must be given"
         return "***" if self.secret and self.default is not None else shown(self.default)
 
     @property
     def words(self) -> tuple[str, ...] | None:
-        """What may be said, where that is a closed list, as text."""
+        """The allowed values as text, where the type is a closed list; else None."""
         known = choices(self.kind)
         if known is None:
             return None
@@ -63,15 +63,15 @@ class FieldSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One command-line flag.
+    """A command-line flag.
 
     Attributes:
-        name: Such as "--num-processes".
-        section: The section it sets.
-        field: The field it sets.
-        is_switch: Whether it is a bool: it takes no value and has a negative form, `negation`.
-        choices: What may be said, where that is a closed list.
-        help: One sentence; "%" is doubled, as argparse wants it.
+        name: The flag itself, such as "--num-processes".
+        section: The section of the field.
+        field: The field that the flag sets.
+        is_switch: Whether the field is a bool: the flag takes no value and has a negative form, `negation`.
+        choices: The allowed values, where the type is a closed list; else None.
+        help: The description in one sentence; "%" is doubled, as argparse requires.
     """
 
     name: str
@@ -83,20 +83,20 @@ class Flag:
 
     @property
     def negation(self) -> str:
-        """A switch's negative form, such as "--no-cpu"."""
+        """The negative form of a switch, such as "--no-cpu"."""
         return flag_name(self.section, self.field, negated=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question of a wizard.
+    """A question of a wizard.
 
     Attributes:
-        section: The section it fills.
-        field: The field it fills.
-        text: The question.
-        default: What an empty answer means.
-        choices: The answers there are, where that is a closed list.
+        section: The section of the field.
+        field: The field that the answer sets.
+        text: The text of the question.
+        default: The value for an empty answer.
+        choices: The allowed answers, where the type is a closed list; else None.
         secret: Whether the answer must not be echoed.
     """
 
@@ -109,7 +109,7 @@ class Question:
 
 
 def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
-    """Read a section's dataclass."""
+    """Return the fields of a section's dataclass."""
     types = field_types(section_type)
     return tuple(
         FieldSpec(
@@ -126,13 +126,13 @@ def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
 
 
 def flag_name(section: str, field: str, *, negated: bool = False) -> str:
-    """The flag of a field: bare for launch and run, with the section's name for all others."""
+    """Return the flag of a field, with the section's name except for launch and run."""
     words = [field] if section in _BARE_SECTIONS else [section, field]
     return "--" + "-".join(["no", *words] if negated else words).replace("_", "-")
 
 
 def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
-    """The command-line flags of a section; secret fields have none, for every user of a machine sees its commands."""
+    """Return a section's flags; secret fields have none, since all users of a machine can see its command lines."""
     return tuple(
         Flag(
             name=flag_name(section, spec.name),
@@ -148,12 +148,12 @@ def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
 
 
 def json_schema(section_type: type[Any], section: str) -> dict[str, Any]:
-    """The section as JSON schema, for editors."""
+    """Return the JSON schema of a section, for editors."""
     return {"title": section, **_schema_of_dataclass(section_type)}
 
 
 def markdown_table(section_type: type[Any], section: str) -> str:
-    """The section as a table for the docs; a secret field has no flag."""
+    """Return a table of a section for the docs; a secret field has no flag."""
     lines = ["| field | flag | type | default | what it does |", "|---|---|---|---|---|"]
     for spec in specs(section_type, section):
         flag = "" if spec.secret else f"`{flag_name(section, spec.name)}`"
@@ -163,7 +163,7 @@ def markdown_table(section_type: type[Any], section: str) -> str:
 
 
 def questions(section_type: type[Any], section: str) -> tuple[Question, ...]:
-    """The section as questions of a wizard, in the order of its fields."""
+    """Return the wizard questions of a section, in the order of its fields."""
     return tuple(
         Question(
             section=section,

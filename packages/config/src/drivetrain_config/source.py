@@ -1,4 +1,4 @@
-"""Where a value came from, and a value together with it."""
+"""The source of a value, and a value with its source."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,10 @@ Kind = Literal["code", "command line", "environment", "file", "default"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value came from.
+    """The source of a value.
 
     Attributes:
-        kind: The layer.
+        kind: The layer of the value.
         where: The flag, the variable, or the file with its line; empty for code and default.
     """
 
@@ -33,13 +33,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Entry:
-    """One value as it was given: text from a command line or variable, or a typed value from a file or code.
+    """A value as given: text from a command line or variable, or a typed value from a file or code.
 
     Attributes:
-        value: The value, not yet brought to its field's type.
-        source: Where it came from.
-        secret: Whether it is shown and handed on nowhere.
-        file: The file it was read from, so that another process can read a secret there itself.
+        value: The value, not yet converted to its field's type.
+        source: The source of the value.
+        secret: Whether the value is masked in messages and never handed on.
+        file: The file that held the value, so that another process can read a secret from it.
     """
 
     value: Any
@@ -49,12 +49,12 @@ class Entry:
 
     @property
     def is_text(self) -> bool:
-        """Whether a string stands for what it spells."""
+        """True if a string must be parsed, as on a command line."""
         return self.source.kind in ("command line", "environment")
 
     @property
     def shown(self) -> str:
-        """The value for a message; a secret stays one."""
+        """The value for a message; a secret is masked."""
         return "***" if self.secret else repr(self.value)
 
     def __repr__(self) -> str:

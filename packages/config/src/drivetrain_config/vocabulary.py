@@ -1,4 +1,4 @@
-"""What may be said: the sections there are and their fields; anything else is an error that names the nearest."""
+"""The known sections and fields; any other name raises an error that suggests the nearest."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -14,23 +14,23 @@ from drivetrain_config.source import Entry, Source
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The sections that settings may name: those given in code, and those that installed packages announce.
+    """The known sections: those given in code, and those that installed packages register.
 
     Attributes:
-        own: The sections given in code, by name; they stand in front of installed ones of the same name.
+        own: The sections given in code, by name; they take precedence over installed ones of the same name.
     """
 
     own: Mapping[str, type[Any]]
 
     def names(self) -> list[str]:
-        """The sections' names, sorted."""
+        """Return the names of all sections, sorted."""
         return sorted({*self.own, *section_names()})
 
     def section(self, name: str, source: Source) -> type[Any]:
-        """The dataclass of a section.
+        """Return the dataclass of a section.
 
         Raises:
-            ConfigError: There is none of this name; the message names the nearest and lists them all.
+            ConfigError: No section has this name; the message suggests the nearest and lists all.
         """
         if name in self.own:
             return self.own[name]
@@ -43,23 +43,23 @@ class Vocabulary:
         )
 
     def sections_with(self, field: str) -> list[str]:
-        """The names of the sections that have a field; all of them are loaded."""
+        """Return the names of the sections that have a field; this loads all sections."""
         every = {**sections(), **self.own}
         return sorted(name for name, section in every.items() if field in field_types(section))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What may have been meant, to put into a message; empty if nothing comes near."""
+    """Return a suggestion of the nearest name, for a message; empty if no name is near."""
     near = get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]!r}?" if near else ""
 
 
 def check_field(section: str, field: str, known: Iterable[str], source: Source) -> None:
-    """Look whether a section has a field.
+    """Check that a section has a field.
 
     Raises:
-        ConfigError: It has not; the message names the nearest and lists them all. The value is left out, for it may
-            be a secret under a misspelt name.
+        ConfigError: The field is unknown; the message suggests the nearest and lists all. It omits the value, which
+            may be a secret under a misspelled name.
     """
     names = list(known)
     if field not in names:
@@ -70,21 +70,21 @@ def check_field(section: str, field: str, known: Iterable[str], source: Source) 
 
 
 def is_secret(section_type: type[Any], field: str) -> bool:
-    """Whether a field, or a field of a dataclass inside it, is marked secret."""
+    """Return whether a field, or a field of a dataclass inside it, is marked secret."""
     marked = {f.name: bool(f.metadata.get("secret")) for f in fields(section_type)}
     return marked[field] or holds_secret(field_types(section_type)[field])
 
 
 def converted(section: str, field: str, kind: Any, entry: Entry) -> Any:
-    """A value brought to its field's type.
+    """Convert a value to its field's type.
 
     Raises:
-        ConfigError: It cannot be; the message names field, value, what is allowed, and the source.
+        ConfigError: The value cannot be converted; the message names field, value, what is allowed, and the source.
     """
     try:
         return convert(entry.value, kind, text=entry.is_text)
     except ConversionError as error:
-        if entry.secret:  # the details would show parts of it
+        if entry.secret:  # the details would reveal parts of the secret
             raise ConfigError(
                 f"{section}.{field}=***: must be {describe(kind)}; from {entry.source}"
             ) from None

@@ -1,7 +1,7 @@
-"""YAML for files of settings: no key twice, the line of each key, and no value that two versions of YAML read apart.
+"""Read YAML settings with the line of each key; refuse repeated keys and values that YAML versions read differently.
 
 PyYAML reads version 1.1, in which `010` is eight and `1:30` is ninety. Newer readers, and most people, read neither
-so.
+that way.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain_config.errors import ConfigError
 
-Lines = Mapping[tuple[str, ...], int]  # (section,) or (section, field) to its line, counted from 1
+Lines = Mapping[tuple[str, ...], int]  # the line of each (section,) or (section, field), from 1
 
 _TAG = "tag:yaml.org,2002:"
 _NEW_OCTAL = re.compile(r"[-+]?0o[0-7_]+")
@@ -19,11 +19,11 @@ _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|nan)", re.IGNORECASE)
 
 
 def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
-    """Read a document, and where its keys stand.
+    """Parse a document, and find the line of each key.
 
     Raises:
-        ConfigError: It does not parse, says a key twice, or has a number that is read in two ways.
-        RecursionError: It is nested too deeply.
+        ConfigError: The document does not parse, repeats a key, or has a number that YAML versions read differently.
+        RecursionError: The document is nested too deeply.
     """
     try:
         import yaml
@@ -50,8 +50,8 @@ def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
 
 
 def _scalars(root: Any) -> Iterator[Any]:
-    """Walk the scalars of a document, keys among them, each once."""
-    seen: set[int] = set()  # an alias repeats a node, and may repeat the one it stands in
+    """Yield each scalar node of a document once, keys included."""
+    seen: set[int] = set()  # an alias repeats a node, and may even refer to its own parent
     waiting = [root]
     while waiting:
         node = waiting.pop()
@@ -67,14 +67,14 @@ def _scalars(root: Any) -> Iterator[Any]:
 
 
 def _check_scalar(path: Path, node: Any, loader: Any) -> None:
-    """Refuse a number that Python, and YAML of another version, would read as another; a date is text.
+    """Refuse a number that other versions of YAML read differently, and turn a date into text.
 
     Raises:
-        ConfigError: It is such a number; the message names it and its line.
+        ConfigError: The node is such a number; the message gives the number and its line.
     """
     kind = node.tag.removeprefix(_TAG)
     if kind == "timestamp":
-        node.tag = f"{_TAG}str"  # no setting is a date, and newer YAML has none
+        node.tag = f"{_TAG}str"  # no setting is a date, and newer YAML has no dates
     elif kind == "int" and not _is_python(int, node.value):
         _refuse(path, node, str(loader.construct_yaml_int(node)))
     elif kind == "float" and not (_is_python(float, node.value) or _SPECIAL_FLOAT.fullmatch(node.value)):
@@ -99,7 +99,7 @@ def _refuse(path: Path, node: Any, meaning: str) -> None:
 
 
 def _lines_of(path: Path, root: Any) -> Lines:
-    """Find where the keys of a document stand; of two equal keys PyYAML itself would let the last one win."""
+    """Return the line of each key; refuse a repeated key, of which PyYAML silently keeps the last."""
     lines: dict[tuple[str, ...], int] = {}
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]

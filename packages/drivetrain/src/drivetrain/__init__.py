@@ -1,7 +1,7 @@
 """Write a PyTorch training loop once; run it on anything by changing the launch.
 
-`Accelerator` stands between the loop and what it runs on. It is thin: each part is a package of its own, and this one
-hands on the names that most programs want.
+`Accelerator` connects the loop to the hardware it runs on. It is thin: each part is a package of its own, and this
+package re-exports the names that most programs need.
 """
 
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from drivetrain_tracking import JSONLTracker as JSONLTracker
     from drivetrain_tracking import Tracker as Tracker
 
-# Public name -> the module it stands in.
+# Public name -> the module that defines or exports it.
 _HOMES = {
     "Accelerator": "drivetrain.accelerator",
     "AccumulationError": "drivetrain_backends",

@@ -1,6 +1,6 @@
-"""Names of Accelerate's that are not here, each with what stands for it: data, from Accelerate's documentation.
+"""The Accelerate names that drivetrain does not have, each with its counterpart; from Accelerate's documentation.
 
-Errors and the guide (docs/howto/from_accelerate.md) say what is written here, in these words.
+Errors and the guide (docs/howto/from_accelerate.md) quote these texts word for word.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ Kind = Literal["argument", "attribute", "name"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterpart:
-    """What stands here for some of Accelerate's names.
+    """The counterpart of one or more Accelerate names.
 
     Attributes:
-        arguments: Arguments of its Accelerator.
-        attributes: Attributes and methods of its Accelerator.
-        names: What its modules export.
-        here: Our spelling, in a line.
+        arguments: Arguments of Accelerate's `Accelerator`.
+        attributes: Attributes and methods of Accelerate's `Accelerator`.
+        names: Names that Accelerate's modules export.
+        here: The spelling in drivetrain, in one line.
     """
 
     arguments: tuple[str, ...] = ()
@@ -223,5 +223,5 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
 
 
 def counterpart(kind: Kind, name: str) -> str | None:
-    """Return what stands here for a name of Accelerate's; None if it is none that is known."""
+    """Return the counterpart of an Accelerate name; None if the name is unknown."""
     return next((one.here for one in COUNTERPARTS if name in one.of(kind)), None)

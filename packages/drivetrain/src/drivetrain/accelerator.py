@@ -1,6 +1,6 @@
-"""The Accelerator: one object between a training loop and whatever it runs on.
+"""The Accelerator, the one object between a training loop and the hardware it runs on.
 
-It decides nothing by itself: every method hands on to the part that does. `compose.py` builds the parts.
+It delegates every method to the part that implements it; `compose.py` builds the parts.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -37,32 +37,32 @@ from drivetrain_state import ParallelDims, set_seed
 
 
 class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
-    """Prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
+    """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
-    Every argument may be left out; what is not said here is taken from the command line, the environment, a file, and
-    the default, in this order. Called on all ranks.
+    Every argument is optional; a value not given here comes from the command line, the environment, a file or the
+    default, in this order. Called on all ranks.
 
     Args:
         mixed_precision: "no", "fp16", "bf16", or "auto" for the best the device can do.
         backend: A backend's name, a backend class, or "auto".
-        parallelism: How the ranks are split into dimensions; all data parallel by default.
-        gradient_accumulation_steps: Micro-batches in one optimizer step.
-        data: How loaders are sharded.
-        project_dir: Folder of checkpoints, logs and the effective plan.
-        log_with: Trackers to log to: names such as "jsonl", "all" for every one that is installed, tracker objects
-            of your own, or several of these.
-        cpu: Train on the CPU even where an accelerator is present.
-        seed: Seed of every generator and of the data's order, where neither `data` nor a loader has one of its own.
-        config: A YAML, TOML or JSON file of settings, or layers read before.
+        parallelism: The parallel dimensions that the ranks are split into; all data parallel by default.
+        gradient_accumulation_steps: The number of micro-batches in one optimizer step.
+        data: The settings of how loaders are sharded.
+        project_dir: The folder of checkpoints, logs and the effective plan.
+        log_with: The trackers to log to: names such as "jsonl", "all" for every installed one, tracker objects of
+            your own, or several of these.
+        cpu: Whether to train on the CPU even where an accelerator is present.
+        seed: The seed of every generator and of the data's order, where neither `data` nor a loader has its own.
+        config: A YAML, TOML or JSON file of settings, or layers that were already read.
         sections: Any other settings in code, by section, such as {"ddp": {"static_graph": True}}.
-        registry: Backends beside the installed ones, from `register_backend`.
-        **foreign: None. Arguments of Accelerate's are answered with what stands for them.
+        registry: Backends in addition to the installed ones, from `register_backend`.
+        **foreign: Not accepted. An argument of Accelerate's raises an error that names the counterpart.
 
     Raises:
-        TypeError: An argument is none of these.
-        ConfigError: A setting is unknown or outside its range; the message says where it came from.
-        PrecisionError: The device cannot compute in the precision asked for.
-        UnknownBackendError: No such backend.
+        TypeError: An argument is unknown.
+        ConfigError: A setting is unknown or out of range; the message names its source.
+        PrecisionError: The device does not support the requested precision.
+        UnknownBackendError: The backend does not exist.
     """
 
     def __init__(
@@ -119,24 +119,24 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         if prepared is not None:
             prepared.untie()
 
-    # What this process is
+    # Settings and plan
 
     @property
     def settings(self) -> RunSettings:
-        """The run's settings, resolved."""
+        """The resolved settings of the run."""
         return self._parts.settings
 
     @property
     def mixed_precision(self) -> str:
-        """The precision that is applied."""
+        """The precision in use, such as "bf16"."""
         return self._parts.policy.mode
 
     @property
     def plan(self) -> EffectivePlan:
-        """What was asked, what is applied, where each value came from; as of now.
+        """The current effective plan: the requested and the applied value of each setting, and its source.
 
         Raises:
-            PlanMismatchError: Something applied differs from what was asked.
+            PlanMismatchError: An applied value differs from the requested one.
         """
         return plan_of(self._parts, self._loaders)
 
@@ -146,17 +146,17 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         """Prepare models, optimizers, schedulers and loaders. Called on all ranks with the same kinds of objects.
 
         Args:
-            *objects: nn.Module, Optimizer, scheduler or DataLoader, in any order. A model and its optimizer may come
-                in one call, or the optimizer later.
+            *objects: nn.Module, Optimizer, scheduler or DataLoader, in any order. An optimizer may come in the same
+                call as its model, or in a later one.
 
         Returns:
-            The prepared objects in the order given; the object itself for a single one.
+            The prepared objects in the order given; a single object is returned by itself.
 
         Raises:
-            TypeError: An object is of no kind that can be prepared.
-            ValueError: An object is prepared already.
+            TypeError: An object is of a kind that cannot be prepared.
+            ValueError: An object is already prepared.
             PairingError: An optimizer belongs to no prepared model, or a scheduler to no prepared optimizer.
-            PlanMismatchError: Something could not be applied as asked.
+            PlanMismatchError: A setting could not be applied as requested.
         """
         results, prepared, loaders = prepare_objects(objects, self._parts.backend, self._shard)
         self._prepared.add(prepared, results)
@@ -173,40 +173,41 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         return results[0] if len(results) == 1 else tuple(results)
 
     def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:
-        """The module as the user built it, with the trained parameters.
+        """Return the module as the user built it, with the trained parameters.
 
         Args:
-            model: A prepared model. Of any other, `DataParallel` and `DistributedDataParallel` are taken off, with
-                torch.compile's wrapper around them; else it is returned as it is.
-            keep_autocast: Whether its forward computes in the run's precision. Without, it is a shallow copy of the
-                user's own class on the same parameters; the model in training stays as it is.
+            model: A prepared model. From any other model, `DataParallel` and `DistributedDataParallel` are removed,
+                with torch.compile's wrapper around them; a model without these is returned unchanged.
+            keep_autocast: Whether its forward computes in the run's precision. If false, the result is a shallow copy
+                of the user's own class on the same parameters; the model in training is unchanged.
         """
         return self._prepared.unwrap(model, keep_autocast=keep_autocast)
 
     def gathered(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
-        """Inside, a model's parameters are whole on every rank, of which a sharding backend else holds a part.
+        """Run the block with a model's full parameters on every rank, also under a backend that shards them.
 
         Called on all ranks.
 
         Args:
             model: A prepared model.
-            write: Whether what rank 0 writes into them is kept, on all ranks. Without, changes are undefined.
+            write: Whether what rank 0 writes into the parameters is kept, on all ranks. If false, the effect of a
+                write is undefined.
         """
         if write:
             self._wait_for_copies()
         return self._prepared.of(model).gathered(write=write)
 
     def get_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """A model's weights and buffers, whole and on the CPU, as one process would have them. Called on all ranks.
+        """Return a model's full weights and buffers on the CPU, as one process would have. Called on all ranks.
 
         Args:
             model: A prepared model.
-            everywhere: Whether all ranks get them; else the others than the main process get an empty one.
+            everywhere: Whether all ranks get the state; otherwise all but the main process get an empty dict.
         """
         return whole_model(self._prepared.of(model), self.context, everywhere=everywhere)
 
     def building(self) -> AbstractContextManager[None]:
-        """Inside, a model is constructed as the backend wants it, straight on its device."""
+        """Run the block so that models are constructed as the backend requires, directly on its device."""
         return self._parts.backend.building()
 
     # The loop
@@ -215,15 +216,15 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.
 
         Args:
-            *models: The models trained in it; all prepared ones if none is given.
-            last: Whether the window closes with it, full or not; None: with the last batch of a loader. Say it where
-                one batch is cut into several micro-batches. The same on all ranks.
+            *models: The models trained in the micro-batch; all prepared ones by default.
+            last: Whether the micro-batch closes the window before it is full; None closes it at the last batch of a
+                loader. Pass it where one batch is split into several micro-batches. Must be the same on all ranks.
 
         Returns:
-            A context. One serves every batch; it cannot be nested.
+            The context of the micro-batch, which is reused for every batch and cannot be nested.
 
         Raises:
-            RuntimeError: A micro-batch is open already.
+            AccumulationError: A micro-batch is already open.
         """
         micro_batch = self._micro_batch
         if micro_batch.is_open:
@@ -235,16 +236,16 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch closes its window."""
+        """True if the current micro-batch closes its window."""
         return self._parts.backend.window.closing
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in one optimizer step; set on all ranks, it holds from the next window on.
+        """The number of micro-batches in one optimizer step; set on all ranks, it applies from the next window on.
 
         Raises:
-            AccumulationError: It is set in an open window, or while DeepSpeed engines are up.
-            TypeError, ValueError: It is set to what is no integer of at least 1.
+            AccumulationError: The number is set in an open window, or while DeepSpeed engines exist.
+            TypeError, ValueError: The number is not an integer of at least 1.
         """
         return self._parts.backend.window.next_num_micro_batches
 
@@ -254,7 +255,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
 
     @contextmanager
     def no_sync(self, *models: nn.Module) -> Generator[None]:
-        """Inside, gradients of the models (all by default) stay on their rank, as in DDP's context of that name."""
+        """Run the block without reducing the gradients of the models (all by default), as DDP's `no_sync` does."""
         with ExitStack() as stack:
             for prepared in [self._prepared.of(model) for model in models] or self._prepared.all:
                 stack.enter_context(prepared.no_sync())
@@ -268,21 +269,21 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         model: nn.Module | Sequence[nn.Module] | None = None,
         loader: ShardedLoader[Any] | None = None,
     ) -> None:
-        """Add the gradients of a loss. Called on all ranks.
+        """Accumulate the gradients of a loss. Called on all ranks.
 
         Args:
-            loss: Shape (). A mean over this rank's micro-batch; or, with `count`, a sum over `count` items of it.
-            count: The number of items the loss sums, as a number or a tensor of shape (). The window's gradient is
-                then that of the mean over all items of all ranks and micro-batches, however they are spread. A
-                second loss over the same items passes 0.
-            model: Which model the loss belongs to, or which several it trains, where one cannot tell.
-            loader: The loader whose batch it is, where two loaders are read side by side.
+            loss: A loss of shape (): a mean over this rank's micro-batch or, with `count`, a sum over `count` items.
+            count: The number of items that the loss sums, as a number or a tensor of shape (). The window's gradient
+                is then that of the mean over all items of all ranks and micro-batches, however they are distributed.
+                A second loss over the same items passes 0.
+            model: The model or models that the loss trains, where they cannot be inferred.
+            loader: The loader of the batch, where two loaders are read side by side.
 
         Raises:
-            AccumulationError: Outside accumulate() while gradients are accumulated; a mean and a sum in one window;
-                or the loss's model is not known.
-            PairingError: The loss trains a model that was not prepared, or whose optimizer was not.
-            TypeError, ValueError: The loss is no scalar with a graph, or the count no number of items.
+            AccumulationError: The call is outside accumulate() while gradients are accumulated; a window has both a
+                mean and a sum; or the loss's model is unknown.
+            PairingError: The loss trains a model that was not prepared, or whose optimizer was not prepared.
+            TypeError, ValueError: The loss is not a scalar with a graph, or `count` is not a number of items.
         """
         parts = self._parts
         if not self._micro_batch.is_open:
@@ -298,7 +299,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer's last step was left out because a gradient was not finite (fp16, or asked for)."""
+        """True if an optimizer's last step was skipped because a gradient was not finite (fp16, or as requested)."""
         return any(optimizer.was_skipped for one in self._prepared.all for optimizer in one.optimizers)
 
     def clip_grad_norm_(
@@ -318,30 +319,30 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         self._prepared.holding(chosen).clip(chosen, value=clip_value)
 
     def autocast(self, *, enabled: bool = True) -> AbstractContextManager[object]:
-        """Compute in the run's precision inside, as prepared models do by themselves."""
+        """Run the block in the run's precision, as prepared models do by themselves."""
         return autocast(self._parts.policy, self.device, enabled=enabled)
 
     def join_uneven_inputs(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """Let ranks run out of batches at different steps, for loaders that were not prepared. Called on all ranks.
+        """Run the block with unprepared loaders that may end at different steps on each rank. Called on all ranks.
 
         Raises:
-            RuntimeError: The backend cannot.
+            RuntimeError: The backend does not support it.
         """
         return self._parts.backend.join(models)
 
     def skip_first_batches(self, dataloader: ShardedLoader[Any], num_batches: int = 0) -> Any:
-        """The rest of a loader's epoch, without reading what is skipped."""
+        """Return the rest of a loader's epoch, without reading the skipped batches."""
         return skip_first_batches(dataloader, num_batches)
 
     # The end
 
     def end_training(self) -> None:
-        """Finish saves and trackers, release the models, leave the process group. Called on all ranks.
+        """Finish saves and trackers, release the models and leave the process group. Called on all ranks.
 
         Raises:
-            OtherRankFailedError, OSError: A save in the background failed.
+            OtherRankFailedError, OSError: A background save failed.
         """
-        with ExitStack() as stack:  # what fails does not keep the rest from ending; the last is done first
+        with ExitStack() as stack:  # runs every callback even if one fails, the last first
             stack.callback(self._parts.context.close)
             stack.callback(self._parts.backend.close)
             stack.callback(self._parts.trackers.finish)
@@ -356,13 +357,13 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # the other ranks may not be here
+        if error is not None:  # the other ranks may not reach this point
             self._forget_what_was_put_off()
             self._ends_early = True
         self.end_training()
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all that was prepared, hand cached memory back, and give a None for each of the caller's names."""
+        """Forget all prepared objects, release cached memory, and return a None for each argument."""
         self._wait_for_copies()
         self._parts.backend.close()
         self._prepared.clear()
@@ -371,12 +372,12 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """Do what `free_memory` does."""
+        """Free memory as `free_memory` does."""
         return self.free_memory(*objects)
 
-    # Between the parts
+    # Internals
 
     def _shard(self, loader: Any, place: int) -> ShardedLoader[Any]:
-        # No method of this object: a loader that held it would outlive both names of a cycle.
+        # Not a bound method: a loader that held this object would form a reference cycle with it.
         on_batch = partial(self.context.watch.mark, "batch")
         return shard(loader, self._parts, place=len(self._loaders) + place, on_batch=on_batch)

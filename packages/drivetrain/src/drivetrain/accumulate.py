@@ -1,4 +1,4 @@
-"""One micro-batch of an accumulation window, as a context."""
+"""A context for one micro-batch of an accumulation window."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,20 +12,20 @@ from drivetrain_data import ActiveLoaders, BatchPlan
 
 
 class MicroBatch:
-    """Begins a micro-batch on entry; while the window stays open, gradients stay on their rank inside.
+    """A context that begins a micro-batch on entry; while the window stays open, gradients are not reduced inside.
 
-    An Accelerator keeps one and enters it for every batch: nothing is allocated in the loop.
+    An Accelerator keeps one instance and enters it for every batch, so that the loop allocates no contexts.
 
     Args:
-        window: The window whose micro-batches these are.
-        loaders: The loaders being read; the last batch of one closes the window early.
+        window: The accumulation window of the micro-batches.
+        loaders: The loaders being read; the last batch of a loader closes the window early.
         prepared: The prepared models.
 
     Attributes:
-        models: The models whose gradients are held back, all if empty; set before entry.
-        last: Whether it closes its window before that is full; None: if it is the last batch of a loader. Set before
-            entry.
-        is_open: Whether the loop is inside.
+        models: The models whose gradients are not reduced in an open window, all if empty; set before entry.
+        last: Whether the micro-batch closes the window before it is full; None closes it at the last batch of a
+            loader. Set before entry.
+        is_open: Whether the loop is inside the context.
     """
 
     __slots__ = ("_ended", "_held", "_loaders", "_prepared", "_window", "is_open", "last", "models")
@@ -39,7 +39,7 @@ class MicroBatch:
         self._prepared = prepared
         self._held: ExitStack | None = None
         self._ended: BatchPlan | None = (
-            None  # an iterator left at its last batch ends one window, not every one
+            None  # an iterator abandoned at its last batch closes one window, not every later one
         )
 
     def __enter__(self) -> None:
@@ -57,7 +57,7 @@ class MicroBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_open = False
-        self.models = ()  # else they would live as long as the Accelerator
+        self.models = ()  # otherwise the models would live as long as the Accelerator
         if error is not None:
             self._window.fail()
         if self._held is not None:
@@ -65,9 +65,9 @@ class MicroBatch:
             self._held = None
 
     def _look_at_rates(self) -> None:
-        """Hold learning rates against those that the open window began with."""
+        """Compare learning rates with those at the start of the open window."""
         for optimizer in self._prepared.optimizers:
-            if self._window.closing:
+            if self._window.closing:  # the previous micro-batch closed its window: this one begins the next
                 optimizer.begin_window()
             else:
                 optimizer.check_window()

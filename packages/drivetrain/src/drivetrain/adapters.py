@@ -1,4 +1,4 @@
-"""Models of PEFT: their adapters alone, in the files and under the names that PEFT itself reads."""
+"""Export the adapters of PEFT models, in the files and under the names that PEFT itself reads."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -13,11 +13,11 @@ from drivetrain_checkpoint.coordination.collective_errors import on_each_rank
 from drivetrain_state import Context
 
 ADAPTER_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of every name in PEFT's files
+_PREFIX = "base_model.model."  # prefix of every name in PEFT's files
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a model holds adapters of PEFT: a `PeftModel`, or one of transformers with `add_adapter`."""
+    """Return whether a model holds PEFT adapters: a `PeftModel`, or a transformers model after `add_adapter`."""
     config = getattr(module, "peft_config", None)
     return isinstance(config, Mapping) and bool(config)
 
@@ -27,17 +27,17 @@ def save_adapters(
 ) -> ExportPlan:
     """Write every adapter of a model as `PeftModel.save_pretrained` does. Called on all ranks.
 
-    The adapter "default" goes into the folder itself, each other one into a folder of its name in it. The main
-    process holds the adapters, whole, and nothing else.
+    The adapter "default" goes into the folder itself, every other one into a subfolder of its name. The main process
+    gathers the adapters in full, and nothing else.
 
     Args:
-        prepared: The model.
-        context: Ranks and device.
-        folder: Where to.
-        metadata: Written into the header of every file.
+        prepared: The prepared PEFT model.
+        context: The context of this process.
+        folder: The destination folder, created if missing.
+        metadata: The metadata written into the header of every file.
 
     Returns:
-        Which file holds which tensor.
+        The plan of which file holds which tensor.
     """
     module = uncompiled(prepared.unwrap())
     state = prepared.state_dict()["model"]
@@ -68,7 +68,7 @@ def save_adapters(
 
 
 def _gathered(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Whole tensors by name. Called on all ranks, in the same order."""
+    """Gather whole tensors by name. Called on all ranks, in the same order."""
     return [(name, whole(value)) for name, value in values.items()]
 
 
@@ -78,22 +78,23 @@ def _configs(module: nn.Module) -> Mapping[str, Any]:
 
 
 def _adapter_state(module: nn.Module, adapter: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a state is an adapter's, under the names that its file has for it."""
+    """Return an adapter's part of a state, under the names in its file."""
     from peft import PeftModel, get_peft_model_state_dict
 
     found: dict[str, Any] = get_peft_model_state_dict(
         module,
         state_dict=dict(state),
         adapter_name=adapter,
-        save_embedding_layers=_trains_embeddings(module),  # "auto" would ask the hub
+        save_embedding_layers=_trains_embeddings(module),  # "auto" would query the hub
     )
     if isinstance(module, PeftModel):
         return found
+    # A transformers model with add_adapter has no wrapper, so its names lack the prefix that PEFT reads.
     return {f"{_PREFIX}{name}": value for name, value in found.items()}
 
 
 def _trains_embeddings(module: nn.Module) -> bool:
-    """Whether the input embeddings, or adapters on them, are trained."""
+    """Return whether the input embeddings, or adapters on them, are trained."""
     embeddings_of = getattr(module, "get_input_embeddings", None)
     if embeddings_of is None:
         return False
@@ -105,7 +106,7 @@ def _trains_embeddings(module: nn.Module) -> bool:
 
 
 def _config_to_write(module: nn.Module, adapter: str) -> Any:
-    """An adapter's configuration, for inference and with the name of its base model."""
+    """Return a copy of an adapter's configuration, in inference mode and with the name of its base model."""
     config = copy(_configs(module)[adapter])
     config.inference_mode = True
     if config.base_model_name_or_path is None:

@@ -1,7 +1,8 @@
-"""The user's loop that a call stands in, read off its source: which loader it goes over, and on which line.
+"""Find the user's loop around a call from its source: the loader that it iterates over, and its line.
 
-Python does not tell what a running `for` iterates over. Its source does: the loops around the line of each caller,
-and the names in their heads. Nothing is concluded where the source cannot be had, or a head is no name of a loader.
+Python does not expose what a running `for` iterates over, but the source does: this module parses the loops around
+each caller's line and evaluates the names they iterate over. It concludes nothing where the source is missing, or
+where such a name is not a loader's.
 """
 
 import ast
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain_data import RestOfEpoch, ShardedLoader, divides_itself
 
-_NUM_CALLERS = 10  # a loop further out is not looked for
+_NUM_CALLERS = 10  # loops further out are not searched
 _PASS_THROUGH = ("enumerate", "iter", "islice", "zip", "tqdm", "track")
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -23,11 +24,11 @@ _Block: TypeAlias = ast.For | ast.AsyncFor | ast.comprehension | ast.With
 
 
 class UnpreparedLoop(NamedTuple):
-    """A loop over a DataLoader that every rank reads whole.
+    """A loop over a DataLoader that every rank reads in full.
 
     Attributes:
-        head: What it goes over, as in the source.
-        place: The file and line.
+        head: The expression that the loop iterates over, as in the source.
+        place: The file and line of the loop.
     """
 
     head: str
@@ -35,17 +36,18 @@ class UnpreparedLoop(NamedTuple):
 
 
 class CallSites:
-    """Finds the loops around the callers of a function, remembering where they stand."""
+    """A finder of the loops around the callers of a function, with a cache of parsed files."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, int], list[_Block]] = {}
         self._trees: dict[str, ast.Module | None] = {}
 
     def unprepared_loop(self) -> UnpreparedLoop | None:
-        """The innermost loop over a loader that the program stands in, if that loader was not prepared.
+        """Return the innermost loop over a loader around the current call, if that loader was not prepared.
 
         Returns:
-            None where it was prepared, divides the data itself, is read under `join_uneven_inputs`, or is not known.
+            The loop; None if its loader was prepared, shards the data itself, is read inside `join_uneven_inputs`, or
+            is unknown.
         """
         frame = currentframe()
         while frame is not None and _is_ours(frame):
@@ -69,7 +71,7 @@ class CallSites:
         return found
 
     def _around(self, filename: str, line: int) -> list[_Block]:
-        """The loops and `with` blocks around a line of a function, the innermost first."""
+        """Return the loops and `with` blocks around a line, up to its function, innermost first."""
         key = (filename, line)
         if key not in self._blocks:
             if filename not in self._trees:
@@ -92,9 +94,9 @@ def _parse(filename: str) -> ast.Module | None:
 
 
 def _blocks_around(tree: ast.Module, line: int) -> list[_Block]:
-    """The blocks of the innermost function around a line whose body holds it, the outermost first."""
+    """Return the blocks around a line within its innermost function, outermost first."""
     scope: ast.AST = tree
-    for node in ast.walk(tree):  # by depth: the last one is the innermost
+    for node in ast.walk(tree):  # breadth-first: the last match is the innermost
         if isinstance(node, _FUNCTIONS) and _holds(node, line):
             scope = node
     found: list[_Block] = []
@@ -115,7 +117,7 @@ def _holds(node: Any, line: int) -> bool:
 
 
 def _loaders_of(head: ast.expr, frame: FrameType) -> Iterator[Any]:
-    """The loaders, or classes of those that are made on the spot, that a loop's head goes over."""
+    """Yield the loaders that a loop iterates over; for a loader constructed in the loop's head, its class."""
     if isinstance(head, ast.Call):
         called = head.func.attr if isinstance(head.func, ast.Attribute) else getattr(head.func, "id", "")
         if called in _PASS_THROUGH:
@@ -133,7 +135,7 @@ def _loaders_of(head: ast.expr, frame: FrameType) -> Iterator[Any]:
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:
-    """What a name, an attribute or an item stands for, without running anything; None where that is not known."""
+    """Return the value of a name, an attribute or an item without running any code; None if unknown."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):

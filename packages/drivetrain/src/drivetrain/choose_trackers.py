@@ -1,4 +1,4 @@
-"""Which trackers a run logs to: those that settings name, and objects given in code."""
+"""The trackers that a run logs to: those named in settings, and objects given in code."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -11,13 +11,13 @@ LogWith: TypeAlias = Sequence[str | Tracker] | str | Tracker
 
 
 def split_log_with(log_with: LogWith | None) -> tuple[tuple[str, ...] | None, tuple[Tracker, ...]]:
-    """Split what code said into names, which are settings, and objects, which no file could hold.
+    """Split `log_with` into names, which are settings, and objects, which no file could hold.
 
     Returns:
-        The names, None if nothing was said; and the objects.
+        The names, or None if nothing was given; and the objects.
 
     Raises:
-        TypeError: Something in it is neither a name nor a tracker; the message says what it lacks.
+        TypeError: An element is neither a name nor a tracker; the message says what it lacks.
     """
     if log_with is None:
         return None, ()
@@ -31,11 +31,11 @@ def split_log_with(log_with: LogWith | None) -> tuple[tuple[str, ...] | None, tu
 def make_trackers(
     settings: RunSettings, objects: Sequence[Tracker], *, is_main: bool, section: TrackingSettings
 ) -> TrackerGroup:
-    """Make the trackers that the settings name, beside those given as objects.
+    """Create the trackers named in the settings, and group them with those given as objects.
 
     Raises:
-        UnknownTrackerError: No installed package brings one of the names.
-        ValueError: Two trackers have one name.
+        UnknownTrackerError: No installed package provides one of the names.
+        ValueError: Two trackers have the same name.
     """
     directory = settings.project_dir
     assert directory is not None or not settings.log_with  # RunSettings refuses names without it

@@ -1,4 +1,4 @@
-"""Build the parts of an Accelerator from its settings: the one place where they meet."""
+"""Build the parts of an Accelerator from its settings; only this module knows all of them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -35,19 +35,19 @@ _SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an Accelerator is made of.
+    """The parts of an Accelerator.
 
     Attributes:
-        resolved: Every section with its sources, by name.
-        context: Ranks, device, group.
-        shard: Which part of the data is this rank's.
-        readers: For each part of the data, in order, the first of the ranks that read it.
-        policy: The precision.
-        backend: What trains the models.
-        loaders: Which loaders are being read.
-        trackers: Where values are logged.
-        facts: What else the plan tells, as it comes to be known.
-        checkpointers: What has saved or loaded, by its folder.
+        resolved: The resolved sections with their sources, by name.
+        context: The ranks, device and process group.
+        shard: The shard of the data that this rank reads.
+        readers: For each shard of the data, in order, the first of the ranks that read it.
+        policy: The precision policy of the run.
+        backend: The backend that trains the models.
+        loaders: The loaders being read.
+        trackers: The trackers that the run logs to.
+        facts: Further facts for the plan, added as they become known.
+        checkpointers: The checkpointers used so far, by folder or URL.
     """
 
     resolved: Mapping[str, Resolved[Any]]
@@ -67,10 +67,10 @@ class Parts:
         return self.resolved["run"].value
 
     def project_dir(self, what: str) -> Path:
-        """The folder of the run.
+        """Return the folder of the run.
 
         Raises:
-            ValueError: None is set; the message says for what one is needed.
+            ValueError: No folder is set; the message says what needs one.
         """
         directory = self.settings.project_dir
         if directory is None:
@@ -78,10 +78,10 @@ class Parts:
         return directory
 
     def checkpointer(self, directory: Place | str | None) -> Checkpointer:
-        """What saves into and loads from a folder of checkpoints.
+        """Return the checkpointer of a folder of checkpoints.
 
         Args:
-            directory: The folder or URL; by default the checkpoint section's, and without one the project's.
+            directory: The folder or URL; by default the checkpoint section's, or else `project_dir`/checkpoints.
         """
         settings: CheckpointSettings = self.resolved["checkpoint"].value
         if directory is None:
@@ -95,10 +95,10 @@ class Parts:
 def sections_in_code(
     data: DataSettings | Mapping[str, object] | None, sections: Mapping[str, object] | None
 ) -> Mapping[str, object]:
-    """The sections that code has given, by name.
+    """Return the sections given in code, by name.
 
     Raises:
-        TypeError: The sections are no mapping.
+        TypeError: `sections` is not a mapping.
         ValueError: The data section is given twice.
     """
     if not isinstance(sections, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
@@ -114,7 +114,7 @@ def sections_in_code(
 
 
 def read_layers(config: Path | str | Layers | None) -> Layers:
-    """The settings from outside the program; a file given in code stands in for one given to the launcher."""
+    """Return the settings from outside the program; a file given in code takes precedence over the launcher's."""
     if isinstance(config, Layers):
         return config
     return Layers.of_process(file=None if config is None else Path(config))
@@ -133,16 +133,16 @@ def compose(
     """Resolve every section and build the parts. Called on all ranks.
 
     Args:
-        run: The run section's fields as given in code; None means not said.
+        run: The run section's fields as given in code; None means not given.
         sections: Other sections as given in code, by name: dataclasses or mappings of fields.
-        parallelism: How ranks are split into dimensions.
-        backend_class: A backend class given in code, in place of a name.
-        registry: Where a backend's name is looked up.
+        parallelism: The parallel dimensions that the ranks are split into.
+        backend_class: A backend class given in code, instead of a name.
+        registry: The registry that maps a backend's name to its class.
         layers: The settings from outside the program.
-        trackers: Those given as objects, beside the ones that the run section names.
+        trackers: Tracker objects, in addition to the trackers that the run section names.
 
     Raises:
-        ConfigError: A setting is unknown or outside its range; the message says where it came from.
+        ConfigError: A setting is unknown or out of range; the message names its source.
     """
     resolved, said = _resolve(run, sections, layers)
     settings: RunSettings = resolved["run"].value
@@ -151,7 +151,7 @@ def compose(
     state = _state(resolved["state"].value, settings)
     context = connect(state, parallelism=parallelism, needs_group=needs_group)
     with ExitStack() as undo:
-        undo.callback(context.close)  # a group that was made for a run that does not come to be must not stay
+        undo.callback(context.close)  # a failure below must not leave a process group behind
         parts = _build(context, named, registry, resolved, said, layers, parallelism, trackers)
         undo.pop_all()
     if context.topology.is_main:
@@ -169,12 +169,12 @@ def _build(
     parallelism: ParallelDims | None,
     trackers: Sequence[Tracker],
 ) -> Parts:
-    """The parts, once the ranks are connected."""
+    """Build the parts, once the ranks are connected."""
     settings: RunSettings = resolved["run"].value
     policy = choose_policy(settings.mixed_precision, context.device, resolved["precision"].value)
     chosen = named or registry.get(automatic_backend(context.topology.world_size))
     if (name := chosen.settings_section) is not None:
-        assert chosen.settings_type is not None  # the two come together
+        assert chosen.settings_type is not None  # a backend defines both or neither
         resolved[name] = resolve(chosen.settings_type, section=name, code=said.pop(name, None), layers=layers)
     _check_unused(said)
     backend = chosen(
@@ -199,14 +199,14 @@ def _build(
 
 
 def automatic_backend(world_size: int) -> str:
-    """Return the name of the backend that "auto" stands for."""
+    """Return the name of the backend that "auto" selects."""
     return "single" if world_size == 1 else "ddp"
 
 
 def _resolve(
     run: Mapping[str, object | None], sections: Mapping[str, object], layers: Layers
 ) -> tuple[dict[str, Resolved[Any]], dict[str, dict[str, object]]]:
-    """The sections that every run has, and what code said of others."""
+    """Resolve the sections that every run has; return them, and the values in code of other sections."""
     said = {name: dict(_as_mapping(section)) for name, section in sections.items()}
     run = {**said.pop("run", {}), **{name: value for name, value in run.items() if value is not None}}
     resolved: dict[str, Resolved[Any]] = {"run": resolve(RunSettings, section="run", code=run, layers=layers)}
@@ -220,10 +220,10 @@ def _resolve(
 
 
 def _say_cpu(state: dict[str, object]) -> None:
-    """Let the state section say what `cpu` says.
+    """Set the state section's device to the CPU.
 
     Raises:
-        ValueError: It names another device.
+        ValueError: The section names another device.
     """
     if state.get("device") not in (None, "auto", "cpu"):
         raise ValueError(
@@ -233,10 +233,10 @@ def _say_cpu(state: dict[str, object]) -> None:
 
 
 def _check_strategy(strategy: object) -> None:
-    """Say where a function goes, which no file and no command line could hold.
+    """Refuse a function as strategy, which no file or command line could hold.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The strategy is a function; the message says where to pass it.
     """
     if callable(strategy):
         name = getattr(strategy, "__name__", type(strategy).__name__)
@@ -248,7 +248,7 @@ def _check_strategy(strategy: object) -> None:
 
 
 def _check_unused(said: Mapping[str, Mapping[str, object]]) -> None:
-    """Check sections that nothing here uses, such as those of a backend that other launches of the program choose."""
+    """Check sections that this launch does not use, such as those of a backend that other launches choose."""
     for name, code in said.items():
         found = installed_sections(only={name})
         if name not in found:
@@ -258,12 +258,12 @@ def _check_unused(said: Mapping[str, Mapping[str, object]]) -> None:
 
 
 def _state(state: StateSettings, settings: RunSettings) -> StateSettings:
-    """Stacks of a hang go into the project's folder, unless another is set."""
+    """Return the state section with the project's folder as the default folder for hang reports."""
     return replace(state, hang_report_directory=state.hang_report_directory or settings.project_dir)
 
 
 def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
-    """Say once where code and the command line differ."""
+    """Warn of each field on which code and another layer disagree."""
     for section in resolved.values():
         for disagreement in section.disagreements:
             logger.warning("%s", disagreement)
@@ -276,10 +276,10 @@ def _window(settings: RunSettings) -> AccumulationWindow:
 
 
 def _check_guard(backend: Backend, settings: RunSettings) -> None:
-    """Refuse to leave gradients unseen that a run wants looked at.
+    """Refuse to check gradients for infinities and NaNs under a backend that does not support it.
 
     Raises:
-        ConfigError: The backend does not look.
+        ConfigError: The settings request the check, and the backend does not support it.
     """
     if settings.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in backend.applied():
         raise ConfigError(
@@ -289,7 +289,7 @@ def _check_guard(backend: Backend, settings: RunSettings) -> None:
 
 
 def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:
-    """By rank; by the data coordinate of the mesh where several ranks must see the same batches."""
+    """Return this rank's shard: by rank, or by the mesh's data coordinate if several ranks read the same batches."""
     topology = context.topology
     if parallelism is None:
         return Shard(topology.rank, topology.world_size)

@@ -1,4 +1,4 @@
-"""How a run's tensors are divided among ranks: which are the same on all of them, and how one is to be read."""
+"""The distribution of a run's tensors over ranks: which are replicated in a save, and how a load shards each."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -10,10 +10,10 @@ from drivetrain_checkpoint import Replica
 
 
 def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any]:
-    """A prepared model's state in which ranks may share the writing of what is the same on all of them.
+    """Return a prepared model's state with replicated tensors marked, so that ranks may share their writing.
 
-    Parameters and what an optimizer keeps of them are the same: every rank steps on the same gradients. Buffers may
-    not be, as a batch norm's statistics, nor what an optimizer keeps elsewhere; of these rank 0's are written.
+    Parameters and their optimizer states are replicated: every rank steps on the same gradients. Buffers, such as a
+    batch norm's statistics, and other optimizer state may differ; rank 0's are written.
     """
     same = {plain_name(name) for name, _ in prepared.unwrap().named_parameters(remove_duplicate=False)}
     model = {
@@ -24,7 +24,7 @@ def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any
 
 
 def _of_parameters(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's named state, its parameters' part marked."""
+    """Return an optimizer's named state with the tensors of its parameters marked."""
     return {
         key: _replicated(value) if key in ("state", "param_groups") else value
         for key, value in optimizer.items()
@@ -40,7 +40,7 @@ def _replicated(value: Any) -> Any:
 
 
 def as_in(named: Mapping[str, Prepared]) -> Callable[[str], Any]:
-    """How each tensor of a checkpoint is divided here, by its name there: as the parameter it belongs to."""
+    """Return a function from a tensor's name in a checkpoint to the parameter whose sharding the tensor takes."""
     own = {model: prepared.state_dict()["model"] for model, prepared in named.items()}
 
     def like(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The plan of a live run: read back from its parts, shown and stored once."""
+"""The effective plan of a live run: read back from its parts, shown once, and stored."""
 
 import json
 import logging
@@ -17,10 +17,10 @@ _PRECISIONS = {"no": "the model's own precision"}
 
 
 def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePlan:
-    """Read back what is in force and hold it against what was asked.
+    """Read back the values in force and compare them with the requested ones.
 
     Raises:
-        PlanMismatchError: Something applied differs from what was asked.
+        PlanMismatchError: A value in force differs from the requested one.
     """
     topology = parts.context.topology
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
@@ -45,7 +45,7 @@ def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePla
 
 
 def _reasons(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, str]:
-    """Return why a setting may be applied otherwise than it was asked."""
+    """Return the reasons why the applied value of a setting may differ from the requested one."""
     world_size = parts.context.topology.world_size
     reasons = {
         "state.deterministic": "switched on in torch by the program",
@@ -64,7 +64,7 @@ def _reasons(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, s
 
 
 def _read_back(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, Mapping[str, object]]:
-    """What is in force, by section and field, as far as live objects tell."""
+    """Return the values in force by section and field, as far as live objects expose them."""
     by_backend = parts.backend.applied()
     run: dict[str, object] = {}
     if parts.settings.backend == "auto":
@@ -83,7 +83,7 @@ def _read_back(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str,
 
 
 def _data(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, str]:
-    """Return for each loader its batches and its order, in few words."""
+    """Return a short description of each loader's batches and order."""
     steps = parts.backend.window.next_num_micro_batches
     return {f"data {i}": f"{_batches(loader, steps)}; {_order(loader)}" for i, loader in enumerate(loaders)}
 
@@ -99,17 +99,17 @@ def _batches(loader: ShardedLoader[Any], num_micro_batches: int) -> str:
 
 
 def _order(loader: ShardedLoader[Any]) -> str:
-    """Return the first words of an order, with the seed where it depends on one."""
+    """Return the first words of a loader's order, with the seed where the order depends on one."""
     source = loader.order_source
     words = source.split(":")[0].split("; ")[0]
     return f"{words}, seed {loader.seed}" if "seed" in source and "seed" not in words else words
 
 
 class _Shown(logging.Filter):
-    """Marks, in the process's logging, that a plan was shown.
+    """A logging filter that marks that this process has shown a plan.
 
     Args:
-        process: By which process: one that is forked shows its own.
+        process: The id of the process that has shown the plan; a forked process shows its own.
     """
 
     def __init__(self, process: int) -> None:
@@ -118,10 +118,10 @@ class _Shown(logging.Filter):
 
 
 def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:
-    """Print the plan to standard error, where that is wanted, once in a process. Called on rank 0.
+    """Print the plan to standard error once per process, if the settings request it. Called on rank 0.
 
-    The logging system is what a process has one of, and keeps state in by design: a mark there needs no variable of
-    ours.
+    The logging system is process-wide and stateful by design, so the mark of a shown plan is kept there instead of in
+    a global variable.
     """
     if not (settings.show_plan or settings.verbose):
         return
@@ -139,7 +139,7 @@ def _whole(settings: RunSettings) -> str:
 
 
 def store_plan(plan: EffectivePlan, settings: RunSettings) -> None:
-    """Store the plan as plan.json in the project's folder, if there is one. Called on rank 0."""
+    """Write the plan to plan.json in the project's folder, if there is one. Called on rank 0."""
     if settings.project_dir is not None:
         settings.project_dir.mkdir(parents=True, exist_ok=True)
         (settings.project_dir / "plan.json").write_text(json.dumps(plan.as_dict(), indent=2) + "\n")

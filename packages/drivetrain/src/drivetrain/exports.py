@@ -1,4 +1,4 @@
-"""A prepared model alone, out to other programs and in from them, whichever way the backend holds it."""
+"""Export prepared models to other programs, and load exports into them, under any backend."""
 
 from collections import ChainMap
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from drivetrain_state import Context
 
 
 class Exports:
-    """The part of an Accelerator that writes and reads models as Hugging Face's libraries do."""
+    """The part of an Accelerator that writes and reads models in the format of Hugging Face's libraries."""
 
     context: Context
     _prepared: PreparedModels
@@ -48,25 +48,25 @@ class Exports:
     ) -> ExportPlan:
         """Write a model's weights and buffers as safetensors, as `from_pretrained` reads them. Called on all ranks.
 
-        The main process gathers and writes them, and holds those of one file at a time. An export that is in the
-        folder already is replaced once the new one is complete; see `drivetrain_checkpoint.write_export`.
+        The main process gathers and writes the tensors, and holds those of one file at a time. An existing export in
+        the folder is replaced once the new one is complete; see `drivetrain_checkpoint.write_export`.
 
         Args:
             model: A prepared model.
-            folder: Where to; it is made where it is missing.
-            max_shard_size: What one file's tensors may take together, in bytes or as "5GB", "512MiB".
-            metadata: Written into the header of every file.
-            trained_only: Whether frozen parameters, and buffers, are left out. Of a model of PEFT the adapters are
-                written, as its own `save_pretrained` writes them, for `PeftModel.from_pretrained`.
+            folder: The destination folder, created if missing.
+            max_shard_size: The maximum size of one file's tensors, in bytes or as "5GB", "512MiB".
+            metadata: The metadata written into the header of every file.
+            trained_only: Whether frozen parameters and all buffers are left out. Of a PEFT model, the adapters are
+                written as its own `save_pretrained` writes them, for `PeftModel.from_pretrained`.
 
         Returns:
-            Which file holds which tensor.
+            The plan of which file holds which tensor.
 
         Raises:
-            StateError: The model has something that cannot be stored.
-            ValueError: No such size; or nothing is trained; or the model is one of PEFT, whose whole state would
-                have names that no reader knows.
-            RuntimeError: Another rank failed; the message holds its error. An earlier export is as it was.
+            StateError: The model's state holds a value that cannot be stored.
+            ValueError: The size is invalid; no parameter is trained; or the model is a PEFT model and `trained_only`
+                is false, which would write names that no reader knows.
+            RuntimeError: Another rank failed; the message holds its error. An earlier export is unchanged.
         """
         prepared = self._prepared.of(model)
         if has_adapters(inner := uncompiled(prepared.unwrap())):
@@ -88,23 +88,23 @@ class Exports:
         )
 
     def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> IncompatibleNames:
-        """Load an export into a prepared model, whose optimizers stay as they are. Called on all ranks.
+        """Load an export into a prepared model, without changing its optimizers. Called on all ranks.
 
-        Where a backend's parameters can be written to, the main process alone reads, one tensor at a time; else
-        (DeepSpeed from stage 1 on) all ranks do. What a module keeps beside tensors stays as it is.
+        Where a backend's parameters are writable, only the main process reads, one tensor at a time; otherwise
+        (DeepSpeed from stage 1 on) all ranks read. Module state other than tensors is unchanged.
 
         Args:
             model: A prepared model.
-            folder: What `save_model`, or transformers' `save_pretrained`, wrote.
-            strict: Whether the names must be the same.
+            folder: The folder written by `save_model` or by transformers' `save_pretrained`.
+            strict: Whether the names in the export must match the model's.
 
         Returns:
-            The names on one side alone; none if `strict`.
+            The names that only the model or only the export has; none if `strict`.
 
         Raises:
-            NoCheckpointError: There is no export in the folder.
+            NoCheckpointError: The folder holds no export.
             CorruptCheckpointError: A file is missing or damaged; the message names it.
-            ValueError: Names or shapes are not the model's.
+            ValueError: Names or shapes differ from the model's.
             RuntimeError: Another rank failed; the message holds its error. In all of these cases nothing was
                 loaded.
         """
@@ -112,7 +112,7 @@ class Exports:
         return load(self._prepared.of(model), self.context, Path(folder), strict=strict)
 
     def _wait_for_copies(self) -> None:
-        """Wait until weights may change; the Accelerator knows."""
+        """Wait until weights may change; overridden by `Saving`."""
         raise NotImplementedError
 
 
@@ -125,7 +125,7 @@ def save(
     metadata: Mapping[str, str],
     trained_only: bool = False,
 ) -> ExportPlan:
-    """Write a model, gathered one tensor at a time; see `Exports.save_model`. Called on all ranks."""
+    """Write a model, gathering one tensor at a time; see `Exports.save_model`. Called on all ranks."""
     is_main = context.topology.is_main
     doing = f"the export into {folder}"
 
@@ -147,7 +147,7 @@ def save(
                 pairs = ((name, tensor) for name, tensor in gathered if tensor is not None and name in known)
                 write_export(plan, pairs, folder, metadata=metadata)
         finally:
-            for _ in gathered:  # by all ranks together, whatever became of the writing
+            for _ in gathered:  # collective: all ranks finish gathering, even if the write failed
                 pass
 
     context.watch.mark("export")
@@ -157,10 +157,10 @@ def save(
 
 
 def trained_names(prepared: Prepared) -> list[str]:
-    """Return the names of the parameters that are trained, all names of a tied one.
+    """Return the names of the trained parameters, with every name of a tied one.
 
     Raises:
-        ValueError: There are none.
+        ValueError: No parameter requires a gradient.
     """
     module = prepared.unwrap()
     names = [
@@ -182,6 +182,7 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
         for name, value in state.items()
         if isinstance(value, Tensor) or hasattr(value, "full_tensor")
     }
+    # Live tensors are the parameters themselves: the main process alone can read, and the others receive the values.
     is_live = all(isinstance(state[name], Tensor) for name in shapes)
     found: dict[str, ExportedTensors] = {}
 
@@ -213,5 +214,5 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
 
 
 def _joined(kept: Mapping[str, Any], exported: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """Both as one mapping, in which the exported tensors are still read on demand."""
+    """Join two states without copying: exported tensors are still read on demand."""
     return ChainMap(cast("Any", kept), cast("Any", exported))

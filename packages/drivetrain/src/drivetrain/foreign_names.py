@@ -1,4 +1,4 @@
-"""What becomes of Accelerate's names that are not here: an error that says what stands for them."""
+"""The errors for Accelerate names that drivetrain does not have; each message names the counterpart."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -9,13 +9,13 @@ from drivetrain.accelerate_names import counterpart
 
 
 class ForeignNames:
-    """Has attributes of Accelerate's answer with what stands for them; `hasattr` is false for them."""
+    """A base class that raises AttributeError for Accelerate attributes, with the counterpart in the message."""
 
-    if not TYPE_CHECKING:  # a type checker is to see what there is, not that anything could be
+    if not TYPE_CHECKING:  # else a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             refuse_attribute(name)
-            return object.__getattribute__(self, name)  # raises as if this were not here
+            return object.__getattribute__(self, name)  # raises the usual AttributeError
 
         def __setattr__(self, name: str, value: object) -> None:
             refuse_attribute(name)
@@ -23,10 +23,10 @@ class ForeignNames:
 
 
 def refuse_attribute(name: str) -> None:
-    """Refuse an attribute of Accelerate's that is not here.
+    """Refuse an Accelerate attribute that drivetrain does not have.
 
     Raises:
-        AttributeError: It says what stands for it.
+        AttributeError: The name belongs to Accelerate; the message names the counterpart.
     """
     if (here := counterpart("attribute", name)) is not None:
         raise AttributeError(
@@ -38,7 +38,7 @@ def refuse_arguments(given: Iterable[str], construct: type[object]) -> None:
     """Refuse arguments that an Accelerator does not take.
 
     Raises:
-        TypeError: There is one; it says what stands for it, or which one is near.
+        TypeError: There is such an argument; the message names the counterpart, or the nearest argument.
     """
     for name in given:
         if (here := counterpart("argument", name)) is not None:
@@ -49,11 +49,11 @@ def refuse_arguments(given: Iterable[str], construct: type[object]) -> None:
 
 
 def refuse_import(name: str) -> None:
-    """Refuse a module's name of Accelerate's that is not here.
+    """Refuse an import of an Accelerate name that drivetrain does not have.
 
     Raises:
-        ImportError: It says what stands for it.
+        ImportError: The name belongs to Accelerate; the message names the counterpart.
     """
-    # An AttributeError would lose its words: `from drivetrain import X` makes an ImportError of its own of it.
+    # An AttributeError would lose its message: `from drivetrain import X` replaces it with its own ImportError.
     if (here := counterpart("name", name)) is not None:
         raise ImportError(f"cannot import {name!r} from 'drivetrain': it is Accelerate's; here: {here}")

@@ -1,4 +1,4 @@
-"""Another library's states of models and optimizers brought under this run's names, and held against its shapes."""
+"""Match another library's states of models and optimizers with this run's names and shapes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -9,7 +9,7 @@ from drivetrain_backends import Prepared, plain_name, tied_weights
 from drivetrain_backends.state_dict.optimizer_state import name_state
 from drivetrain_checkpoint import ExportedTensors
 
-# torch's names for what optimizers keep of each element of a parameter.
+# torch's names of optimizer states that have one value for each element of a parameter.
 _OF_ELEMENTS = {
     "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "mu",
     "prev", "square_avg", "step_size", "sum",
@@ -19,17 +19,17 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 
 
 def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], prepared: Prepared) -> Mapping[str, Any]:
-    """A model's saved tensors under this model's names, still read on demand where they were.
+    """Return a model's saved tensors under this model's names; tensors read on demand remain so.
 
-    A tied weight may be there under any of its names. What a module keeps beside tensors and was not saved stays.
+    A tied weight may be saved under any of its names. Module state other than tensors that was not saved is kept.
 
     Args:
-        saved: Tensors by name.
+        saved: The saved tensors by name.
         own: The model's own state.
-        prepared: The model.
+        prepared: The prepared model.
 
     Raises:
-        ValueError: Names or shapes are not the model's.
+        ValueError: Names or shapes differ from the model's.
     """
     kind = type(prepared.unwrap()).__name__
     ties = tied_weights(prepared)
@@ -70,19 +70,19 @@ def match_optimizer(
     kind: str,
     clone: bool,
 ) -> dict[str, Any]:
-    """An optimizer's saved state under its parameters' names, as a backend takes it up.
+    """Return an optimizer's saved state under its parameters' names, in the format that a backend loads.
 
     Args:
-        saved: torch's own state: parameters by their place, in the order of the groups, or by name, as FSDP tells it.
-        own: The optimizer's groups here, their parameters by name.
-        shapes: Of the parameters.
-        kind: What the message calls the optimizer.
-        clone: Whether all tensors are copied; else those of a parameter's shape stay in the memory of the file.
+        saved: A state dict of torch, with parameters by index in the order of the groups, or by name as under FSDP.
+        own: The groups of this run's optimizer, with parameters by name.
+        shapes: The full shapes of the parameters, by name.
+        kind: The optimizer's name in messages.
+        clone: Whether to copy all tensors; otherwise those of a parameter's shape stay in the file's memory.
 
     Raises:
-        ValueError: It is of other groups, other parameters, or another kind of optimizer.
+        ValueError: The state is of other groups, other parameters, or another kind of optimizer.
     """
-    if not {"state", "param_groups"} <= saved.keys():  # of a form of its own, which its optimizer knows
+    if not {"state", "param_groups"} <= saved.keys():  # a format of the optimizer's own
         return name_state(saved, [group["params"] for group in own])
     groups: list[Mapping[str, Any]] = saved["param_groups"]
     if len(groups) != len(own):
@@ -110,7 +110,7 @@ def match_optimizer(
 
 
 def steps_of(state: Mapping[str, Any]) -> int | None:
-    """How often an optimizer has stepped, by what it keeps of its parameters; None if it keeps no count."""
+    """Return the number of steps in an optimizer's per-parameter state; None if it keeps no count."""
     counts = [int(kept["step"]) for kept in state["state"].values() if "step" in kept]
     return max(counts, default=None)
 
@@ -120,12 +120,12 @@ def _own(value: Any, *, is_copied: bool) -> Any:
 
 
 def _is_of(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a value is one for each element; others, as counts of steps, backends take as they are."""
+    """Return whether a tensor has a parameter's shape; backends load others, such as step counts, unchanged."""
     return isinstance(value, Tensor) and tuple(value.shape) == shape
 
 
 def _names(saved: Sequence[Any], own: Sequence[str], where: str) -> dict[Any, str]:
-    """The name of each saved parameter: itself, or that of the parameter in its place."""
+    """Return the name of each saved parameter: its own, or that of the parameter at its position."""
     if len(saved) != len(own):
         raise ValueError(
             f"{where} has {len(own)} parameters, in the checkpoint {len(saved)}: build it over the same parameters"
@@ -140,9 +140,9 @@ def _names(saved: Sequence[Any], own: Sequence[str], where: str) -> dict[Any, st
 
 
 def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:
-    """Refuse another kind of optimizer: each has options that the other lacks.
+    """Refuse another kind of optimizer, i.e. one where each side has options that the other lacks.
 
-    A later torch has more options, which is no other kind.
+    Extra options on one side only are those of a later torch, and are accepted.
     """
     there, here = saved.keys() - own.keys() - _OF_SCHEDULERS, own.keys() - saved.keys() - _OF_SCHEDULERS
     if there and here:
@@ -165,5 +165,5 @@ def _check_shape(kind: str, name: str, what: str, value: Any, shape: tuple[int, 
 
 def _shape(saved: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if isinstance(saved, ExportedTensors):
-        return saved.places[name].info.shape  # of the header: nothing is read yet
+        return saved.places[name].info.shape  # from the header, without reading the tensor
     return tuple(getattr(saved[name], "shape", ()))

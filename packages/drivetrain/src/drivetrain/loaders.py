@@ -1,4 +1,4 @@
-"""The user's loaders become this rank's, as the data section says, each with a seed that all ranks share."""
+"""Shard the user's loaders as the data section says, each with a seed that all ranks share."""
 
 import logging
 from collections.abc import Callable
@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 
 def shard(loader: Any, parts: Parts, *, place: int, on_batch: Callable[[], None]) -> ShardedLoader[Any]:
-    """This rank's part of a loader. Called on all ranks.
+    """Return this rank's shard of a loader. Called on all ranks.
 
     Args:
-        loader: The user's.
-        parts: What the run is made of.
-        place: How many loaders of this run came before it.
-        on_batch: Called for every batch.
+        loader: The loader as the user built it.
+        parts: The parts of the Accelerator.
+        place: The number of loaders that this run prepared before.
+        on_batch: A function called for every batch.
 
     Raises:
-        TypeError, ValueError: It is no loader, or the settings do not fit it.
+        TypeError, ValueError: The object is not a loader, or the settings do not fit it.
     """
     data: DataSettings = parts.resolved["data"].value
-    # Every setting is an argument of the same name: one that were not would fail here, and not be dropped.
+    # Every setting is an argument of the same name: a mismatch fails here, and is not silently dropped.
     asked = {each.name: getattr(data, each.name) for each in fields(data)}
     asked["seed"], seed_source = _seed(loader, parts, place)
     return shard_loader(
@@ -44,14 +44,14 @@ def shard(loader: Any, parts: Parts, *, place: int, on_batch: Callable[[], None]
 
 
 def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:
-    """The seed of a loader, rank 0's on every rank, and who said it. Called on all ranks.
+    """Return the seed of a loader, rank 0's on every rank, and its source. Called on all ranks.
 
-    A loader's own generator comes before the settings, as what is said in code does; then the data section's seed,
-    the run's, and what torch was seeded with.
+    A loader's own generator takes precedence over the settings, as code does; then come the data section's seed, the
+    run's, and torch's initial seed.
     """
     own = (
         None if isinstance(loader, ShardedLoader) else own_seed(loader)
-    )  # one that is sharded is refused later
+    )  # shard_loader refuses a sharded one
     asked, run_seed = parts.resolved["data"].value.seed, parts.settings.seed
     if own is not None:
         if asked is not None and parts.context.topology.is_main:

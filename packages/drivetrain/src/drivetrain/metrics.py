@@ -1,4 +1,4 @@
-"""What an epoch's tail means for losses and for gathering: decided on what every rank knows without asking."""
+"""Weigh losses and gather results in an epoch's tail, from what every rank knows without communication."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,19 +26,19 @@ from drivetrain_state.collectives import operations as collectives
 def weigh(
     loss: Tensor, count: Tensor | float | None, batch: BatchPlan, shard: int
 ) -> tuple[Tensor, Tensor | float | None]:
-    """Weigh a loss of the tail, where ranks hold different numbers of samples, or none.
+    """Weigh a loss in an epoch's tail, where ranks hold different numbers of samples, or none.
 
-    A mean is weighed by this rank's share of the samples, so that the mean over ranks is the mean over samples. A sum
-    counts what it counts. A replayed batch weighs nothing either way, and a NaN of its loss stays out.
+    A mean is weighted by this rank's share of the samples, so that the mean over ranks is the mean over samples. A
+    sum is already weighted by its count. A replayed batch has weight 0 in both cases, even if its loss is NaN.
 
     Args:
-        loss: Shape ().
-        count: What `backward` was given.
-        batch: What every rank knows of the current batch.
-        shard: Which of its shards is this rank's.
+        loss: The loss of this rank, of shape ().
+        count: The `count` argument of `backward`.
+        batch: The plan of the current batch, the same on every rank.
+        shard: The index of this rank's shard.
 
     Returns:
-        The loss and count to go on with.
+        The weighted loss and count.
     """
     if batch.replayed:
         nothing = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
@@ -47,10 +47,10 @@ def weigh(
 
 
 def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
-    """Gather over ranks; in a tail, where every rank knows that sizes may differ, by their sizes."""
+    """Gather over ranks; in an epoch's tail, where sizes may differ, exchange the sizes too."""
     try:
         plan = reading.plan() or reading.left
-    except AmbiguousLoaderError:  # of two loaders read side by side, one is in its tail: either may be meant
+    except AmbiguousLoaderError:  # two loaders are being read, and one is in its tail: assume the tail
         uneven = True
     else:
         uneven = plan is not None and not plan.equal_sizes
@@ -67,26 +67,26 @@ def gather_for_metrics(
     loader: ShardedLoader[Any] | None,
     sites: CallSites,
 ) -> Any:
-    """Gather what was computed from the current batch, each sample once and in the dataset's order.
+    """Gather results of the current batch, each sample once and in the dataset's order.
 
     Args:
-        context: This process among the others.
+        context: The context of this process.
         data: Nested tensors, or objects.
         reading: The loaders being read.
-        readers: For each shard, in order, the rank whose data is taken; of ranks that share a shard, one.
-        as_objects: Gather a list of objects.
-        loader: Whose batch it is, where it is not clear.
-        sites: Which loops calls stand in.
+        readers: For each shard, in order, the rank whose data is taken: one of the ranks that share the shard.
+        as_objects: Whether to gather a list of objects.
+        loader: The loader of the batch, where it is ambiguous.
+        sites: The finder of the loop around the call.
     """
     if loader is None and context.topology.world_size > 1:
         _check_prepared(sites, data)
     plan = reading.plan(loader)
     if loader is None:
-        check_after_loop(reading.left, data)  # within an outer loop too
+        check_after_loop(reading.left, data)  # also inside an outer loop
     if not as_objects:
-        # What holds something that is no tensor does so on every rank alike: all of it goes as objects.
+        # Data with a leaf that is not a tensor has one on every rank: all ranks gather it as objects.
         with suppress(LeafError):
-            # What a step holds says little of what a user made of it, rows left out say: sizes are always exchanged.
+            # The user may have dropped rows, so that batch sizes do not give their number: always exchange sizes.
             gathered, rows = collectives.gather_rows(context, data)
             shared = len(readers) < context.topology.world_size
             return trim(plan, gathered, rows=rows, readers=readers if shared else None)
@@ -95,16 +95,16 @@ def gather_for_metrics(
 
 
 def _check_prepared(sites: CallSites, data: Any) -> None:
-    """Refuse rows computed in a loop over a loader that every rank reads whole: each sample would count once a rank.
+    """Refuse rows computed in a loop over an unprepared loader, where each sample would count once per rank.
 
     Raises:
-        UnpreparedLoaderError: They were.
+        UnpreparedLoaderError: The loop's loader was not prepared.
     """
     loop = sites.unprepared_loop() if holds_rows(data) else None
     if loop is not None:
         raise UnpreparedLoaderError(
             f"gather_for_metrics in the loop over `{loop.head}` ({loop.place}), which is a DataLoader that was not "
-            "prepared: every rank reads all of it, and each sample would come once from every rank. Pass it to "
-            "prepare() and loop over what that returns. If each rank's loader holds a part of its own, gather() "
-            "joins their rows as they are (drivetrain_state.gather_object those that are no tensors)"
+            "prepared: every rank reads all of it, and each sample would be gathered once per rank. Pass it to "
+            "prepare() and loop over the result. If each rank's loader holds its own part of the data, gather() "
+            "joins their rows as they are (drivetrain_state.gather_object for objects other than tensors)"
         )

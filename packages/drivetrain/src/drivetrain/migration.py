@@ -1,4 +1,4 @@
-"""A run that Hugging Face Accelerate saved, taken up here: first all of it is matched, then it is applied."""
+"""Resume a run that Hugging Face Accelerate saved: first match all of its state, then apply it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,21 @@ logger = logging.getLogger(__name__)
 
 
 class _Matched(NamedTuple):
-    """What was saved, and each prepared model's state made of it."""
+    """The saved state, and the state of each prepared model made from it."""
 
     saved: AccelerateState
     states: list[dict[str, Any]]
 
 
 def find(run: RunState, place: Place) -> Path | None:
-    """Accelerate's folder at a place, as the main process sees it. Called on all ranks.
+    """Return Accelerate's folder at a place, as the main process sees it. Called on all ranks.
 
     Args:
-        run: The run that takes it up.
-        place: Such a folder or one of several; a URL is none.
+        run: The run that resumes.
+        place: A folder of Accelerate's, or the parent of several; a URL holds none.
 
     Returns:
-        The folder; None where there is nothing of Accelerate's, or a checkpoint of drivetrain's.
+        The folder; None if the place holds no Accelerate state, or holds a drivetrain checkpoint.
     """
 
     def look() -> Path | None:
@@ -41,22 +41,22 @@ def find(run: RunState, place: Place) -> Path | None:
 
 
 def take_over(run: RunState, folder: Path) -> tuple[int, str]:
-    """Take up what Accelerate's `save_state` wrote. Called on all ranks.
+    """Load what Accelerate's `save_state` wrote. Called on all ranks.
 
-    What cannot be taken over exactly is told in one warning on the main process.
+    The main process logs one warning of all that could not be restored exactly.
 
     Returns:
-        The optimizer step it was saved at, and what became of the random number generators, for the plan.
+        The optimizer step of the saved state, and how the random number generators were restored, for the plan.
 
     Raises:
-        ForeignStateError: A file holds what could run code, or is in a form that cannot be read.
+        ForeignStateError: A file holds content that could run code, or has a format that cannot be read.
         CorruptCheckpointError: A file is missing or damaged.
-        ValueError: It is of other models, optimizers, schedulers or registered objects. In all of these cases nothing
-            was applied.
+        ValueError: The state is of other models, optimizers, schedulers or registered objects. In all of these cases
+            nothing was applied.
         OtherRankFailedError: Another rank failed; the message holds its error.
     """
     run.context.watch.mark(f"read {folder.name}")
-    own = [one.state_dict() for one in run.prepared]  # by all ranks together, before one can fail
+    own = [one.state_dict() for one in run.prepared]  # collective: all ranks gather before one can fail
     saved, states = on_each_rank(run.context, lambda: _read(run, folder, own), doing=f"the load of {folder}")
     for one, state in zip(run.prepared, states, strict=True):
         one.load_state_dict(state)
@@ -70,7 +70,7 @@ def take_over(run: RunState, folder: Path) -> tuple[int, str]:
 
 
 def _read(run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]) -> _Matched:
-    """Read a folder and match it with what is prepared, whose own states are given; nothing is applied."""
+    """Read a folder and match it with the prepared models' own states, without applying it."""
     topology = run.context.topology
     saved = read_accelerate_state(folder, rank=topology.rank, local_rank=topology.local_rank)
     _check_numbers(run, saved)
@@ -79,10 +79,10 @@ def _read(run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]) -> _Mat
 
 
 def _check_numbers(run: RunState, saved: AccelerateState) -> None:
-    """Refuse a state of another number of things.
+    """Check that the state holds as many models, optimizers, schedulers and registered objects as the run.
 
     Raises:
-        ValueError: It is one; the message says of which.
+        ValueError: A number differs; the message names the kind of objects.
     """
     for what, there, here in (
         ("models", saved.models, run.prepared),
@@ -100,8 +100,8 @@ def _check_numbers(run: RunState, saved: AccelerateState) -> None:
 def _state_of(
     run: RunState, saved: AccelerateState, index: int, prepared: Prepared, own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A prepared model's state as its own `state_dict` would give it, of what was saved."""
-    clone = run.context.device.type == "cpu"  # an optimizer there would keep the file's own memory
+    """Return the saved state of a prepared model, in the format of its own `state_dict`."""
+    clone = run.context.device.type == "cpu"  # an optimizer on the CPU would keep the file's own memory
     optimizers = [
         match_optimizer(
             saved.optimizers[_place(run.optimizers, optimizer)],
@@ -125,7 +125,7 @@ def _state_of(
 def _shapes(
     optimizer: PreparedOptimizer, groups: list[dict[str, Any]], model: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """The whole shape of each parameter; of one that is another model's, by the optimizer's own tensor."""
+    """Return the full shape of each parameter; for one of another model, the shape of the optimizer's own tensor."""
     live = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = [name for group in groups for name in group["params"]]
     tensors = dict(zip(names, live, strict=False)) | {name: model[name] for name in names if name in model}
@@ -137,7 +137,7 @@ def _place(row: Sequence[object], wanted: object) -> int:
 
 
 def _load_scale(run: RunState, saved: AccelerateState) -> list[str]:
-    """Take up the loss scale where both runs have one; a run may change its precision."""
+    """Load the loss scale where both runs have one; return notes if only one does, as the precision may change."""
     own = run.backend.state_dict()
     if own["scaler"] is not None and saved.scaler is not None:
         run.backend.load_state_dict({**own, "scaler": saved.scaler})
@@ -168,7 +168,7 @@ def _notes_on_schedules(run: RunState, saved: AccelerateState) -> list[str]:
 
 def _restore_generators(run: RunState, saved: AccelerateState) -> str:
     topology = run.context.topology
-    # Hosts without a shared disk see the files of their own ranks.
+    # Hosts without a shared disk see only the files of their own ranks.
     world_size = max(gather_object(run.context, saved.world_size))
     if world_size == topology.world_size and all(gather_object(run.context, saved.generators is not None)):
         assert saved.generators is not None
@@ -182,7 +182,7 @@ def _restore_generators(run: RunState, saved: AccelerateState) -> str:
 
 
 def _told(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
-    """The one warning: what was taken over, what was not, and what to do."""
+    """Return the text of the warning: what was restored, what was not, and what to do."""
     steps = [state["_num_yielded"] for state in saved.loaders if isinstance(state.get("_num_yielded"), int)]
     known = ""
     if steps:
@@ -196,5 +196,5 @@ def _told(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
     told = [place] if run.loaders else []
     return (
         f"{saved.folder} was saved by Accelerate: models, optimizers, schedulers and registered objects are taken "
-        f"over at step {run.step}. To know: {'; '.join([*told, *notes])}. The next save_state() is drivetrain's own"
+        f"over at step {run.step}. Note: {'; '.join([*told, *notes])}. The next save_state() is drivetrain's own"
     )

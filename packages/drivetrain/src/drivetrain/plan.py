@@ -1,7 +1,7 @@
-"""The effective plan of a run: what was asked, what is applied, and where each value came from.
+"""The effective plan of a run: the requested and the applied value of each setting, and its source.
 
-What is applied is read back from the live objects (the DDP wrapper, the device, the policy), so that a setting which
-was dropped on the way shows, and is an error.
+Applied values are read back from live objects (the DDP wrapper, the device, the policy), so that a setting that was
+dropped on the way is detected and raises an error.
 """
 
 import json
@@ -14,20 +14,20 @@ from drivetrain_config import Resolved
 
 
 class PlanMismatchError(RuntimeError):
-    """What is applied differs from what was asked, and nobody asked for the difference."""
+    """An error for an applied value that differs from the requested one without a reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One setting.
+    """A setting in the plan.
 
     Attributes:
-        setting: "section.field".
-        asked: The resolved value.
-        applied: What is in force; the asked value where nothing can be read back.
-        source: Where the asked value came from.
-        read_back: Whether `applied` was read back from what runs.
-        reason: Why another value is applied, where asking left the choice open ("auto").
+        setting: The setting's name, as "section.field".
+        asked: The requested value, as resolved.
+        applied: The value in force; the requested one where it cannot be read back.
+        source: The source of the requested value.
+        read_back: Whether `applied` was read back from live objects.
+        reason: The reason for a different applied value, where the request left the choice open ("auto").
     """
 
     setting: str
@@ -40,11 +40,11 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectivePlan:
-    """Every setting of a run, and the facts it runs on.
+    """The settings of a run, and the facts it runs on.
 
     Attributes:
         rows: The settings, section by section.
-        facts: What is no setting, in few words: processes, device, batch sizes, the order of the data.
+        facts: Short facts other than settings: processes, device, batch sizes, the order of the data.
         details: More about the facts, such as how exactly an order is drawn.
     """
 
@@ -53,7 +53,7 @@ class EffectivePlan:
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in plain values, for plan.json, manifests and trackers."""
+        """Return the plan in plain values, for plan.json, manifests and trackers."""
         rows = {
             row.setting: {k: _plain(v) for k, v in asdict(row).items() if k != "setting"} for row in self.rows
         }
@@ -98,21 +98,21 @@ def make_plan(
     facts: Mapping[str, Any],
     details: Mapping[str, Any] | None = None,
 ) -> EffectivePlan:
-    """Hold what was asked against what is applied.
+    """Compare requested values with applied ones, and return the plan.
 
     Args:
         resolved: The resolved sections by name.
-        applied: For each section the values read back from live objects, by field; `Chosen` where the backend was
-            left to choose. Others are taken as asked.
-        reasons: Settings ("section.field") whose applied value may be another, with why.
-        facts: What else the plan shows.
+        applied: The values read back from live objects, by section and field; `Chosen` where the backend made the
+            choice. Other values count as applied as requested.
+        reasons: The reasons why an applied value may differ, by setting ("section.field").
+        facts: Short facts other than settings.
         details: More about the facts.
 
     Returns:
-        The plan.
+        The effective plan.
 
     Raises:
-        PlanMismatchError: An applied value differs from the asked one without a reason; the message lists all.
+        PlanMismatchError: An applied value differs from the requested one without a reason; the message lists all.
     """
     rows = [
         row

@@ -1,4 +1,4 @@
-"""A run's effective plan in about ten lines, as a user reads it when training starts."""
+"""A summary of a run's effective plan in about ten lines, printed when training starts."""
 
 from collections.abc import Iterable, Mapping
 from textwrap import wrap
@@ -7,23 +7,23 @@ from typing import Any
 from drivetrain.plan import EffectivePlan, PlanRow
 
 _WIDTH = 110
-_MOST = 4  # of the choices; plan.json has them all
+_MOST = 4  # choices shown; plan.json has all
 _INDENT = 2
 _COLUMN = 13
-_UNBROKEN = "\u00a0"  # stands for a space at which no line ends
-# Facts that stand in the first lines, or that nobody need read at the start.
+_UNBROKEN = "\u00a0"  # a space at which no line breaks
+# Facts that the first lines already show.
 _PLACED = ("processes", "device", "backend", "precision")
-# Settings whose asked value is that of another one, or a place rather than a choice.
+# Settings whose requested value repeats that of another setting.
 _REPEATED = {"state.device": "run.cpu", "data.seed": "run.seed"}
 _UNTOLD = ("run.show_plan", "run.verbose")
 
 
 def summarize(plan: EffectivePlan, *, whole: str) -> str:
-    """Return what runs, what was asked and what was chosen, as lines without a line end.
+    """Return what runs, what was requested and what was chosen, as lines without a final newline.
 
     Args:
-        plan: The plan.
-        whole: Where the whole plan can be seen.
+        plan: The effective plan.
+        whole: A text that says where to find the whole plan.
     """
     facts = plan.facts
     lines = ["what runs:"]
@@ -40,14 +40,14 @@ def summarize(plan: EffectivePlan, *, whole: str) -> str:
 
 
 def _asked(asked: Mapping[str, PlanRow]) -> Iterable[str]:
-    """Say each setting that somebody gave, with its source."""
+    """Yield each setting that was given explicitly, with its source."""
     for name, row in asked.items():
         if name not in _UNTOLD and _REPEATED.get(name) not in asked:
             yield f"{name} = {_shown(row.asked)} ({row.source})"
 
 
 def _chosen(rows: list[PlanRow]) -> list[str]:
-    """Say what was left open, what became of it and why; those that a user left to "auto" first."""
+    """Return lines of the values chosen for open settings, with reasons; settings at "auto" come first."""
     rows = sorted(rows, key=lambda row: row.asked is None)
     lines = [
         line
@@ -62,7 +62,7 @@ def _chosen(rows: list[PlanRow]) -> list[str]:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """Return the lines of one entry, its name in a column of its own."""
+    """Return the lines of one entry, with its name in a column of its own."""
     head = f"{'':{_INDENT}}{name:<{_COLUMN}}"
     lines = wrap(
         text,

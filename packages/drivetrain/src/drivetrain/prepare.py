@@ -1,4 +1,4 @@
-"""Sort what a user hands to `prepare`, have each kind prepared by its owner, and give it back in order."""
+"""Sort the arguments of `prepare` by kind, prepare each kind, and return the results in order."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -15,7 +15,7 @@ from drivetrain_data import ShardedLoader, is_loader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sorted:
-    """The objects of a `prepare` call by kind, each list in the order of the call."""
+    """The arguments of a `prepare` call by kind, each list in the order of the call."""
 
     models: list[nn.Module]
     optimizers: list[Optimizer]
@@ -27,8 +27,8 @@ def sort_objects(objects: Sequence[object]) -> Sorted:
     """Sort objects by kind.
 
     Raises:
-        TypeError: An object is of no kind that can be prepared; the message gives its place and type.
-        ValueError: An object is prepared already, or comes twice.
+        TypeError: An object is of a kind that cannot be prepared; the message gives its position and type.
+        ValueError: An object is already prepared, or is given twice.
     """
     found = Sorted(models=[], optimizers=[], schedulers=[], loaders=[])
     for place, obj in enumerate(objects):
@@ -43,15 +43,15 @@ def sort_objects(objects: Sequence[object]) -> Sorted:
 def prepare_objects(
     objects: Sequence[object], backend: Backend, shard: Callable[[Any, int], ShardedLoader[Any]]
 ) -> tuple[list[object], tuple[Prepared, ...], list[ShardedLoader[Any]]]:
-    """Prepare objects and put the results where the originals stood.
+    """Prepare objects and return the results in the order of the originals.
 
     Args:
         objects: Models, optimizers, schedulers and loaders, in any order.
-        backend: Prepares models together with what trains them.
-        shard: Prepares a loader, by its place among those given.
+        backend: The backend that prepares models together with their optimizers and schedulers.
+        shard: A function that prepares a loader, given its index among the loaders.
 
     Returns:
-        The prepared objects in the order given, the models with what trains them, and the loaders.
+        The prepared objects in the order given, the models with their optimizers and schedulers, and the loaders.
     """
     found = sort_objects(objects)
     # Loaders first: they cannot fail half-way, and a bad one must not leave models changed.
@@ -95,15 +95,15 @@ def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:
 
 
 class PreparedModels:
-    """The models an Accelerator has prepared, found again by what a user holds in hand.
+    """The models that an Accelerator has prepared, found by module or by parameters.
 
     Args:
-        on_step: Called whenever one of their optimizers ends a window.
+        on_step: A function called whenever one of the optimizers ends a window.
 
     Attributes:
-        all: Every one, in the order they were prepared.
-        optimizers: Their optimizers, in the order they were given to `prepare`.
-        schedulers: Their schedulers, likewise.
+        all: The prepared models, in the order they were prepared.
+        optimizers: The prepared optimizers, in the order they were given to `prepare`.
+        schedulers: The prepared schedulers, in the order they were given to `prepare`.
     """
 
     def __init__(self, on_step: Callable[[], None]) -> None:
@@ -114,11 +114,11 @@ class PreparedModels:
         self._on_step = on_step
 
     def add(self, prepared: Sequence[Prepared], results: Sequence[object]) -> None:
-        """Add those that are new; others may have gained an optimizer.
+        """Add new models, and new optimizers of known models.
 
         Args:
-            prepared: The models that are new or have gained something.
-            results: All that `prepare` gives back, in its order.
+            prepared: The models that are new, or that have gained an optimizer or scheduler.
+            results: The results of `prepare`, in its order.
         """
         self.optimizers += [one for one in results if isinstance(one, PreparedOptimizer)]
         self.schedulers += [one for one in results if isinstance(one, PreparedScheduler)]
@@ -131,27 +131,27 @@ class PreparedModels:
                 optimizer.on_step = self._on_step
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Forget all models, optimizers and schedulers."""
         self.all.clear()
         self.optimizers.clear()
         self.schedulers.clear()
         self._holders.clear()
 
     def untie(self) -> None:
-        """Let models go of their optimizers and schedulers, which refer to them, so that no circle keeps them alive.
+        """Drop the models' references to their optimizers and schedulers, which would form reference cycles.
 
-        What somebody still holds goes on as it is: an optimizer needs its model, and no model its optimizer.
+        Objects that the user still holds keep working: an optimizer needs its model, but not the reverse.
         """
         for one in self.all:
             one.optimizers.clear()
             one.schedulers.clear()
 
     def of(self, model: nn.Module) -> Prepared:
-        """Find a model by what `prepare` returned, or by the user's own module.
+        """Find a model by the module that `prepare` returned, or by the user's own module.
 
         Raises:
-            TypeError: It is no model.
-            ValueError: It was not prepared here.
+            TypeError: The argument is not a module.
+            ValueError: The model was not prepared by this Accelerator.
         """
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
             raise TypeError(
@@ -166,10 +166,10 @@ class PreparedModels:
         )
 
     def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
-        """The user's module; without autocast, a shallow copy on the same parameters, of the user's own class."""
+        """Return the user's module; without autocast, a shallow copy of its own class on the same parameters."""
         inner = model
         while True:
-            given = (inner, uncompiled(inner))  # it may have been compiled since
+            given = (inner, uncompiled(inner))  # the user may have compiled it after prepare()
             found = next((one.unwrap() for one in self.all if one.model in given), inner)
             inside = uncompiled(found)
             wraps = isinstance(inside, (nn.DataParallel, nn.parallel.DistributedDataParallel))
@@ -178,16 +178,16 @@ class PreparedModels:
                 return inner if keep_autocast else copy(inner)
 
     def holding(self, parameters: Sequence[Tensor]) -> Prepared:
-        """Find the model that parameters belong to, by the first of them.
+        """Find the model that parameters belong to, by the first parameter.
 
         Raises:
-            ValueError: There are none, or they belong to no prepared model.
+            ValueError: There are no parameters, or they belong to no prepared model.
         """
         if len(self.all) == 1:
             return self.all[0]
         if parameters and parameters[0] in self._holders:
             return self._holders[parameters[0]]
-        for one in self.all:  # listed while a sharded model was gathered
+        for one in self.all:  # a gathered model has other parameter objects
             if parameters and any(parameters[0] is parameter for parameter in one.unwrap().parameters()):
                 return one
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a process is among its peers, and what they say to each other."""
+"""The rank of a process, and collectives between ranks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,15 +15,15 @@ from drivetrain_state.collectives import operations as collectives
 
 
 class Ranks:
-    """The part of the Accelerator that needs no model: drivetrain_state with the context filled in.
+    """The part of an Accelerator that needs no model: the functions of drivetrain_state with the context filled in.
 
     Args:
-        context: Ranks, device and process group.
-        reading: Which loaders are being read: the current one knows its epoch's tail.
-        readers: For each part of the data, in order, the first of the ranks that read it.
+        context: The ranks, device and process group.
+        reading: The loaders being read; the current one knows its epoch's tail.
+        readers: For each shard of the data, in order, the first of the ranks that read it.
 
     Attributes:
-        context: The same.
+        context: The ranks, device and process group.
     """
 
     def __init__(self, context: Context, reading: ActiveLoaders, readers: Sequence[int]) -> None:
@@ -35,7 +35,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self.context.device
 
     @property
@@ -45,60 +45,60 @@ class Ranks:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are several ranks."""
+        """True if there are several ranks."""
         return self.num_processes > 1
 
     @property
     def process_index(self) -> int:
-        """This process's rank."""
+        """The rank of this process."""
         return self.context.topology.rank
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank on its node."""
+        """The rank of this process on its node."""
         return self.context.topology.local_rank
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this process is rank 0."""
         return self.context.topology.is_main
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is its node's rank 0."""
+        """True if this process is rank 0 of its node."""
         return self.context.topology.is_local_main
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
+        """True if this process has the highest rank."""
         return self.context.topology.is_last
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate nested tensors over ranks, rank by rank, in dimension 0. Called on all ranks.
 
         Args:
-            tensor: Nested tensors of equal shapes on all ranks; their first sizes may differ in an epoch's tail.
+            tensor: Nested tensors of equal shapes on all ranks; in an epoch's tail, dimension 0 may differ.
         """
         return metrics.gather(self.context, tensor, self._reading)
 
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, loader: ShardedLoader[Any] | None = None
     ) -> Any:
-        """Gather what was computed from the current batch: each sample once, in the dataset's order.
+        """Gather results of the current batch: each sample once, in the dataset's order.
 
-        Called on all ranks. Of ranks that see the same batch, as in tensor parallelism, the first one counts.
-        Ranks that left rows out, by a filter, may give unequal numbers of them: they come rank by rank.
+        Called on all ranks. Of ranks that read the same batch, as in tensor parallelism, only the first contributes.
+        Ranks that drop rows, such as by a filter, may pass different numbers of rows: these come rank by rank.
 
         Args:
-            input_data: Nested tensors with samples in dimension 0 (or of shape (), one a rank); or any objects.
-            use_gather_object: Gather a list of any objects, one a sample.
-            loader: The loader whose batch it is, where two loaders are read side by side.
+            input_data: Nested tensors with samples in dimension 0 (or of shape (), one per rank); or any objects.
+            use_gather_object: Whether to gather a list of any objects, one per sample.
+            loader: The loader of the batch, where two loaders are read side by side.
 
         Raises:
-            TrimError: Only some of a rank's samples count, and which of its rows are theirs is not certain.
-            UnpreparedLoaderError: The call stands in a loop over a DataLoader that every rank reads whole.
-            AmbiguousLoaderError: Two loaders are read side by side, and `loader` is needed to tell what counts.
-            CollectiveMismatchError: Sizes beyond the first differ between ranks.
+            TrimError: Only some of a rank's samples count, and it is ambiguous which rows belong to them.
+            UnpreparedLoaderError: The call is inside a loop over a DataLoader that every rank reads in full.
+            AmbiguousLoaderError: Two loaders are read side by side, and `loader` is needed to tell them apart.
+            CollectiveMismatchError: Sizes beyond dimension 0 differ between ranks.
         """
         return metrics.gather_for_metrics(
             self.context,
@@ -111,11 +111,11 @@ class Ranks:
         )
 
     def set_trigger(self) -> None:
-        """Raise this rank's flag, for `check_trigger` to see on all ranks."""
+        """Raise this rank's flag, which `check_trigger` reports on all ranks."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank raised its flag; lowers them all. Called on all ranks."""
+        """Return whether any rank raised its flag, and lower all flags. Called on all ranks."""
         raised = torch.tensor(int(self._triggered), device=self.device)
         self._triggered = False
         return bool(collectives.reduce(self.context, raised, op="max").item())
@@ -125,7 +125,7 @@ class Ranks:
         return collectives.reduce(self.context, tensor, op=reduction)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Give every rank the nested tensors of one. Called on all ranks with equal shapes."""
+        """Broadcast the nested tensors of one rank to all. Called on all ranks with equal shapes."""
         return collectives.broadcast(self.context, tensor, src=from_process)
 
     def pad_across_processes(
@@ -137,7 +137,7 @@ class Ranks:
         )
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank is here. Called on all ranks."""
+        """Wait until every rank has reached this call. Called on all ranks."""
         collectives.barrier(self.context)
 
     def print(
@@ -148,35 +148,35 @@ class Ranks:
         file: TextIO | None = None,
         flush: bool = True,
     ) -> None:
-        """Print on rank 0 alone, as `print` does; the line is out at once, unless `flush=False`."""
+        """Print on rank 0 only, as `print` does; the output is flushed at once, unless `flush=False`."""
         control.print_on_main(self.context, *values, sep=sep, end=end, file=file, flush=flush)
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function so that it runs on rank 0 alone and gives None elsewhere."""
+        """Decorate a function so that it runs on rank 0 only and returns None elsewhere."""
         return control.on_main_process(self.context)(function)
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function so that it runs on each node's rank 0 alone."""
+        """Decorate a function so that it runs on rank 0 of each node only."""
         return control.on_local_main_process(self.context)(function)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function so that it runs on the highest rank alone."""
+        """Decorate a function so that it runs on the highest rank only."""
         return control.on_last_process(self.context)(function)
 
     def on_process(self, function: Callable[..., Any], process_index: int) -> Callable[..., Any]:
-        """Wrap a function so that it runs on one rank alone."""
+        """Wrap a function so that it runs on one rank only."""
         return control.on_process(self.context, process_index)(function)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Rank 0 runs the block before the others. Called on all ranks."""
+        """Run the block on rank 0 before the other ranks. Called on all ranks."""
         return control.main_process_first(self.context)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Each node's rank 0 runs the block before the node's others. Called on all ranks."""
+        """Run the block on rank 0 of each node before the node's other ranks. Called on all ranks."""
         return control.local_main_process_first(self.context)
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """Give each rank its share of a list, tuple, dict of lists or tensor."""
+        """Run the block with this rank's share of a list, tuple, dict of lists or tensor."""
         return control.split_between_processes(self.context, inputs, apply_padding=apply_padding)

@@ -1,4 +1,4 @@
-"""Objects of the user's that are saved with a run: one state for all ranks, or one for each."""
+"""The user's objects that are saved with a run, with one state for all ranks or one for each."""
 
 import hashlib
 import logging
@@ -11,38 +11,38 @@ from drivetrain_state import Context, gather_object
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE = 1024  # elements of a tensor that are compared
+_SAMPLE = 1024  # elements of a tensor that are compared over ranks
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be saved: its state is nested plain values and tensors."""
+    """An object that can be saved; its state is nested plain values and tensors."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What must be saved."""
+        """Return the state to save."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """Take up what was saved."""
+        """Load a saved state."""
         ...
 
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """An object with a state on each rank that another number of ranks can take up."""
+    """An object with a state on each rank that can be loaded at another number of ranks."""
 
     def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> Any:
-        """Take up the states of all ranks that saved, in rank order. Called on all ranks."""
+        """Load the states of all ranks that saved, in rank order. Called on all ranks."""
         ...
 
 
 class Registered:
-    """What `register_for_checkpointing` was given.
+    """The objects given to `register_for_checkpointing`.
 
     Attributes:
-        shared: Objects whose state is the same on all ranks, by name; rank 0's is kept.
+        shared: Objects whose state is the same on all ranks, by name; rank 0's is saved.
         per_rank: Objects with a state of their own on each rank, by name.
-        told: The names of shared objects that were told to differ.
+        told: The names of shared objects whose differing states were already reported.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class Registered:
         return len(self.shared) + len(self.per_rank)
 
     def add(self, objects: Sequence[object], named: Mapping[str, object], *, per_rank: bool) -> None:
-        """Add objects.
+        """Add objects, numbered or named.
 
         Raises:
-            TypeError: An object has no `state_dict` and `load_state_dict`, or `per_rank` is no bool.
+            TypeError: An object lacks `state_dict` or `load_state_dict`, or `per_rank` is not a bool.
             ValueError: A name is taken.
         """
         if type(per_rank) is not bool:
@@ -79,17 +79,17 @@ class Registered:
             kept[name] = obj
 
     def compare(self, states: Mapping[str, Any], context: Context) -> None:
-        """Hold what is registered here against the other ranks. Called on all ranks.
+        """Compare the registered objects over ranks. Called on all ranks.
 
-        A warning tells, once for each object, of states that are not the same on all ranks. Tensors are compared by
-        shape, dtype and a sample of their elements.
+        A warning reports, once for each object, states that differ between ranks. Tensors are compared by shape,
+        dtype and a sample of their elements.
 
         Args:
-            states: Those of the shared objects, by name.
-            context: The ranks.
+            states: The states of the shared objects, by name.
+            context: The context of this process.
 
         Raises:
-            RuntimeError: Another rank has registered other objects.
+            RuntimeError: Ranks have registered different objects.
         """
         if context.topology.world_size == 1:
             return
@@ -121,7 +121,7 @@ class Registered:
 def gathered_states(
     states: Mapping[str, Any], objects: Mapping[str, Stateful], context: Context
 ) -> dict[str, Any]:
-    """Return the states of all ranks, in rank order, of objects that can merge them; None for others.
+    """Gather the states of mergeable objects from all ranks, in rank order; return None for other objects.
 
     Called on all ranks.
     """
@@ -139,12 +139,12 @@ def check_loadable(
 
     Args:
         objects: The objects with a state on each rank, by name.
-        saved: What `gathered_states` gave at the save.
-        saved_world_size: How many ranks saved.
-        world_size: How many there are now.
+        saved: The result of `gathered_states` at the save.
+        saved_world_size: The number of ranks that saved.
+        world_size: The number of ranks now.
 
     Raises:
-        ValueError: There are such; the message names them.
+        ValueError: Some objects cannot merge their states; the message names them.
     """
     if saved_world_size == world_size:
         return
@@ -169,7 +169,7 @@ def _checksum(state: Any) -> str:
 
 
 def _add(digest: Any, value: Any) -> None:
-    if hasattr(value, "full_tensor"):  # each rank has its own part
+    if hasattr(value, "full_tensor"):  # a DTensor, of which each rank has its own shard
         digest.update(f"divided {tuple(value.shape)}".encode())
     elif isinstance(value, Tensor):
         digest.update(f"{tuple(value.shape)} {value.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Where a run's results go: trackers and profiles."""
+"""The results of a run: trackers and profiles."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,12 +22,12 @@ class Results:
 
     @property
     def plan(self) -> EffectivePlan:
-        """What was asked and what is applied; the Accelerator tells."""
+        """The effective plan of the run; overridden by `Accelerator`."""
         raise NotImplementedError
 
     @property
     def trackers(self) -> tuple[Tracker, ...]:
-        """The trackers that this rank logs to: all on rank 0; elsewhere those that want every rank."""
+        """The trackers that this rank logs to: all on rank 0; elsewhere only those that log on every rank."""
         return self._parts.trackers.used
 
     def init_trackers(
@@ -38,16 +38,16 @@ class Results:
     ) -> None:
         """Start the trackers of `log_with` with the run's configuration. Called on all ranks; rank 0 logs.
 
-        The effective plan goes beside it: into plan.json of `project_dir`, and to trackers that keep one.
+        The effective plan is written to plan.json of `project_dir`, and to trackers that store one.
 
         Args:
-            project_name: Of the run.
-            config: What the run was started with; trackers write it as it is.
+            project_name: The project that the run belongs to.
+            config: The configuration of the run; trackers write it unchanged.
             init_kwargs: Arguments of a tracker's own `start`, by the tracker's name; those of trackers that are not
-                in use are left out, with a warning.
+                in use are ignored, with a warning.
 
         Raises:
-            TypeError: A tracker's `start` does not take such an argument.
+            TypeError: A tracker's `start` does not take one of its arguments.
         """
         plan = self.plan
         if self._parts.context.topology.is_main:
@@ -68,12 +68,12 @@ class Results:
             log_kwargs: Arguments of a tracker's own `log`, by the tracker's name; see `init_trackers`.
 
         Raises:
-            TypeError: A tracker's `log` does not take such an argument.
+            TypeError: A tracker's `log` does not take one of its arguments.
         """
         self._parts.trackers.log(values, step=step, options=log_kwargs)
 
     def get_tracker(self, name: str) -> Tracker:
-        """A tracker by its name; of another name, an error that lists those in use."""
+        """Return a tracker by its name; an unknown name raises an error that lists the trackers in use."""
         return self._parts.trackers.get(name)
 
     def profile(
@@ -87,21 +87,21 @@ class Results:
         with_flops: bool = False,
         with_modules: bool = False,
     ) -> AbstractContextManager[torch_profile]:
-        """Profile the block; inside, torch's profiler. Called on any ranks.
+        """Profile the block with torch's profiler. May be called on any rank.
 
         Args:
-            directory: Where each rank writes its trace; by default `project_dir`/profile, and without a
-                `project_dir` nowhere: ask the profiler.
-            schedule: Which steps to record, from `torch.profiler.schedule(...)`; call the profiler's `step()` after
-                each.
-            record_shapes: Whether to note the shapes of operators' inputs.
-            profile_memory: Whether to note what operators allocate and free.
-            with_stack: Whether to note the Python line that called each operator; slow.
+            directory: The folder where each rank writes its trace; `project_dir`/profile by default. Without a
+                `project_dir` no trace is written: query the profiler instead.
+            schedule: The steps to record, from `torch.profiler.schedule(...)`; call the profiler's `step()` after
+                each step.
+            record_shapes: Whether to record the shapes of operators' inputs.
+            profile_memory: Whether to record the memory that operators allocate and free.
+            with_stack: Whether to record the Python line that called each operator; slow.
             with_flops: Whether to estimate the floating point operations of matrix products and convolutions.
-            with_modules: Whether to note which module called each operator.
+            with_modules: Whether to record the module that called each operator.
 
         Raises:
-            TypeError: `directory` is no path.
+            TypeError: `directory` is not a path.
         """
         if not isinstance(directory, Path | str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(

@@ -1,4 +1,4 @@
-"""The state of a run: what is saved, under which names, and how it is taken up again."""
+"""The state of a run: save it under fixed names, and load it again."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Everything a checkpoint holds, as live objects.
+    """The live objects whose state a checkpoint holds.
 
     Attributes:
-        context: Ranks and device.
-        prepared: The models with what trains them, in the order they were prepared.
+        context: The ranks and device.
+        prepared: The models with their optimizers and schedulers, in the order they were prepared.
         optimizers: All optimizers, in the order they were prepared.
-        schedulers: All schedulers, likewise.
-        backend: What trains them.
-        loaders: The prepared loaders, in order.
-        registered: Registered objects.
-        seed: What generators are reseeded from where their own state does not fit the number of ranks.
+        schedulers: All schedulers, in the order they were prepared.
+        backend: The backend that trains the models.
+        loaders: The prepared loaders, in the order they were prepared.
+        registered: The objects registered for checkpointing.
+        seed: The seed for generators whose saved state does not fit the number of ranks.
     """
 
     context: Context
@@ -52,12 +52,12 @@ class RunState:
 
     @property
     def custom(self) -> Mapping[str, Stateful]:
-        """Registered objects of which one state serves all ranks, by name."""
+        """The registered objects with one state for all ranks, by name."""
         return self.registered.shared
 
     @property
     def step(self) -> int:
-        """The optimizer step: that of the optimizer that stepped most."""
+        """The optimizer step: the highest step count of all optimizers."""
         return max((optimizer.num_steps for one in self.prepared for optimizer in one.optimizers), default=0)
 
 
@@ -70,11 +70,11 @@ def save(
     background: bool | None = None,
     trained_only: bool = False,
 ) -> Place:
-    """Save a run, between accumulation windows; without frozen parameters if `trained_only`. Called on all ranks.
+    """Save a run between accumulation windows, without frozen parameters if `trained_only`. Called on all ranks.
 
     Raises:
-        DriftedReplicasError: Ranks hold other weights of a model that is replicated; nothing was written.
-        RuntimeError: Ranks have registered other objects; nothing was written.
+        DriftedReplicasError: Ranks hold different weights of a replicated model; nothing was written.
+        RuntimeError: Ranks have registered different objects; nothing was written.
     """
     if isinstance(run.backend, ReplicatesWeights):
         run.backend.check_replicas()
@@ -89,7 +89,8 @@ def save(
     custom = {name: obj.state_dict() for name, obj in run.custom.items()}
     run.registered.compare(custom, run.context)
     own = {name: obj.state_dict() for name, obj in run.registered.per_rank.items()}
-    trains = any(one.optimizers for one in run.prepared)  # else nothing steps, and what was received is done
+    # Without optimizers nothing steps: every batch received so far counts as done.
+    trains = any(one.optimizers for one in run.prepared)
     replicated: dict[str, Any] = {
         "training": training,
         "backend": run.backend.state_dict(),
@@ -116,9 +117,10 @@ def save(
 
 
 def _changes_in_step(run: RunState) -> Callable[[str], bool]:
-    """Tell by a tensor's name in the checkpoint whether only steps change it: a parameter, an optimizer's state.
+    """Return a function that tells by a tensor's name in the checkpoint whether only optimizer steps change it.
 
-    Options of parameter groups are no such thing: a scheduler writes a learning rate that is a tensor.
+    These are parameters and optimizer states, but not options of parameter groups: a scheduler writes a learning rate
+    that is a tensor.
     """
     parameters = {
         f"models/{name}/{plain_name(parameter)}"
@@ -129,14 +131,14 @@ def _changes_in_step(run: RunState) -> Callable[[str], bool]:
 
 
 def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) -> tuple[int, Place, str]:
-    """Take up a saved run. Called on all ranks.
+    """Load a saved run. Called on all ranks.
 
     Returns:
-        The optimizer step it was saved at, the checkpoint's folder, and what became of the random number generators,
-        for the plan.
+        The optimizer step of the checkpoint, the checkpoint's folder, and how the random number generators were
+        restored, for the plan.
 
     Raises:
-        ValueError: The checkpoint holds another number of models, loaders or registered objects than are prepared.
+        ValueError: The checkpoint holds other models, loaders or registered objects than the run.
     """
     named = _named(run.prepared)
     loaded = checkpointer.load(path, like=as_in(named))
@@ -169,16 +171,16 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
 
 
 def frozen_names(prepared: Prepared) -> frozenset[str]:
-    """Return the names of the parameters that are not trained."""
+    """Return the names of the frozen parameters."""
     named = prepared.unwrap().named_parameters(remove_duplicate=False)
     return frozenset(plain_name(name) for name, parameter in named if not parameter.requires_grad)
 
 
 def _filled(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved model's state, with the values that frozen parameters have here where they were left out.
+    """Return a saved model's state, completed with this run's values of frozen parameters that were left out.
 
     Raises:
-        ValueError: A parameter was left out that is trained here.
+        ValueError: A parameter that was left out is trained in this run.
     """
     if not saved.get("trained_only", False):
         return saved_model

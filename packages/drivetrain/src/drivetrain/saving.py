@@ -1,4 +1,4 @@
-"""When a run is saved, and from where it is taken up."""
+"""Decide when a run is saved, and from where it is resumed."""
 
 import logging
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Asked(NamedTuple):
-    """A save that was asked for where it could not be made."""
+    """A save that was requested in an open accumulation window."""
 
     output_dir: Place | str | None
     metrics: tuple[tuple[str, float], ...]
@@ -43,21 +43,21 @@ class Saving:
 
     @property
     def plan(self) -> EffectivePlan:
-        """What was asked and what is applied; the Accelerator tells."""
+        """The effective plan of the run; overridden by `Accelerator`."""
         raise NotImplementedError
 
     def register_for_checkpointing(
         self, *objects: Stateful, per_rank: bool = False, **named: Stateful
     ) -> None:
-        """Have objects with `state_dict` and `load_state_dict` saved and loaded with the rest.
+        """Register objects with `state_dict` and `load_state_dict`, to be saved and loaded with the run.
 
         Args:
-            *objects: Objects saved under their place in the order of registration.
-            per_rank: Whether each rank's own state is kept, and given back at the same number of ranks. At another
-                number `load_state` is an error, unless the object has a method `load_state_dicts(states)`: it is
-                given the states of all ranks that saved, in rank order. Else rank 0's state is kept for all ranks,
-                and a save warns where another rank's differs.
-            **named: Objects saved under a name, which survives reordering.
+            *objects: Objects saved under their position in the order of registration.
+            per_rank: Whether each rank's own state is saved, and restored at the same number of ranks. At another
+                number of ranks `load_state` raises an error, unless the object has a method
+                `load_state_dicts(states)`, which receives the states of all ranks that saved, in rank order. If
+                false, rank 0's state is saved for all ranks, and a save warns where another rank's state differs.
+            **named: Objects saved under a name, which does not depend on the order of registration.
 
         Raises:
             TypeError: An object cannot be saved.
@@ -66,7 +66,7 @@ class Saving:
         self._custom.add(objects, named, per_rank=per_rank)
 
     def register_checkpoint_hook(self, hook: CheckpointHook) -> None:
-        """Have a hook called before and after each save and load. Called on all ranks."""
+        """Register a hook to run before and after each save and load. Called on all ranks."""
         self._hooks.append(hook)
 
     def save_state(
@@ -79,26 +79,26 @@ class Saving:
     ) -> Place | None:
         """Save models, optimizers, schedulers, loader positions, generators and registered objects.
 
-        Called on all ranks. In an open accumulation window nothing can be saved without losing its gradients: the
-        save is put off until the window has closed and its step was made, which is when the next micro-batch begins,
-        or when training ends.
+        Called on all ranks. A save in an open accumulation window would lose its gradients. It is therefore deferred
+        until the window has closed and its step is complete: to the start of the next micro-batch, or the end of
+        training.
 
         Args:
-            output_dir: Folder or URL of the checkpoints; `project_dir`/checkpoints by default.
-            metrics: Numbers that tell how good it is, such as `{"loss": 0.3}`, for the setting `keep_best`.
-            background: Whether training goes on while it is written; None takes the setting. The next save or load,
-                `wait_for_save` and `end_training` wait for it and raise what went wrong.
+            output_dir: The folder or URL of the checkpoints; `project_dir`/checkpoints by default.
+            metrics: Numbers that rate the checkpoint, such as `{"loss": 0.3}`, for the setting `keep_best`.
+            background: Whether training continues while the checkpoint is written; None takes the setting. The next
+                save or load, `wait_for_save` and `end_training` wait for the write and raise its error.
             trained_only: Whether frozen parameters are left out, such as the base model under adapters. A run that
-                loads it has them already: `load_state` leaves them as they are.
+                loads the checkpoint already has them, and `load_state` leaves them unchanged.
 
         Returns:
-            The folder of this checkpoint; None where it was put off.
+            The folder of this checkpoint; None if the save was deferred.
 
         Raises:
             RuntimeError: Nothing was prepared or registered.
             OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
-        checkpointer = self._parts.checkpointer(output_dir)  # without a folder, an error at once
+        checkpointer = self._parts.checkpointer(output_dir)  # raises at once if there is no folder
         self._check_prepared("save_state")
         if metrics is not None and not isinstance(cast("object", metrics), Mapping):
             raise TypeError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
@@ -120,7 +120,7 @@ class Saving:
         if checkpointer.is_copying:
             wait = partial(_copies_are_over, self._parts.backend.window, self._parts.checkpointers)
             for optimizer in run.optimizers:
-                optimizer.before_step = wait  # of no Accelerator, which holds the optimizers
+                optimizer.before_step = wait  # not a bound method: the Accelerator holds the optimizers
         return path
 
     def save_if_due(
@@ -130,22 +130,22 @@ class Saving:
         background: bool | None = None,
         trained_only: bool = False,
     ) -> Place | None:
-        """Save if the settings say that it is time: call it at the end of the loop's body. Called on all ranks.
+        """Save if a save is due; call it at the end of the loop's body. Called on all ranks.
 
-        It is time after `save_every_steps` or `save_every_minutes`, by rank 0's clock, and when any rank has got one
-        of `save_on_signals`, which the first call begins to listen for: then the program ends once the save is
-        committed. All ranks save after the same step. In an open accumulation window nothing is looked at.
+        A save is due after `save_every_steps` or `save_every_minutes`, by rank 0's clock, and once any rank has
+        received one of `save_on_signals`, which the first call starts to listen for; after a signal, the program ends
+        when the save is committed. All ranks save after the same step. In an open accumulation window no save is due.
 
         Args:
-            metrics: See `save_state`.
-            background: See `save_state`.
-            trained_only: See `save_state`.
+            metrics: Numbers that rate the checkpoint; see `save_state`.
+            background: Whether training continues while the checkpoint is written; see `save_state`.
+            trained_only: Whether frozen parameters are left out; see `save_state`.
 
         Returns:
-            The folder of the checkpoint; None where none was due.
+            The folder of the checkpoint; None if no save was due.
 
         Raises:
-            SystemExit: After a signal, with `RESUME_EXIT_CODE`: the run is to be started again, to go on.
+            SystemExit: A signal was received; the exit code is `RESUME_EXIT_CODE`. Restart the run to continue.
             OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
         if not self._parts.backend.window.closing:
@@ -155,6 +155,7 @@ class Saving:
         step = self._run_state().step
         if (due := self._schedule.due(step)) is None:
             return None
+        # After a signal the program ends: the save must be committed first.
         path = self.save_state(
             metrics=metrics, background=False if due.signal else background, trained_only=trained_only
         )
@@ -167,7 +168,7 @@ class Saving:
         raise SystemExit(RESUME_EXIT_CODE)
 
     def wait_for_save(self) -> None:
-        """Wait until what is saved in the background is committed. Called on all ranks.
+        """Wait until background saves are committed. Called on all ranks.
 
         Raises:
             OtherRankFailedError, OSError: A save failed; nothing of it was committed.
@@ -176,16 +177,16 @@ class Saving:
             checkpointer.wait()
 
     def load_state(self, input_dir: Place | str | None = None) -> int:
-        """Take up a saved run, at this or another number of ranks. Called on all ranks, after `prepare`.
+        """Resume a saved run, at the same or another number of ranks. Called on all ranks, after `prepare`.
 
-        What Accelerate's `save_state` wrote into a folder is taken over too; a warning tells what is not as it was.
+        A folder that Accelerate's `save_state` wrote is loaded too; a warning lists what could not be restored.
 
         Args:
-            input_dir: Folder or URL of a checkpoint, or of checkpoints, of which the newest valid one is taken;
+            input_dir: The folder or URL of a checkpoint, or of several, of which the newest valid one is loaded;
                 `project_dir`/checkpoints by default.
 
         Returns:
-            The optimizer step it was saved at.
+            The optimizer step of the checkpoint.
         """
         self._check_prepared("load_state")
         self.wait_for_save()
@@ -206,7 +207,7 @@ class Saving:
         return step
 
     def _close_checkpointers(self) -> None:
-        """Finish saves in the background, of which one that fails keeps no other from ending."""
+        """Finish background saves; a failed one does not keep the others from finishing."""
         with ExitStack() as stack:
             for checkpointer in self._parts.checkpointers.values():
                 stack.callback(checkpointer.close)
@@ -216,11 +217,11 @@ class Saving:
         _wait_for_copies(self._parts.checkpointers)
 
     def _save_what_was_put_off(self) -> None:
-        """Save if the window that was open has closed since. Called on all ranks."""
+        """Make the deferred saves if the window has closed. Called on all ranks."""
         if not self._parts.backend.window.closing:
             return
         asked, self._put_off = self._put_off, []
-        for one in dict.fromkeys(asked):  # twice in a window is once
+        for one in dict.fromkeys(asked):  # equal requests in one window make one save
             self.save_state(
                 one.output_dir,
                 metrics=dict(one.metrics) or None,
@@ -229,7 +230,7 @@ class Saving:
             )
 
     def _forget_what_was_put_off(self) -> None:
-        """Say so where a save that was asked for is not made any more."""
+        """Drop the deferred saves, with a warning."""
         if self._put_off:
             logger.warning(
                 "training ended in an open accumulation window: the save asked for in it was not made"
@@ -237,7 +238,7 @@ class Saving:
             self._put_off = []
 
     def _check_prepared(self, name: str) -> None:
-        """Refuse to save or load a run that has nothing in it.
+        """Check that the run has something to save or load.
 
         Raises:
             RuntimeError: Nothing was prepared or registered.
@@ -261,7 +262,7 @@ class Saving:
 
 
 def _copies_are_over(window: AccumulationWindow, checkpointers: Mapping[Any, Checkpointer]) -> bool:
-    """Wait for the copies of a save in the background, where a step is about to change what they are of."""
+    """Wait for a background save's copies before a step changes the tensors; False while the window is open."""
     if not window.closing:
         return False
     _wait_for_copies(checkpointers)

@@ -1,4 +1,4 @@
-"""How many optimizer steps a schedule is made for, and whether that is what training has."""
+"""The length of schedules in optimizer steps, compared with the length of training."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ class Schedules:
     _ends_early = False
 
     def _tell_unreached(self) -> None:
-        """Warn once of schedules that training ended before, unless it ended with an error."""
+        """Warn once of schedules that training did not complete, unless it ended with an error."""
         if not self._ends_early and self._parts.context.topology.is_main:
             tell_unreached(self._prepared.schedulers)
         self._ends_early = True
@@ -29,16 +29,16 @@ class Schedules:
     def num_steps(
         self, loader: ShardedLoader[Any], *, epochs: float | None = None, samples: int | None = None
     ) -> int:
-        """Return the optimizer steps of a training, for a schedule: the same on all ranks.
+        """Return the number of optimizer steps in training, for a schedule; the same on all ranks.
 
         Args:
             loader: A prepared loader; an epoch's last batch closes its window.
-            epochs: How many epochs of it are trained; a part of one counts by its batches.
-            samples: Or how many samples are, of all ranks together.
+            epochs: The number of epochs to train; a fraction of an epoch counts by its batches.
+            samples: The number of samples to train on, over all ranks, instead of `epochs`.
 
         Raises:
             TypeError: The loader is not prepared, or not exactly one of `epochs` and `samples` is given.
-            ValueError: Its length is not known, or the number is not above 0.
+            ValueError: The loader's length is unknown, or the number is not above 0.
         """
         if not isinstance(loader, ShardedLoader):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
             raise TypeError(
@@ -66,12 +66,12 @@ class Schedules:
 
 
 def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
-    """Return the optimizer steps of some epochs, each of which closes its last window early.
+    """Return the number of optimizer steps of some epochs, each of which closes its last window early.
 
     Args:
-        epochs: How many, the last one perhaps in part.
-        num_batches: Of an epoch, on each rank.
-        accumulation: Micro-batches in a window.
+        epochs: The number of epochs, possibly fractional.
+        num_batches: The number of batches of an epoch on each rank.
+        accumulation: The number of micro-batches in a window.
     """
     whole = int(epochs)
     rest = round((epochs - whole) * num_batches, 6)  # 0.1 + 0.2 epochs of ten batches are three
@@ -79,8 +79,8 @@ def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
 
 
 def total_of(scheduler: Any) -> int | None:
-    """Return how many steps a scheduler is made for, as far as it tells; None if it does not."""
-    parts: Sequence[Any] = getattr(scheduler, "_schedulers", ())  # torch tells of them nowhere else
+    """Return the number of steps that a scheduler is made for; None if it does not expose them."""
+    parts: Sequence[Any] = getattr(scheduler, "_schedulers", ())  # torch has no public attribute for them
     milestones: Sequence[int] = getattr(scheduler, "_milestones", ())
     if parts and milestones:
         last = total_of(parts[-1])
@@ -90,7 +90,7 @@ def total_of(scheduler: Any) -> int | None:
     for attribute in ("total_steps", "T_max", "total_iters"):
         if isinstance(total := getattr(scheduler, attribute, None), int):
             return total
-    for function in getattr(scheduler, "lr_lambdas", ()):  # as transformers makes them
+    for function in getattr(scheduler, "lr_lambdas", ()):  # partial functions in transformers
         keywords: Mapping[str, Any] = getattr(function, "keywords", {})
         if isinstance(total := keywords.get("num_training_steps"), int):
             return total
@@ -103,9 +103,9 @@ def tell_unsharded_lengths(
     """Warn of schedules as long as loaders were before they were prepared. Called on all ranks.
 
     Args:
-        schedulers: Prepared with the loaders, or before.
-        loaders: Each as the user built it, and prepared.
-        parts: What the run is made of.
+        schedulers: The schedulers prepared with the loaders, or before.
+        loaders: Pairs of a loader as the user built it, and the prepared one.
+        parts: The parts of the Accelerator.
     """
     if parts.context.topology.world_size == 1 or not parts.context.topology.is_main:
         return
@@ -120,9 +120,9 @@ def tell_unsharded_lengths(
                 continue
             steps_in_epoch = ceil(sharded / accumulation)
             logger.warning(
-                "%s is made for %s steps, as the loader's %s batches before prepare() make them: on each rank it has "
-                "%s, and an epoch %s optimizer steps, so that the schedule is one of %.3g epochs. Unless that is "
-                "meant, prepare the loader first, and make the schedule for "
+                "%s is made for %s steps, which fits the loader's %s batches before prepare(). After prepare(), each "
+                "rank has %s batches and an epoch has %s optimizer steps, so that the schedule spans %.3g epochs. "
+                "Unless this is intended, prepare the loader first, and make the schedule for "
                 "accelerator.num_steps(loader, epochs=...)",
                 type(scheduler.scheduler).__name__,
                 total,
@@ -135,15 +135,15 @@ def tell_unsharded_lengths(
 
 
 def tell_unreached(schedulers: Iterable[PreparedScheduler]) -> None:
-    """Warn of schedules that training ended before. Called on rank 0."""
+    """Warn of schedules that training did not complete. Called on rank 0."""
     for prepared in schedulers:
         scheduler: Any = prepared.scheduler
         total, at = total_of(scheduler), getattr(scheduler, "last_epoch", None)
         if total is not None and isinstance(at, int) and 0 < at < total:
             logger.warning(
-                "training ended at step %s of a schedule of %s (%s): its last rates were never reached. A schedule "
-                "counts optimizer steps, of which more ranks make fewer in an epoch; "
-                "accelerator.num_steps(loader, epochs=...) counts them",
+                "training ended at step %s of a schedule of %s (%s), before its last learning rates. A schedule "
+                "counts optimizer steps, and an epoch has fewer of them on more ranks; "
+                "accelerator.num_steps(loader, epochs=...) returns their number",
                 at,
                 total,
                 type(scheduler).__name__,
@@ -158,6 +158,6 @@ def _length(loader: Any) -> int | None:
 
 
 def _is_multiple(total: int, num_batches: int, accumulation: int) -> bool:
-    """Whether a total is that of some epochs."""
+    """Return whether a total is that of a whole number of epochs, in batches or steps."""
     units = {num_batches, ceil(num_batches / accumulation), num_batches // accumulation}
     return any(unit > 1 and total % unit == 0 for unit in units)

@@ -11,7 +11,7 @@ from drivetrain_config import Command, Layers, resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckArguments:
-    """What `drivetrain test` is told."""
+    """The arguments of `drivetrain test`."""
 
     num_processes: int = field(default=2, metadata={"help": "Number of processes to check with."})
     cpu: bool = field(
@@ -28,7 +28,7 @@ def run(arguments: CheckArguments) -> int:
     """Launch this module's checks on N processes.
 
     Returns:
-        0 if every check passed.
+        The exit code, 0 if every check passed.
     """
     from drivetrain_launcher import LaunchSettings, Target, look_at_host, plan_launch, run_plan
 
@@ -46,7 +46,7 @@ command = Command(arguments=CheckArguments, run=run, help="Check this installati
 
 
 def check_collectives(accelerator: Any) -> str:
-    """Gather, reduce and broadcast give what arithmetic says."""
+    """Check the results of gather, reduce and broadcast against arithmetic."""
     import torch
 
     rank, count, device = accelerator.process_index, accelerator.num_processes, accelerator.device
@@ -65,7 +65,7 @@ def check_collectives(accelerator: Any) -> str:
 
 
 def check_data(accelerator: Any) -> str:
-    """Every sample of an epoch arrives once, on one rank, in one order."""
+    """Check that every sample of an epoch arrives once, on one rank, in one order."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -81,7 +81,7 @@ def check_data(accelerator: Any) -> str:
 
 
 def check_training(accelerator: Any) -> str:
-    """Training on all ranks equals the plain loop over the same global batches, in float64."""
+    """Check that training on all ranks equals the plain loop over the same global batches, in float64."""
     import torch
     from torch import nn
 

@@ -1,16 +1,16 @@
-"""The `run` section: what a training run is, whatever it runs on."""
+"""The `run` section: the settings of a training run on any hardware."""
 
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-_LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/")  # what a Path makes of a URL
+_LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a URL after `Path` has dropped a slash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What every run decides: precision, backend, accumulation, seed, where results go."""
+    """The settings of every run: precision, backend, accumulation, seed, destination of results."""
 
     mixed_precision: Literal["no", "fp16", "bf16", "auto"] = field(
         default="no",
@@ -30,7 +30,8 @@ class RunSettings:
     nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(
         default="ignore",
         metadata={
-            "help": "a step whose gradients hold an infinity or NaN: taken unseen, left out on all ranks, or an error"
+            "help": "what to do with a step whose gradients hold an infinity or NaN: take it unchecked, skip it on "
+            "all ranks, or raise an error"
         },
     )
     cpu: bool = field(
