@@ -12,22 +12,6 @@ from pathlib import Path
 from checks.findings import Finding
 from checks.sources import Source, read_sources
 
-# Packages whose docstrings are still to be brought to these rules; a package leaves the list and never comes back.
-PENDING = frozenset(
-    {
-        "config",
-        "state",
-        "data",
-        "precision",
-        "dispatch",
-        "tracking",
-        "memory",
-        "backends",
-        "checkpoint",
-        "launcher",
-    }
-) | frozenset({"drivetrain"})
-
 _LEAST_WORDS = 3
 # Words of closed classes: none of them is a verb, and a summary that begins with one is no sentence about the thing.
 _CLAUSES = frozenset(
@@ -72,9 +56,9 @@ _ITEM = re.compile(r"^ {4}(?P<name>\*{0,2}[\w.]+)(?: \([^)]*\))?: (?P<text>.*)$"
 
 
 def check(root: Path) -> list[Finding]:
-    """Look at the docstrings of every package but those that are pending."""
+    """Look at the docstrings of every package."""
     sources = read_sources(root, "packages/*/src/**/*.py")
-    return [finding for source in sources if not _is_pending(source) for finding in findings_in(source)]
+    return [finding for source in sources for finding in findings_in(source)]
 
 
 def findings_in(source: Source) -> list[Finding]:
@@ -88,10 +72,6 @@ def findings_in(source: Source) -> list[Finding]:
             messages = [*_of_summary(node, text.split("\n\n")[0]), *_of_items(text)]
             found += [source.finding(node, message) for message in messages]
     return found
-
-
-def _is_pending(source: Source) -> bool:
-    return source.path.split("/")[1] in PENDING
 
 
 def _of_summary(node: ast.AST, summary: str) -> Iterator[str]:

@@ -56,7 +56,7 @@ class AgreedStep:
         self._step = 0
         self._gate: int | None = None
         self._decision: Decision | None = None
-        # No lock: signal handlers append to it, and must not block. It is never exchanged, so that no request is lost.
+        # No lock: signal handlers append to it, and must not block. One deque for good, so that no request is lost.
         self._asked: deque[str] = deque()
         self._stopping = Event()
         self._is_over = False  # a rank has closed its end

@@ -14,7 +14,7 @@ from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.bitsandbytes import KeptLayout, take_back
-from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.model.sizes import named_tensors
 from drivetrain_dispatch.model.tensor_subclass import is_packed, takes, why_unready
 from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.device_transfer import Moving
@@ -35,7 +35,12 @@ from drivetrain_dispatch.planning.device_map import (
     check_places,
     place_of,
 )
-from drivetrain_dispatch.planning.placement import Placement, placements_of, running_statistics
+from drivetrain_dispatch.planning.placement import (
+    Placement,
+    devices_of_parts,
+    placements_of,
+    running_statistics,
+)
 
 _CPU = torch.device("cpu")
 _RECORD = "_drivetrain_dispatch"  # the name of the model's attribute
@@ -75,7 +80,7 @@ class _Dispatch(NotCopied):
         if devices <= {_CPU}:
             return
         modules = dict(model.named_modules())
-        for name, device in _parts(modules, placements).items():
+        for name, device in devices_of_parts(modules, placements).items():
             outermost = name == ""
             moving = Moving(device, skip_keys, returns=outermost)
             self.handles.extend(moving.attach(modules[name]))
@@ -387,20 +392,3 @@ def _streaming(
 
 def _files_of(units: Sequence[Unit], files: Mapping[str, MappedFile]) -> list[MappedFile]:
     return list(dict.fromkeys(files[name] for unit in units for name in unit.tensors if name in files))
-
-
-def _parts(modules: Mapping[str, nn.Module], placements: Mapping[str, Placement]) -> dict[str, torch.device]:
-    """Return the devices of the model and of the outermost modules that one device computes alone."""
-    inside: dict[str, set[torch.device]] = {}
-    first: dict[str, torch.device] = {}
-    for name, placement in placements.items():
-        for outer in enclosing_modules(name):
-            inside.setdefault(outer, set()).add(placement.device)
-            first.setdefault(outer, placement.device)
-    chosen = {"": first[""]}
-    for name in modules:
-        around = list(enclosing_modules(name)) if name else []
-        alone = len(inside.get(name, ())) == 1
-        if name and alone and all(len(inside[outer]) > 1 for outer in around):
-            chosen[name] = first[name]
-    return chosen

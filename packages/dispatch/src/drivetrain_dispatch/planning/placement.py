@@ -128,3 +128,22 @@ def _tied(model: nn.Module, placements: Mapping[str, Placement]) -> dict[str, Pl
         for name in group:
             tied[name] = placements[name]._replace(home=home)
     return tied
+
+
+def devices_of_parts(
+    modules: Mapping[str, nn.Module], placements: Mapping[str, Placement]
+) -> dict[str, torch.device]:
+    """Return the devices of the model and of the outermost modules that one device computes alone."""
+    inside: dict[str, set[torch.device]] = {}
+    first: dict[str, torch.device] = {}
+    for name, placement in placements.items():
+        for outer in enclosing_modules(name):
+            inside.setdefault(outer, set()).add(placement.device)
+            first.setdefault(outer, placement.device)
+    chosen = {"": first[""]}
+    for name in modules:
+        around = list(enclosing_modules(name)) if name else []
+        alone = len(inside.get(name, ())) == 1
+        if name and alone and all(len(inside[outer]) > 1 for outer in around):
+            chosen[name] = first[name]
+    return chosen
