@@ -16,14 +16,14 @@ from rounds import Table, installed, parse_arguments, report, take_turns
 from torch import nn
 
 from drivetrain_dispatch.model.sizes import compute_module_sizes
-from drivetrain_dispatch.planning.block_groups import Cost, Forward, costs_of, groups_of
+from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map, rooms_of
 from drivetrain_dispatch.planning.initial_placement import Placed
 from drivetrain_dispatch.planning.local_search import Search
-from drivetrain_dispatch.planning.pipeline_model import Rates, Source
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source
 
-RATES = Rates(to_device=25e9, from_disk=3e9)
+RATES = Bandwidths(to_device=25e9, from_disk=3e9)
 NUM_EXPERTS = 128
 
 
@@ -93,8 +93,8 @@ class Small:
         self.budgets: dict[int | str, int] = {"cpu": int(total * draw.uniform(0.4, 0.8))}
         if not on_host:
             self.budgets = {0: self.budgets["cpu"], "cpu": int(total * draw.uniform(0.1, 0.6))}
-        self.rates = Rates(to_device=draw.choice([3e4, 1e5, 3e5]), from_disk=draw.choice([2e4, 1e5]))
-        self.costs = {str(index): Cost(seconds=draw.uniform(0, 2)) for index in range(len(widths))}
+        self.rates = Bandwidths(to_device=draw.choice([3e4, 1e5, 3e5]), from_disk=draw.choice([2e4, 1e5]))
+        self.costs = {str(index): BlockCost(seconds=draw.uniform(0, 2)) for index in range(len(widths))}
         self.blocks = blocks_of(self.model)
         each = costs_of(self.blocks, self.costs)
         computing, room = rooms_of(self.budgets)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings
-from drivetrain_backends.state_dict.full_state_dict import whole, whole_state
+from drivetrain_backends.state_dict.full_state_dict import full_state_dict, full_tensor
 from drivetrain_precision import choose_policy
 from drivetrain_state import Context, StateSettings, connect
 
@@ -95,7 +95,7 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
 
 def weights(prepared: object) -> dict[str, Tensor]:
     """The weights of a prepared model, whole. Called on all ranks."""
-    return {name: whole(value).clone() for name, value in prepared.state_dict()["model"].items()}
+    return {name: full_tensor(value).clone() for name, value in prepared.state_dict()["model"].items()}
 
 
 def trained(backend: object, state: object = None) -> tuple[dict[str, Tensor], object]:
@@ -110,6 +110,6 @@ def trained(backend: object, state: object = None) -> tuple[dict[str, Tensor], o
         prepared.optimizers[0].step()
         prepared.optimizers[0].zero_grad()
     assert model.head.weight is model.embedding.weight
-    found, kept = weights(prepared), deepcopy(whole_state(prepared.state_dict()))
+    found, kept = weights(prepared), deepcopy(full_state_dict(prepared.state_dict()))
     backend.close()
     return found, kept

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from drivetrain_config import ConfigError, LaunchedRanks, environ
+from drivetrain_config import ConfigError, RankEnvironment, environ
 
 TORCHRUN = {
     "RANK": "5",
@@ -17,7 +17,7 @@ TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
-RANKS = LaunchedRanks(
+RANKS = RankEnvironment(
     rank=5,
     local_rank=1,
     world_size=8,

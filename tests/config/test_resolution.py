@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_config import ConfigError, Disagreement, Layers, Source, environ, resolve
+from drivetrain_config import ConfigError, Layers, SettingConflict, Source, environ, resolve
 
 KINDS = ("code", "command line", "environment", "file")
 
@@ -120,7 +120,7 @@ def test_code_against_the_command_line_is_a_disagreement_that_names_both() -> No
     layers = Layers.read(command_line={"probe": {"count": "3", "mode": "fp16"}}, sections={"probe": Probe})
     found = resolve(Probe, section="probe", code={"count": 4, "mode": "fp16"}, layers=layers)
     assert found.disagreements == (
-        Disagreement(
+        SettingConflict(
             field="probe.count",
             taken=4,
             taken_from=Source("code"),

@@ -3,7 +3,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain_config import Flag, Question, flags, json_schema, markdown_table, questions
+from drivetrain_config import Flag, Prompt, flags, json_schema, markdown_table, questions
 from drivetrain_config.schema import flag_name
 
 
@@ -69,7 +69,7 @@ def test_a_secret_has_no_flag_and_a_derived_field_none() -> None:
 
 
 def test_a_question_says_all_a_wizard_needs() -> None:
-    assert QUESTIONS["mode"] == Question(
+    assert QUESTIONS["mode"] == Prompt(
         section="probe",
         field="mode",
         text="What to compute in?",

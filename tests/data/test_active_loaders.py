@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain_data import ActiveLoaders, AmbiguousLoaderError, Shard, ShardedLoader, shard_loader
+from drivetrain_data import AmbiguousLoaderError, LoaderTracker, Shard, ShardedLoader, shard_loader
 
 
-def loader(activity: ActiveLoaders, length: int, count: int = 4) -> ShardedLoader[Any]:
+def loader(activity: LoaderTracker, length: int, count: int = 4) -> ShardedLoader[Any]:
     return shard_loader(DataLoader(torch.arange(length), batch_size=2), Shard(0, count), activity=activity)
 
 
 def test_an_inner_loop_takes_over_and_gives_back() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     train, evaluate = loader(activity, 24), loader(activity, 9)
     for _ in train:
         assert activity.current is train
@@ -26,7 +26,7 @@ def test_an_inner_loop_takes_over_and_gives_back() -> None:
 
 
 def test_a_loop_that_is_left_gives_back() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     train, evaluate = loader(activity, 24), loader(activity, 9)
     for _ in train:
         for _ in evaluate:
@@ -35,7 +35,7 @@ def test_a_loop_that_is_left_gives_back() -> None:
 
 
 def test_an_error_in_a_loop_gives_back() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
 
     def fail() -> None:
         for _ in loader(activity, 24):
@@ -47,14 +47,14 @@ def test_an_error_in_a_loop_gives_back() -> None:
 
 
 def test_zipped_loaders_of_equal_steps_need_no_name() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     one, other = loader(activity, 24), loader(activity, 24)
     for _ in zip(one, other, strict=True):
         assert activity.plan() == one.current == other.current
 
 
 def test_zipped_loaders_of_different_steps_need_a_name() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     one, other = loader(activity, 17), loader(activity, 24)
     for step, _ in enumerate(zip(one, other, strict=True)):
         if step < 2:
@@ -70,7 +70,7 @@ def test_zipped_loaders_of_different_steps_need_a_name() -> None:
 
 
 def test_after_zipped_loaders_all_is_clear_again() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     one, other = loader(activity, 16), loader(activity, 16)
     for _ in zip(one, other, strict=True):
         pass
@@ -80,7 +80,7 @@ def test_after_zipped_loaders_all_is_clear_again() -> None:
 
 
 def test_an_epoch_ends_with_the_shorter_of_zipped_loaders() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     one, other = loader(activity, 24), loader(activity, 32)
     ends = [activity.ending for _ in zip(one, other, strict=False)]
     assert [end is not None and end.is_last for end in ends] == [False, False, True]
@@ -88,7 +88,7 @@ def test_an_epoch_ends_with_the_shorter_of_zipped_loaders() -> None:
 
 
 def test_an_inner_loops_end_is_not_the_outer_ones() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     train, evaluate = loader(activity, 24), loader(activity, 8)
     for step, _ in enumerate(train):
         for _ in evaluate:
@@ -97,7 +97,7 @@ def test_an_inner_loops_end_is_not_the_outer_ones() -> None:
 
 
 def test_a_step_is_marked_on_every_loader_being_read() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     outer, inner, idle = (
         shard_loader(DataLoader(torch.arange(4), batch_size=2), Shard(0, 1), activity=activity)
         for _ in range(3)
@@ -114,7 +114,7 @@ def test_a_step_is_marked_on_every_loader_being_read() -> None:
 
 
 def test_loaders_that_were_zipped_before_nest_as_any_others() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     one, other = loader(activity, 8), loader(activity, 3)
     for _ in zip(one, other, strict=False):
         pass
@@ -125,7 +125,7 @@ def test_loaders_that_were_zipped_before_nest_as_any_others() -> None:
 
 
 def test_zipped_loaders_of_other_batch_sizes_need_no_name_while_nothing_is_to_be_trimmed() -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     one = loader(activity, 16)
     other = shard_loader(DataLoader(torch.arange(32), batch_size=4), Shard(0, 4), activity=activity)
     plans = [(activity.plan(), other.current) for _ in zip(one, other, strict=True)]

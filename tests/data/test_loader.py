@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from drivetrain_data import (
-    ActiveLoaders,
+    LoaderTracker,
     ResumedLoaderError,
     Shard,
     ShardedLoader,
@@ -143,7 +143,7 @@ def test_two_loops_at_once_are_refused() -> None:
 
 def test_every_batch_is_told() -> None:
     told: list[int] = []
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     loader = sharded(on_batch=lambda: told.append(1), activity=activity)
     for _ in loader:
         assert activity.current is loader
@@ -302,7 +302,7 @@ def test_a_batch_as_large_as_the_dataset_is_one_step() -> None:
 
 @pytest.mark.parametrize("what", ["set_epoch", "load_state_dict"])
 def test_a_position_set_in_a_loop_ends_the_loop(what: str) -> None:
-    activity = ActiveLoaders()
+    activity = LoaderTracker()
     loader = sharded(activity=activity)
     state = loader.state_dict()
     iterator = iter(loader)

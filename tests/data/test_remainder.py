@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_data import BatchPlan, TrimError, check_after_loop, row_counts, trim, trim_objects
+from drivetrain_data import BatchPlan, TrimError, batch_sizes, check_after_loop, trim, trim_objects
 from drivetrain_data.sampling.partition import step_plan
 
 # two shards have samples of their own, the other two repeat one
@@ -132,7 +132,7 @@ def test_rows_are_told_for_each_tensor_of_a_structure() -> None:
     gathered = {"rows": torch.arange(5), "one": torch.tensor([7, 8])}
     rows = {"rows": torch.tensor([3, 2]), "one": torch.tensor([1, 1])}
     assert str(trim(unknown, gathered, rows=rows)) == str({"rows": torch.arange(3), "one": torch.tensor([7])})
-    counts = row_counts({"rows": torch.zeros(3, 2), "one": torch.tensor(1.0)})
+    counts = batch_sizes({"rows": torch.zeros(3, 2), "one": torch.tensor(1.0)})
     assert str(counts) == str({"rows": torch.tensor([3]), "one": torch.tensor([1])})
 
 
@@ -173,7 +173,7 @@ def test_of_ranks_that_share_a_shard_one_is_taken() -> None:
         4,
         5,
     ]
-    with pytest.raises(ValueError, match="gather row_counts"):
+    with pytest.raises(ValueError, match="gather batch_sizes"):
         trim(tail, gathered, readers=(0, 2))
 
 

@@ -17,7 +17,7 @@ from drivetrain_backends import (
     EngineConfigError,
     PairingError,
     ReplacedParameterError,
-    whole_state,
+    full_state_dict,
 )
 from drivetrain_precision import PrecisionError
 
@@ -395,11 +395,11 @@ def failed_start() -> list[object]:
         kinds = [type(module) is kind for module, kind in ((first, nn.Sequential), (model[0], nn.Linear))]
         optimizers[1].param_groups[1]["params"] = own
         prepared, _ = one.prepare([first, model], optimizers, [])
-        before = whole_state(prepared.state_dict()["model"])["0.weight"]
+        before = full_state_dict(prepared.state_dict()["model"])["0.weight"]
         one.window.begin()
         prepared.backward(prepared.model(X).sum())
         prepared.optimizers[0].step()
-        moved = before - whole_state(prepared.state_dict()["model"])["0.weight"]
+        moved = before - full_state_dict(prepared.state_dict()["model"])["0.weight"]
         return [said, *kinds, moved.flatten().tolist()]
 
 

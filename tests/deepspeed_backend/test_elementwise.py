@@ -26,7 +26,7 @@ from torch.optim import (
 from torch.optim.lr_scheduler import LambdaLR
 
 from deepspeed_backend.engines import backend, error_of
-from drivetrain_backends import EngineConfigError, whole_state
+from drivetrain_backends import EngineConfigError, full_state_dict
 from drivetrain_backends.deepspeed.elementwise import check_elementwise
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -312,7 +312,7 @@ def apart(stage: int, name: str) -> float:
             reference.zero_grad()
             plain(x.flatten(0, 1)).square().mean().backward()
             reference.step()
-        found = whole_state(prepared.state_dict()["model"])
+        found = full_state_dict(prepared.state_dict()["model"])
         return max(float((found[key] - value).abs().max()) for key, value in plain.state_dict().items())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from deepspeed_backend.engines import backend
-from drivetrain_backends import whole_tensors
+from drivetrain_backends import iter_full_tensors
 from host_peak import peak_above, reset_peak
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")
@@ -76,7 +76,7 @@ def peaks(path: str) -> dict[str, float]:
         with deepspeed.building():
             small = Tower(2)
         (prepared,) = deepspeed.prepare([small], [SGD(small.parameters(), lr=0.1)], [])
-        for _ in whole_tensors(prepared, deepspeed.context):
+        for _ in iter_full_tensors(prepared, deepspeed.context):
             pass  # what the first collectives allocate is no part of a model's memory
         give_back_what_is_freed()
         before = reset_peak()
@@ -85,13 +85,15 @@ def peaks(path: str) -> dict[str, float]:
         found["building"] = peak_above(before)
         (prepared,) = deepspeed.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
         before = reset_peak()
-        found["tensors"] = sum(tensor is not None for _, tensor in whole_tensors(prepared, deepspeed.context))
+        found["tensors"] = sum(
+            tensor is not None for _, tensor in iter_full_tensors(prepared, deepspeed.context)
+        )
         found["whole state"] = peak_above(before)
         state = {**prepared.state_dict(), "model": OnDemand(path)}
         before = reset_peak()
         prepared.load_state_dict(state)
         found["loading"] = peak_above(before)
-        for i, (_, tensor) in enumerate(whole_tensors(prepared, deepspeed.context)):
+        for i, (_, tensor) in enumerate(iter_full_tensors(prepared, deepspeed.context)):
             if tensor is not None:
                 found["error"] = max(found.get("error", 0.0), (tensor - i).abs().max().item())
     return found

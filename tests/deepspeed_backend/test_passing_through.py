@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from deepspeed_backend.engines import Weights, backend, error_of, weights
-from drivetrain_backends import AccumulationError, UnreducedGradientError, whole_state
+from drivetrain_backends import AccumulationError, UnreducedGradientError, full_state_dict
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -160,7 +160,7 @@ def interrupted(stage: int) -> list[list[float]]:
             prepared.backward(prepared.model(X))
             prepared.optimizers[0].step()
             prepared.optimizers[0].zero_grad()
-        return [(1 - value).tolist() for value in whole_state(prepared.state_dict()["model"]).values()]
+        return [(1 - value).tolist() for value in full_state_dict(prepared.state_dict()["model"]).values()]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

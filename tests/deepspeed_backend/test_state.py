@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from deepspeed_backend.engines import backend
-from drivetrain_backends import DeepSpeedBackend, Prepared, whole_state
+from drivetrain_backends import DeepSpeedBackend, Prepared, full_state_dict
 
 X = torch.tensor([1.0, 2.0, 3.0])
 PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -52,7 +52,7 @@ def train(one: DeepSpeedBackend, prepared: Prepared, *factors: float) -> dict[st
 
 def saved(prepared: Prepared) -> dict[str, Any]:
     """A copy of the whole state."""
-    return deepcopy(whole_state(prepared.state_dict()))
+    return deepcopy(full_state_dict(prepared.state_dict()))
 
 
 def averages(state: dict[str, Any]) -> dict[str, list[float]]:

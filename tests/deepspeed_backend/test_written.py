@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from deepspeed_backend.engines import Weights, backend, error_of
-from drivetrain_backends import AccumulationError, whole_state
+from drivetrain_backends import AccumulationError, full_state_dict
 
 SLOW = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def trained(one: Any, change: Callable[[nn.Module, int], None], branches: bool =
         reference.zero_grad()
         sum(plain(x[i], chosen[i]).square().mean() / world_size for i in range(world_size)).backward()  # pyright: ignore[reportAttributeAccessIssue]
         reference.step()
-    found = whole_state(prepared.state_dict()["model"])
+    found = full_state_dict(prepared.state_dict()["model"])
     return max(float((found[key] - value).abs().max()) for key, value in plain.state_dict().items())
 
 
@@ -188,9 +188,9 @@ def refusals(stage: int) -> dict[str, str]:
         for name, edit in (("clipped", clipped), ("cleared", nn.Module.zero_grad)):
             said[name] = error_of(AccumulationError, lambda edit=edit: train(one, prepared, x, edit=edit))
             prepared.optimizers[0].zero_grad()
-        before = whole_state(prepared.state_dict()["model"])["end.bias"].clone()
+        before = full_state_dict(prepared.state_dict()["model"])["end.bias"].clone()
         train(one, prepared, x)
-        assert not torch.equal(whole_state(prepared.state_dict()["model"])["end.bias"], before)
+        assert not torch.equal(full_state_dict(prepared.state_dict()["model"])["end.bias"], before)
 
         def penalised() -> None:
             inputs = x.clone().requires_grad_()
@@ -250,7 +250,7 @@ def written_in_stage_3() -> list[object]:
         prepared.backward(prepared.model(x))
         prepared.optimizers[0].step()
         prepared.optimizers[0].zero_grad()
-        held = whole_state(prepared.state_dict()["model"])["w"].tolist()
+        held = full_state_dict(prepared.state_dict()["model"])["w"].tolist()
         with torch.no_grad():
             model.w.clamp_(-0.1, 0.1)
         one.window.begin()
@@ -296,7 +296,7 @@ def written_on_one_rank(stage: int) -> str:
     with backend(stage=stage) as one:
         model = Branches()
         (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-        before = whole_state(prepared.state_dict())
+        before = full_state_dict(prepared.state_dict())
         for _ in range(2):
             if one.context.topology.is_main:
                 clamp(prepared.unwrap(), 0)

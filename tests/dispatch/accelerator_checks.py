@@ -32,9 +32,9 @@ from dispatch.models import (
     trees,
 )
 from drivetrain_dispatch import (
+    Bandwidths,
     DeviceMapError,
     LoadError,
-    Rates,
     apply_layerwise_casting,
     cpu_offload_with_hook,
     dispatch_model,
@@ -231,7 +231,7 @@ def test_a_checkpoint_goes_straight_to_where_its_budget_lets_it() -> None:
         with init_empty_weights():
             model = Large()
         budgets = {0: 5 * LAYER, "cpu": 3 * LAYER, "disk": "1GB"}
-        device_map = infer_auto_device_map(model, budgets, rates=Rates(to_device=1e9, from_disk=1e9))
+        device_map = infer_auto_device_map(model, budgets, rates=Bandwidths(to_device=1e9, from_disk=1e9))
         assert set(device_map.values()) == {0, "cpu", "disk"}
         toy.reset_most()
         before = toy.counts()
@@ -472,7 +472,7 @@ def test_what_is_on_the_device_keeps_to_what_stays_and_the_window(
     toy.finish()
     empty = toy.counts()["in_use"]
     device_map = infer_auto_device_map(
-        model, {0: budget, "cpu": int(total * host_share)}, rates=Rates(to_device=1e9, from_disk=1e9)
+        model, {0: budget, "cpu": int(total * host_share)}, rates=Bandwidths(to_device=1e9, from_disk=1e9)
     )
     dispatch_model(model, device_map, offload_dir=folder())
     gc.collect()

@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain import Accelerator
 from drivetrain_checkpoint import (
     Checkpointer,
+    CheckpointInfo,
+    CheckpointLockedError,
     CorruptCheckpointError,
-    FolderInUseError,
-    Found,
     NoCheckpointError,
     OtherRankFailedError,
     disk_writer,
@@ -137,7 +137,7 @@ def fork_ranks(world_size: int, work: Callable[[int], None], log: Path) -> list[
                 os.environ.update(rank_environment(rank, world_size, port, {}))
             work(rank)
             code = 0
-        except (OSError, OtherRankFailedError, FolderInUseError) as error:
+        except (OSError, OtherRankFailedError, CheckpointLockedError) as error:
             print(f"{type(error).__name__}: {error}", flush=True)
             code = 3
         except BaseException:  # noqa: BLE001 - whatever it is, a forked process ends here
@@ -276,7 +276,7 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def is_whole(found: Found) -> bool:
+def is_whole(found: CheckpointInfo) -> bool:
     """Whether every block of every file is as it was written."""
     assert found.manifest is not None
     try:
@@ -398,7 +398,7 @@ def write_twice(drill: Drill, log: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     codes = wait_for([*pids, *others])
     assert set(codes) <= {0, 1, 3, -signal.SIGKILL}, output_of(log)
-    drill.faults += "FolderInUseError" in output_of(second)
+    drill.faults += "CheckpointLockedError" in output_of(second)
     for said in drill.logged(second):
         assert said == drill.expected[said["step"], said["rank"]]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from drivetrain import Accelerator
-from drivetrain_backends import whole_state
+from drivetrain_backends import full_state_dict
 from drivetrain_checkpoint import (
     CorruptCheckpointError,
     OtherRankFailedError,
@@ -56,7 +56,7 @@ def there_and_back(folder: str, backend: str) -> list[dict[str, list[float]]]:
 
         def look() -> None:
             state = accelerator.get_state_dict(model, everywhere=True)
-            kept = whole_state(accelerator._prepared.of(model).state_dict()["optimizers"])[0]["state"]
+            kept = full_state_dict(accelerator._prepared.of(model).state_dict()["optimizers"])[0]["state"]
             moments = {
                 f"{name}.{key}": value
                 for name, of_one in kept.items()

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain_backends import NonFiniteGradientError, whole_state
+from drivetrain_backends import NonFiniteGradientError, full_state_dict
 
 ROUTE = ["ddp", "deepspeed-3", "fsdp", "deepspeed-1", "ddp", "deepspeed-0", "fsdp", "deepspeed-2", "ddp"]
 
@@ -39,7 +39,7 @@ def one_step_more(project_dir: str, backend: str, position: int) -> dict[str, li
                 optimizer.zero_grad()
             break
         accelerator.save_state()
-        state = whole_state(accelerator._prepared.of(model).state_dict()["model"])
+        state = full_state_dict(accelerator._prepared.of(model).state_dict()["model"])
         return {key: value.flatten().tolist() for key, value in state.items()}
 
 

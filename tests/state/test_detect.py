@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from drivetrain_state import (
-    DeviceAbility,
-    abilities,
+    DeviceCapability,
     best_device_kind,
-    describe,
+    capabilities,
+    describe_environment,
     detect_devices,
     device_count,
 )
@@ -24,7 +24,7 @@ def test_the_best_device_is_the_first_that_is_found() -> None:
 
 
 def test_every_kind_found_is_described() -> None:
-    lines = describe().splitlines()
+    lines = describe_environment().splitlines()
     assert len(lines) == len(detect_devices())
     assert lines[-1] == "cpu x 1, fp16 bf16"
 
@@ -32,17 +32,17 @@ def test_every_kind_found_is_described() -> None:
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
-        ((6, 1), DeviceAbility(fp16=False, bf16=False, fp8=False)),
-        ((7, 0), DeviceAbility(fp16=True, bf16=False, fp8=False)),
-        ((7, 5), DeviceAbility(fp16=True, bf16=False, fp8=False)),
-        ((8, 0), DeviceAbility(fp16=True, bf16=True, fp8=False)),
-        ((8, 9), DeviceAbility(fp16=True, bf16=True, fp8=True)),
-        ((9, 0), DeviceAbility(fp16=True, bf16=True, fp8=True)),
-        ((10, 0), DeviceAbility(fp16=True, bf16=True, fp8=True)),
+        ((6, 1), DeviceCapability(fp16=False, bf16=False, fp8=False)),
+        ((7, 0), DeviceCapability(fp16=True, bf16=False, fp8=False)),
+        ((7, 5), DeviceCapability(fp16=True, bf16=False, fp8=False)),
+        ((8, 0), DeviceCapability(fp16=True, bf16=True, fp8=False)),
+        ((8, 9), DeviceCapability(fp16=True, bf16=True, fp8=True)),
+        ((9, 0), DeviceCapability(fp16=True, bf16=True, fp8=True)),
+        ((10, 0), DeviceCapability(fp16=True, bf16=True, fp8=True)),
     ],
 )
 def test_cuda_abilities_come_with_the_generation(
-    capability: tuple[int, int], expected: DeviceAbility
+    capability: tuple[int, int], expected: DeviceCapability
 ) -> None:
     assert cuda_ability(capability) == expected
 
@@ -52,14 +52,14 @@ def test_cuda_abilities_come_with_the_generation(
     [("gfx906", False, False), ("gfx90a", True, False), ("gfx942:sramecc+", True, True)],
 )
 def test_rocm_abilities_come_with_the_architecture(architecture: str, bf16: bool, fp8: bool) -> None:
-    assert rocm_ability(architecture) == DeviceAbility(fp16=True, bf16=bf16, fp8=fp8)
+    assert rocm_ability(architecture) == DeviceCapability(fp16=True, bf16=bf16, fp8=fp8)
 
 
 def test_other_kinds_are_alike() -> None:
-    assert abilities("cpu").bf16
-    assert not abilities(torch.device("xla")).fp16
+    assert capabilities("cpu").bf16
+    assert not capabilities(torch.device("xla")).fp16
     with pytest.raises(ValueError, match="device='vulkan': known kinds are cuda, cpu"):
-        abilities("vulkan")
+        capabilities("vulkan")
 
 
 def test_one_device_has_no_link() -> None:

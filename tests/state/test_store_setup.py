@@ -7,7 +7,7 @@ from time import sleep
 import pytest
 from torch.distributed import Store, TCPStore
 
-from drivetrain_config.environ import LaunchedRanks
+from drivetrain_config.environ import RankEnvironment
 from drivetrain_state import ConnectError
 from drivetrain_state.store_setup import meet
 
@@ -17,8 +17,8 @@ def agent() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def launched(rank: int, agent: TCPStore, *, world_size: int = 2) -> LaunchedRanks:
-    return LaunchedRanks(
+def launched(rank: int, agent: TCPStore, *, world_size: int = 2) -> RankEnvironment:
+    return RankEnvironment(
         rank=rank,
         local_rank=rank,
         world_size=world_size,

@@ -5,8 +5,8 @@ from torch import nn
 from torch._dynamo import register_backend
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, Chosen, FSDPBackend, FSDPSettings, Prepared
-from drivetrain_backends.state_dict.full_state_dict import whole
+from drivetrain_backends import AccumulationWindow, AutoValue, FSDPBackend, FSDPSettings, Prepared
+from drivetrain_backends.state_dict.full_state_dict import full_tensor
 from drivetrain_precision import choose_policy
 from drivetrain_state import ParallelDims, StateSettings, connect
 from sharded_stack import Stack, fsdp, stack, tokens
@@ -52,8 +52,10 @@ def applied_to_little(upcast: bool) -> dict[str, object]:
 @pytest.mark.parametrize("upcast", [False, True])
 def test_what_falls_short_of_what_was_asked_says_why(run_ranks, upcast: bool) -> None:
     (found,) = run_ranks(applied_to_little, upcast, num_processes=1)
-    assert found["wrap"] == Chosen(value=("Block",), reason="embedding is left out, as it shares head.weight")
-    assert found["prefetch"] == Chosen(value=2, reason="there are no more blocks")
+    assert found["wrap"] == AutoValue(
+        value=("Block",), reason="embedding is left out, as it shares head.weight"
+    )
+    assert found["prefetch"] == AutoValue(value=2, reason="there are no more blocks")
     assert found["upcast"] is upcast  # though there was nothing to cast
 
 
@@ -65,12 +67,12 @@ def test_the_strategy_in_force_is_read_back(run_ranks, strategy: str) -> None:
 
 def test_what_was_left_open_comes_with_its_reason(run_ranks) -> None:
     (found, _) = run_ranks(applied, "fp16", {})
-    assert found["strategy"] == Chosen(value="full_shard", reason="what saves the most memory")
+    assert found["strategy"] == AutoValue(value="full_shard", reason="what saves the most memory")
     assert found["shard_size"].value == 2
-    assert found["wrap"] == Chosen(value=("Block",), reason="the modules of its lists")
-    assert found["param_dtype"] == Chosen(value="fp16", reason="the run's precision")
+    assert found["wrap"] == AutoValue(value=("Block",), reason="the modules of its lists")
+    assert found["param_dtype"] == AutoValue(value="fp16", reason="the run's precision")
     assert found["reduce_dtype"].value == "fp32"
-    assert found["output_dtype"] == Chosen(value=None, reason="as computed")
+    assert found["output_dtype"] == AutoValue(value=None, reason="as computed")
     assert found["upcast"].value is False  # it is fp32 already
     assert (found["offload"], found["activation_checkpointing"]) == (False, "none")
 
@@ -254,7 +256,7 @@ def test_a_model_trains_alike_in_blocks_found_in_any_way(
         assert sorted(found) == sorted(blocks)
         assert losses == pytest.approx(expected)
         if reason is not None:
-            assert isinstance(told, Chosen)
+            assert isinstance(told, AutoValue)
             assert told.reason == reason
 
 
@@ -263,11 +265,11 @@ def reduced(reduce_dtype: str) -> float:
     backend = fsdp("bf16", reduce_dtype=reduce_dtype)
     model = nn.Linear(1, 1, bias=False)
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
-    before = whole(prepared.state_dict()["model"]["weight"]).item()
+    before = full_tensor(prepared.state_dict()["model"]["weight"]).item()
     backend.window.begin()
     prepared.backward(prepared.model(torch.full((1, 1), [1.0, 2.0**-9][dist.get_rank()])).sum())
     prepared.optimizers[0].step()
-    after = whole(prepared.state_dict()["model"]["weight"]).item()
+    after = full_tensor(prepared.state_dict()["model"]["weight"]).item()
     backend.close()
     return before - after
 

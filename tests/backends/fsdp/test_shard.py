@@ -5,14 +5,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
-from drivetrain_backends import whole_tensors
-from drivetrain_backends.state_dict.full_state_dict import whole
+from drivetrain_backends import iter_full_tensors
+from drivetrain_backends.state_dict.full_state_dict import full_tensor
 from host_peak import peak_above, reset_peak
 from sharded_stack import Stack, fsdp, stack, tokens
 
 
 def weights(prepared: object) -> dict[str, Tensor]:
-    return {name: whole(value).clone() for name, value in prepared.state_dict()["model"].items()}
+    return {name: full_tensor(value).clone() for name, value in prepared.state_dict()["model"].items()}
 
 
 def built_on_meta(**settings: object) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ def peaks(built: str) -> tuple[float, float, float, int]:
     (prepared,) = backend.prepare([model], [], [])
     preparing = peak_above(before)
     before = reset_peak()
-    num_tensors = sum(tensor is not None for _, tensor in whole_tensors(prepared, backend.context))
+    num_tensors = sum(tensor is not None for _, tensor in iter_full_tensors(prepared, backend.context))
     streaming = peak_above(before)
     shards = sum(p.to_local().numel() * 4 for p in model.parameters()) / 2**20
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -211,7 +211,7 @@ def warm_up() -> None:
     """What the first collectives allocate is no part of a model's memory."""
     backend = fsdp()
     (prepared,) = backend.prepare([Tower(1024, 2)], [], [])
-    for _ in whole_tensors(prepared, backend.context):
+    for _ in iter_full_tensors(prepared, backend.context):
         pass
     backend.close()
 

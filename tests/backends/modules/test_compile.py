@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, uncompiled
-from drivetrain_backends.modules.compile import plain_name
+from drivetrain_backends import AccumulationWindow, DDPBackend, unwrap_compiled
+from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 from single_process import backend
@@ -175,9 +175,9 @@ def test_compiling_a_prepared_model_and_preparing_that_is_refused() -> None:
 
 def test_names_and_modules_without_a_compiler_stay_as_they_are() -> None:
     model = net()
-    assert uncompiled(model) is model
-    assert uncompiled(torch.compile(model, backend="eager")) is model
-    assert plain_name("0.weight") == "0.weight"
+    assert unwrap_compiled(model) is model
+    assert unwrap_compiled(torch.compile(model, backend="eager")) is model
+    assert strip_wrapper_prefix("0.weight") == "0.weight"
 
 
 def under_ddp(mode: str) -> dict[str, tuple[int, int]]:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_backends import AccumulationWindow, SingleBackend, load_whole, whole_tensors
+from drivetrain_backends import AccumulationWindow, SingleBackend, iter_full_tensors, load_full_state_dict
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 from sharded_stack import context, fsdp, stack
@@ -35,8 +35,8 @@ def load_on_rank_0() -> tuple[dict[str, Tensor | None], int]:
         model = stack()
     (prepared,) = backend.prepare([model], [], [])
     mapping = Lazily(seed=5)
-    load_whole(prepared, mapping if dist.get_rank() == 0 else None, backend.context)
-    found = dict(whole_tensors(prepared, backend.context))
+    load_full_state_dict(prepared, mapping if dist.get_rank() == 0 else None, backend.context)
+    found = dict(iter_full_tensors(prepared, backend.context))
     backend.close()
     return found, mapping.num_read
 
@@ -59,7 +59,7 @@ def load_what_does_not_fit(kind: str) -> str:
     else:
         tensors["tail.weight"] = tensors.pop("head.weight")
     try:
-        load_whole(prepared, tensors if dist.get_rank() == 0 else None, backend.context)
+        load_full_state_dict(prepared, tensors if dist.get_rank() == 0 else None, backend.context)
     except ValueError as error:
         return str(error)
     return "loaded"
@@ -74,19 +74,19 @@ def test_tensors_that_are_not_the_models_are_refused_on_every_rank(run_ranks) ->
 
 def test_a_model_of_an_accelerator_is_refused_with_what_to_call() -> None:
     where = connect(StateSettings(device="cpu"))
-    with pytest.raises(TypeError, match=r"whole_tensors\(Stack\).*get_state_dict\(model\)"):
-        dict(whole_tensors(stack(), where))
-    with pytest.raises(TypeError, match=r"load_whole\(Stack\).*gathered\(model, write=True\)"):
-        load_whole(stack(), {}, where)
+    with pytest.raises(TypeError, match=r"iter_full_tensors\(Stack\).*get_state_dict\(model\)"):
+        dict(iter_full_tensors(stack(), where))
+    with pytest.raises(TypeError, match=r"load_full_state_dict\(Stack\).*gathered\(model, write=True\)"):
+        load_full_state_dict(stack(), {}, where)
 
 
 def load_into_one_device() -> bool:
     where = context()
     backend = SingleBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
     (prepared,) = backend.prepare([stack(seed=0)], [], [])
-    load_whole(prepared, stack(seed=5).state_dict(), where)
+    load_full_state_dict(prepared, stack(seed=5).state_dict(), where)
     expected = stack(seed=5).state_dict()
-    return all(torch.equal(value, expected[name]) for name, value in whole_tensors(prepared, where))
+    return all(torch.equal(value, expected[name]) for name, value in iter_full_tensors(prepared, where))
 
 
 def test_a_model_of_another_backend_is_read_and_loaded_the_same_way(run_ranks) -> None:

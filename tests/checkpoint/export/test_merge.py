@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from drivetrain_checkpoint import (
     Checkpointer,
     CorruptCheckpointError,
-    FlatPart,
+    LoadedFlatShard,
     StateError,
     load_model,
     merge_shards,
@@ -64,7 +64,7 @@ def save_divided(directory: str) -> None:
         state: dict[str, Any] = {
             "embed.weight": distribute_tensor(whole["embed.weight"], mesh, [Shard(0)]),
             "layer.weight": distribute_tensor(whole["layer.weight"], mesh, [Shard(1)]),
-            "layer.bias": FlatPart(
+            "layer.bias": LoadedFlatShard(
                 torch.Size((3,)), 2 * rank, whole["layer.bias"][2 * rank : 2 * rank + 2].clone()
             ),
             "scale": whole["scale"],

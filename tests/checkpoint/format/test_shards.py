@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from drivetrain_checkpoint import Checkpointer, FlatPart, Replica, StateError, read_manifest
+from drivetrain_checkpoint import Checkpointer, LoadedFlatShard, Replicated, StateError, read_manifest
 from drivetrain_checkpoint.format.shards import make_room, shards_of
 from drivetrain_state import Context, connect
 
@@ -17,11 +17,11 @@ def placed(context: Context, *placements: Shard | Replicate, shape: tuple[int, .
     return distribute_tensor(WHOLE.clone(), mesh, list(placements))
 
 
-def run_of(tensor: torch.Tensor, rank: int, world_size: int) -> FlatPart:
+def run_of(tensor: torch.Tensor, rank: int, world_size: int) -> LoadedFlatShard:
     """What a rank holds where a flattened tensor is cut into parts of one size, the last one shorter."""
     size = -(-tensor.numel() // world_size)
     start = min(rank * size, tensor.numel())
-    return FlatPart(tensor.shape, start, tensor.flatten()[start : start + size].clone())
+    return LoadedFlatShard(tensor.shape, start, tensor.flatten()[start : start + size].clone())
 
 
 def save_in_parts(directory: str) -> list[str]:
@@ -33,7 +33,7 @@ def save_in_parts(directory: str) -> list[str]:
             "columns": placed(context, Shard(1)),
             "same": placed(context, Replicate()),
             "run": run_of(WHOLE, rank, world_size),
-            "replica": Replica(WHOLE.clone()),
+            "replica": Replicated(WHOLE.clone()),
             "plain": WHOLE if rank == 0 else torch.zeros(7, 5),
             "empty": placed(context, Shard(0))[:0],
         }
@@ -128,11 +128,11 @@ def test_a_sum_that_was_not_taken_is_refused(run_ranks, tmp_path: Path) -> None:
 
 
 def test_a_part_of_another_shape_counts_for_nothing() -> None:
-    room = make_room((3, 2), torch.float32, FlatPart(torch.Size((4,)), 0, torch.zeros(2)))
+    room = make_room((3, 2), torch.float32, LoadedFlatShard(torch.Size((4,)), 0, torch.zeros(2)))
     assert isinstance(room.value, torch.Tensor)
     assert room.value.shape == (3, 2)
 
 
 def test_a_plain_tensor_is_rank_zeros() -> None:
     assert shards_of(WHOLE, is_main=False) == ()
-    assert len(shards_of(Replica(WHOLE), is_main=False)) == 1
+    assert len(shards_of(Replicated(WHOLE), is_main=False)) == 1

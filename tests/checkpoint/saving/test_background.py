@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain_checkpoint import Checkpointer, CheckpointSettings, OtherRankFailedError, Replica
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, OtherRankFailedError, Replicated
 from drivetrain_checkpoint.saving.background import Background
 from drivetrain_checkpoint.saving.host_buffer import HostBuffer
 from drivetrain_state import Context, connect
@@ -98,7 +98,9 @@ def rank_one_fails(directory: str) -> str:
         checkpointer.wait()
         Path(directory, "step-2").mkdir(exist_ok=True)
         torch.distributed.barrier()
-        shared = {"weight": Replica(torch.ones(40_000_000))}  # of which rank 1 writes half, before the rest
+        shared = {
+            "weight": Replicated(torch.ones(40_000_000))
+        }  # of which rank 1 writes half, before the rest
         path = checkpointer.save(2, models={"model": shared}, replicated={}, per_rank={})
         if context.topology.rank == 1:
             (path / "rank-1.json").touch()

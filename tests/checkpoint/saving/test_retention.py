@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, StateError, find_checkpoints
-from drivetrain_checkpoint.loading.discovery import Found
+from drivetrain_checkpoint.loading.discovery import CheckpointInfo
 from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
 from drivetrain_state import Context
 
 KINDS = st.sampled_from(["valid", "damaged", "uncompleted"])
 
 
-def found(number: int, kind: str) -> Found:
-    return Found(
+def found(number: int, kind: str) -> CheckpointInfo:
+    return CheckpointInfo(
         folder=Path(f"step-{number}"),
         committed=kind != "uncompleted",
         manifest=None,

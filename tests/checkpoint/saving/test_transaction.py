@@ -13,7 +13,7 @@ from drivetrain_checkpoint import (
     Checkpointer,
     CheckpointSettings,
     OtherRankFailedError,
-    Replica,
+    Replicated,
     StateError,
     find_checkpoints,
     read_manifest,
@@ -362,7 +362,7 @@ def rank_one_has_more(directory: str, what: str) -> str:
             context, directory, settings=CheckpointSettings(keep_last=3, keep_best=1, best_metric="loss")
         )
         is_main = context.topology.rank == 0
-        more = {} if is_main or what == "metric" else {"expert": Replica(torch.ones(2))}
+        more = {} if is_main or what == "metric" else {"expert": Replicated(torch.ones(2))}
         metrics = {"loss": 1.0} if is_main or what == "tensor" else {"los": 1.0}
         with pytest.raises((StateError, ValueError, OtherRankFailedError)) as caught:
             checkpointer.save(1, models={"m": more}, replicated={}, per_rank={}, metrics=metrics)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_checkpoint import FolderInUseError, FolderNotSharedError
+from drivetrain_checkpoint import CheckpointLockedError, FolderNotSharedError
 from drivetrain_checkpoint.saving import writer_lock as lease
 from drivetrain_checkpoint.saving.writer_lock import LEASE, Lease, check_shared
 
@@ -47,7 +47,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(
     assert holder.stdout is not None
     pid = int(holder.stdout.readline())
     with pytest.raises(
-        FolderInUseError, match=rf"written by another run \(process {pid} on .*stop it, or save"
+        CheckpointLockedError, match=rf"written by another run \(process {pid} on .*stop it, or save"
     ):
         Lease(tmp_path).take()
     holder.kill()
@@ -131,7 +131,7 @@ def test_a_child_does_not_keep_it_and_does_not_end_it(tmp_path: Path, end: str) 
         time.sleep(0.3)
         try:
             if end == "hold":
-                with pytest.raises(FolderInUseError):
+                with pytest.raises(CheckpointLockedError):
                     Lease(tmp_path).take()
             else:
                 token = Lease(tmp_path).take()

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_data import Even, Partition
+from drivetrain_data import Partition, UnevenPolicy
 from drivetrain_data.sampling.partition import balanced
 
-evens = st.sampled_from(get_args(Even))
+evens = st.sampled_from(get_args(UnevenPolicy))
 
 
 @st.composite

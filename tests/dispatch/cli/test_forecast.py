@@ -4,14 +4,14 @@ from hypothesis import strategies as st
 
 from drivetrain_dispatch.cli.forecast import forecast
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.planning.block_groups import Cost
+from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 
-RATES = Rates(to_device=100.0, from_disk=50.0)
+RATES = Bandwidths(to_device=100.0, from_disk=50.0)
 LAYERS = [Block(f"layers.{index}", 100, index) for index in range(12)]
-PREFILL = {block.name: Cost(seconds=5.0, peak_bytes=90, kept_bytes=8) for block in LAYERS}
-TOKEN = {block.name: Cost(seconds=1.0, peak_bytes=10, kept_bytes=9) for block in LAYERS}
+PREFILL = {block.name: BlockCost(seconds=5.0, peak_bytes=90, kept_bytes=8) for block in LAYERS}
+TOKEN = {block.name: BlockCost(seconds=1.0, peak_bytes=10, kept_bytes=9) for block in LAYERS}
 
 
 def test_what_fits_stays_and_both_forwards_take_what_they_compute() -> None:

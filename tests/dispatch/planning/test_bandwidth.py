@@ -11,7 +11,7 @@ import torch
 
 from drivetrain_dispatch.planning.bandwidth import measure_compute, measure_rates
 from drivetrain_dispatch.planning.bandwidth_cache import default_cache, remembered
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 
 
 def make_file(folder: Path, size_bytes: int) -> Path:
@@ -37,7 +37,7 @@ def test_what_is_kept_is_taken(tmp_path: Path) -> None:
     for numbers in known.values():
         numbers["bytes_per_second"] = 123.0
     cache.write_text(json.dumps(known))
-    assert measure_rates("cpu", disk_path=file, cache=cache) == Rates(to_device=123.0, from_disk=123.0)
+    assert measure_rates("cpu", disk_path=file, cache=cache) == Bandwidths(to_device=123.0, from_disk=123.0)
 
 
 def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
@@ -154,4 +154,4 @@ def test_rates_are_numbers_above_0(given: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match=rf"Rates: {next(iter(given))}=.*: must be a number of bytes a second above 0"
     ):
-        Rates(**({"to_device": 25e9, "from_disk": 3e9} | given))
+        Bandwidths(**({"to_device": 25e9, "from_disk": 3e9} | given))

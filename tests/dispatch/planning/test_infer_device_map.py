@@ -10,13 +10,13 @@ from torch import nn
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.sizes import compute_module_sizes, named_tensors
 from drivetrain_dispatch.planning.bandwidth_cache import default_cache
-from drivetrain_dispatch.planning.block_groups import Cost
+from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.device_map import places_of_tensors
 from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.placement import placements_of
 
-RATES = Rates(to_device=1e6, from_disk=1e5)
+RATES = Bandwidths(to_device=1e6, from_disk=1e5)
 
 
 class Layer(nn.Module):
@@ -81,15 +81,15 @@ def test_dtypes_and_costs_count() -> None:
     budgets = {0: 2200, "cpu": 10_000}
     half = infer_auto_device_map(Model(), budgets, rates=RATES, dtype=torch.bfloat16)
     assert half == {"": 0}
-    costs = {"head": Cost(peak_bytes=500)}
+    costs = {"head": BlockCost(peak_bytes=500)}
     assert infer_auto_device_map(Model(), budgets, rates=RATES, dtype=torch.bfloat16, costs=costs) != {"": 0}
 
 
 def test_times_are_those_of_the_parts() -> None:
     costs = {
-        "embed": Cost(seconds=0.5),
-        "layers.0.first": Cost(seconds=1.0),
-        "layers.1.second": Cost(seconds=2.0),
+        "embed": BlockCost(seconds=0.5),
+        "layers.0.first": BlockCost(seconds=1.0),
+        "layers.1.second": BlockCost(seconds=2.0),
     }
     found = infer_auto_device_map(Model(), {0: 2400, 1: 5000}, rates=RATES, costs=costs)
     assert {name: seconds for name, seconds in found.seconds.items() if seconds} == {

@@ -9,12 +9,12 @@ from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.sizes import compute_module_sizes
-from drivetrain_dispatch.planning.block_groups import Cost, Forward, costs_of, groups_of
+from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
 from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map
 from drivetrain_dispatch.planning.initial_placement import Budgets, Placed
 from drivetrain_dispatch.planning.local_search import Search
-from drivetrain_dispatch.planning.pipeline_model import Rates, Source
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source
 from drivetrain_dispatch.planning.solver import plan_places
 
 SOURCES: tuple[Source, ...] = ("device", "host", "disk")
@@ -51,11 +51,11 @@ class Case:
         ]
         host = draw.choice([10**6, int(total * draw.uniform(0, 0.5))])
         self.budgets = Budgets(devices=tuple(devices), host=host)
-        self.rates = Rates(
+        self.rates = Bandwidths(
             to_device=draw.choice([30.0, 100.0, 300.0]), from_disk=draw.choice([20.0, 60.0, 200.0])
         )
         self.costs = {
-            block.name: Cost(seconds=1.0 if kind == "even" else draw.choice([0.0, draw.uniform(0, 4)]))
+            block.name: BlockCost(seconds=1.0 if kind == "even" else draw.choice([0.0, draw.uniform(0, 4)]))
             for block in self.blocks
         }
 
@@ -103,8 +103,8 @@ def test_a_plan_is_never_slower_than_accelerates_map() -> None:
                 *(nn.Linear(draw.randint(40, 200), 100) for _ in range(draw.randint(4, 30)))
             )
         budgets: dict[int | str, int] = {"cpu": int(compute_module_sizes(model)[""] * draw.uniform(0.4, 0.8))}
-        rates = Rates(to_device=1e5, from_disk=draw.choice([2e4, 1e5]))
-        costs = {str(index): Cost(seconds=draw.uniform(0, 2)) for index in range(len(model))}
+        rates = Bandwidths(to_device=1e5, from_disk=draw.choice([2e4, 1e5]))
+        costs = {str(index): BlockCost(seconds=draw.uniform(0, 2)) for index in range(len(model))}
         blocks = blocks_of(model)
         each = costs_of(blocks, costs)
         room = Budgets(devices=(budgets["cpu"],), host=0, in_place=True)

@@ -3,9 +3,16 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_dispatch.planning.pipeline_model import Rates, Turn, Work, forward_seconds, play, seconds_of
+from drivetrain_dispatch.planning.pipeline_model import (
+    Bandwidths,
+    Turn,
+    Work,
+    forward_seconds,
+    play,
+    seconds_of,
+)
 
-RATES = Rates(to_device=10.0, from_disk=5.0)
+RATES = Bandwidths(to_device=10.0, from_disk=5.0)
 
 
 def test_what_is_there_is_just_computed() -> None:

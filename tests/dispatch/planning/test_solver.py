@@ -3,21 +3,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.planning.block_groups import Cost
+from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.initial_placement import Budgets
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places
 
-RATES = Rates(to_device=100.0, from_disk=50.0)
+RATES = Bandwidths(to_device=100.0, from_disk=50.0)
 
 
 def layers(number: int, size_bytes: int = 100) -> list[Block]:
     return [Block(f"layer.{index}", size_bytes, index) for index in range(number)]
 
 
-def costs_of(blocks: list[Block], *, peak_bytes: int = 0, kept_bytes: int = 0) -> dict[str, Cost]:
-    return {block.name: Cost(seconds=1.0, peak_bytes=peak_bytes, kept_bytes=kept_bytes) for block in blocks}
+def costs_of(blocks: list[Block], *, peak_bytes: int = 0, kept_bytes: int = 0) -> dict[str, BlockCost]:
+    return {
+        block.name: BlockCost(seconds=1.0, peak_bytes=peak_bytes, kept_bytes=kept_bytes) for block in blocks
+    }
 
 
 def drawn(plan: PlacePlan) -> str:
@@ -88,7 +90,7 @@ def test_what_cannot_be_held_is_told(budgets: Budgets, told: str) -> None:
 
 def test_the_block_that_is_too_large_is_named_with_what_it_needs() -> None:
     blocks = [*layers(3, 10**9), Block("head", 6 * 10**9, 3)]
-    costs = {"head": Cost(peak_bytes=5 * 10**8, kept_bytes=0)}
+    costs = {"head": BlockCost(peak_bytes=5 * 10**8, kept_bytes=0)}
     with pytest.raises(
         DeviceMapError, match=r"'head' takes 6.00 GB, activations up to 500.00 MB.* give one at least 6.50 GB"
     ):
@@ -110,7 +112,7 @@ def test_a_device_without_room_for_a_block_leaves_it_to_the_others(devices: tupl
 def test_what_an_error_asks_for_is_enough(model: list[tuple[int, int, int]]) -> None:
     blocks = [Block(f"{index}", size_bytes, index) for index, (size_bytes, _, _) in enumerate(model)]
     costs = {
-        f"{index}": Cost(peak_bytes=peak, kept_bytes=kept) for index, (_, peak, kept) in enumerate(model)
+        f"{index}": BlockCost(peak_bytes=peak, kept_bytes=kept) for index, (_, peak, kept) in enumerate(model)
     }
     asked = (
         max(size for size, _, _ in model)
@@ -137,8 +139,8 @@ def test_a_mixture_of_experts_uses_the_room_that_one_of_its_units_leaves() -> No
     layers = [
         Block(f"{index}", 23 * giga, index, units=(4 * giga // 10, 226 * giga // 10)) for index in range(58)
     ]
-    costs = {block.name: Cost(seconds=0.004) for block in layers}
-    rates = Rates(to_device=25e9, from_disk=3e9)
+    costs = {block.name: BlockCost(seconds=0.004) for block in layers}
+    rates = Bandwidths(to_device=25e9, from_disk=3e9)
     plan = plan_places(layers, costs, Budgets(devices=(75 * giga,) * 2, host=2000 * giga), rates)
     assert plan.sources.count("device") == 4
     assert plan.seconds == pytest.approx(54 * 23 / 25, rel=0.02)  # the link is busy all the time
@@ -151,8 +153,8 @@ def test_llama_70b_on_two_small_cards_keeps_room_for_matrices_only() -> None:
     """
     matrices = tuple(2 * 8192 * columns for columns in (8192, 1024, 1024, 8192, 28672, 28672, 28672))
     layers = [Block(f"{index}", sum(matrices), index, units=matrices) for index in range(80)]
-    costs = {block.name: Cost(seconds=0.002) for block in layers}
-    rates = Rates(to_device=25e9, from_disk=3e9)
+    costs = {block.name: BlockCost(seconds=0.002) for block in layers}
+    rates = Bandwidths(to_device=25e9, from_disk=3e9)
     plan = plan_places(layers, costs, Budgets(devices=(21_950 * 10**6,) * 2, host=64 * 2**30), rates)
     assert plan.sources.count("device") >= 22
     assert plan.seconds <= 11.8
@@ -208,7 +210,7 @@ def test_no_budget_is_exceeded_at_the_peak(
         group = blocks[other].group if other < index else index
         blocks.append(Block(f"{index}", sum(units) + stay, group, tuple(units), stay))
     costs = {
-        f"{index}": Cost(seconds=0.1, peak_bytes=peak, kept_bytes=kept)
+        f"{index}": BlockCost(seconds=0.1, peak_bytes=peak, kept_bytes=kept)
         for index, (_, peak, kept, _) in enumerate(model)
     }
     try:

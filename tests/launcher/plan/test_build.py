@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_launcher import Host, LaunchError, LaunchSettings, Target, plan_launch
+from drivetrain_launcher import Host, LaunchError, LaunchSettings, LaunchTarget, plan_launch
 
-TARGET = Target(name="train.py", arguments=("--lr", "0.1"))
+TARGET = LaunchTarget(name="train.py", arguments=("--lr", "0.1"))
 EIGHT = Host(accelerator="cuda", accelerator_count=8)
 
 
@@ -20,8 +20,8 @@ def test_one_process_runs_in_place() -> None:
 
 def test_a_module_and_a_program_are_started_as_such() -> None:
     settings = LaunchSettings(num_processes=2)
-    module = plan_launch(settings, Target(name="pkg.train", kind="module"), Host())
-    program = plan_launch(settings, Target(name="./run.sh", arguments=("x",), kind="program"), Host())
+    module = plan_launch(settings, LaunchTarget(name="pkg.train", kind="module"), Host())
+    program = plan_launch(settings, LaunchTarget(name="./run.sh", arguments=("x",), kind="program"), Host())
     assert module.command[-2:] == ("-m", "pkg.train")
     assert program.command == ("./run.sh", "x")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain_launcher import Host
-from drivetrain_launcher.plan.host import accelerator_may_exist, look_at_host
+from drivetrain_launcher.plan.host import accelerator_may_exist, detect_host
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_system_without_marks_must_be_asked(tmp_path: Path) -> None:
 def test_the_cpu_asks_nothing() -> None:
     source = (
         "import sys; sys.modules['torch'] = None\n"
-        "from drivetrain_launcher.plan.host import look_at_host; print(look_at_host('cpu').accelerator_count)"
+        "from drivetrain_launcher.plan.host import detect_host; print(detect_host('cpu').accelerator_count)"
     )
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
@@ -42,6 +42,6 @@ def test_the_cpu_asks_nothing() -> None:
 
 
 def test_a_kind_that_is_not_here_counts_none() -> None:
-    host = look_at_host("hpu")
+    host = detect_host("hpu")
     assert isinstance(host, Host)
     assert (host.accelerator, host.accelerator_count) == ("hpu", 0)

@@ -1,13 +1,13 @@
 import sys
 
-from drivetrain_launcher import LaunchPlan, Target
+from drivetrain_launcher import LaunchPlan, LaunchTarget
 from drivetrain_launcher.plan.plan import WORKER
 
 
 def test_a_plan_prints_what_will_happen() -> None:
     plan = LaunchPlan(
         mode="elastic",
-        target=Target(name="train.py", arguments=("--lr", "0.1")),
+        target=LaunchTarget(name="train.py", arguments=("--lr", "0.1")),
         num_nodes=2,
         node_rank=1,
         processes_per_node=2,
@@ -27,7 +27,9 @@ def test_a_plan_prints_what_will_happen() -> None:
 
 
 def test_one_process_in_place_has_torchruns_variables() -> None:
-    plan = LaunchPlan(mode="in place", target=Target(name="train", kind="module"), environment={"A": "b"})
+    plan = LaunchPlan(
+        mode="in place", target=LaunchTarget(name="train", kind="module"), environment={"A": "b"}
+    )
     (only,) = plan.ranks()
     assert only.command == (sys.executable, "-m", "train")
     assert only.environment == {
@@ -45,13 +47,13 @@ def test_one_process_in_place_has_torchruns_variables() -> None:
 
 def test_ranks_that_another_launcher_has_set_stay() -> None:
     (only,) = LaunchPlan(
-        mode="in place", target=Target(name="t.py"), environment={"A": "b"}, has_ranks=True
+        mode="in place", target=LaunchTarget(name="t.py"), environment={"A": "b"}, has_ranks=True
     ).ranks()
     assert only.environment == {"A": "b"}
 
 
 def test_only_several_nodes_that_were_told_their_ranks_meet_statically() -> None:
-    target = Target(name="train.py")
+    target = LaunchTarget(name="train.py")
     assert LaunchPlan(mode="elastic", target=target, num_nodes=2).is_static_meeting
     assert not LaunchPlan(mode="elastic", target=target, num_nodes=2, rdzv_backend="c10d").is_static_meeting
     assert not LaunchPlan(mode="elastic", target=target).is_static_meeting

@@ -1,6 +1,6 @@
 import pytest
 
-from drivetrain_launcher import Host, LaunchSettings, Target, plan_launch
+from drivetrain_launcher import Host, LaunchSettings, LaunchTarget, plan_launch
 from drivetrain_launcher.plan.rendezvous import OneNode, rendezvous_of
 
 
@@ -27,7 +27,7 @@ def test_each_start_of_the_ranks_gets_an_empty_store() -> None:
     ],
 )
 def test_the_handler_fits_the_plan(settings: LaunchSettings, backend: str) -> None:
-    handler = rendezvous_of(plan_launch(settings, Target(name="x.py"), Host()))
+    handler = rendezvous_of(plan_launch(settings, LaunchTarget(name="x.py"), Host()))
     assert handler.get_backend() == backend
     assert handler.use_agent_store
     assert handler.num_nodes_waiting() == 0

@@ -21,9 +21,9 @@ from drivetrain_state import (
     on_local_main_process,
     on_main_process,
     on_process,
-    part_of,
     print_on_main,
     split_between_processes,
+    split_for_process,
 )
 
 
@@ -114,7 +114,7 @@ def test_the_others_are_released_when_the_main_process_raises(run_ranks) -> None
 @given(st.integers(0, 30), st.integers(1, 8))
 def test_parts_are_contiguous_balanced_and_complete(length: int, count: int) -> None:
     items = list(range(length))
-    parts = [part_of(items, index, count) for index in range(count)]
+    parts = [split_for_process(items, index, count) for index in range(count)]
     assert [item for part in parts for item in part] == items
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert sorted(map(len, parts), reverse=True) == list(map(len, parts))
@@ -124,8 +124,8 @@ def test_parts_are_contiguous_balanced_and_complete(length: int, count: int) -> 
 def test_padding_makes_all_parts_equally_long_with_the_last_item(length: int, count: int) -> None:
     tensor = torch.arange(length)
     for index in range(count):
-        plain = part_of(tensor, index, count).tolist()
-        padded = part_of(tensor, index, count, apply_padding=True).tolist()
+        plain = split_for_process(tensor, index, count).tolist()
+        padded = split_for_process(tensor, index, count, apply_padding=True).tolist()
         assert len(padded) == -(-length // count)
         assert padded[: len(plain)] == plain
         assert set(padded[len(plain) :]) <= {length - 1}

@@ -4,23 +4,23 @@ import threading
 
 import pytest
 
-from drivetrain_state.hang.progress_record import Watch
+from drivetrain_state.hang.progress_record import ProgressRecord
 
 
 def test_a_new_watch_has_made_no_progress() -> None:
-    watch = Watch()
+    watch = ProgressRecord()
     assert (watch.count, watch.label, watch.thread_id) == (0, "start", threading.get_ident())
 
 
 def test_each_mark_counts_and_the_last_label_stays() -> None:
-    watch = Watch()
+    watch = ProgressRecord()
     watch.mark("batch")
     watch.mark("optimizer step")
     assert (watch.count, watch.label) == (2, "optimizer step")
 
 
 def test_the_thread_that_marks_is_the_one_that_is_watched() -> None:
-    watch = Watch()
+    watch = ProgressRecord()
     thread = threading.Thread(target=watch.mark, args=("batch",))
     thread.start()
     thread.join()
@@ -29,4 +29,4 @@ def test_the_thread_that_marks_is_the_one_that_is_watched() -> None:
 
 def test_a_watch_holds_nothing_else() -> None:
     with pytest.raises(AttributeError, match="has no attribute"):
-        Watch().note = "x"  # pyright: ignore[reportAttributeAccessIssue]
+        ProgressRecord().note = "x"  # pyright: ignore[reportAttributeAccessIssue]

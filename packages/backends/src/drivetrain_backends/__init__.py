@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from drivetrain_backends.fsdp.backend import FSDPBackend as FSDPBackend
     from drivetrain_backends.gradients.accumulation import AccumulationWindow as AccumulationWindow
     from drivetrain_backends.modules.autocast_forward import restore_forward as restore_forward
-    from drivetrain_backends.modules.compile import plain_name as plain_name
-    from drivetrain_backends.modules.compile import uncompiled as uncompiled
+    from drivetrain_backends.modules.compile import strip_wrapper_prefix as strip_wrapper_prefix
+    from drivetrain_backends.modules.compile import unwrap_compiled as unwrap_compiled
     from drivetrain_backends.optim.optimizer import PreparedOptimizer as PreparedOptimizer
     from drivetrain_backends.optim.optimizer import StepResult as StepResult
     from drivetrain_backends.optim.scheduler import PreparedScheduler as PreparedScheduler
     from drivetrain_backends.optim.scheduler import Scheduler as Scheduler
+    from drivetrain_backends.protocol import AutoValue as AutoValue
     from drivetrain_backends.protocol import Backend as Backend
-    from drivetrain_backends.protocol import Chosen as Chosen
     from drivetrain_backends.protocol import Prepared as Prepared
     from drivetrain_backends.protocol import ReplicatesWeights as ReplicatesWeights
     from drivetrain_backends.registry import BackendRegistry as BackendRegistry
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
     from drivetrain_backends.settings import DDPSettings as DDPSettings
     from drivetrain_backends.settings import DeepSpeedSettings as DeepSpeedSettings
     from drivetrain_backends.settings import FSDPSettings as FSDPSettings
-    from drivetrain_backends.state_dict.full_state_dict import whole as whole
-    from drivetrain_backends.state_dict.full_state_dict import whole_state as whole_state
-    from drivetrain_backends.state_dict.full_tensors import load_whole as load_whole
+    from drivetrain_backends.state_dict.full_state_dict import full_state_dict as full_state_dict
+    from drivetrain_backends.state_dict.full_state_dict import full_tensor as full_tensor
+    from drivetrain_backends.state_dict.full_tensors import full_model as full_model
+    from drivetrain_backends.state_dict.full_tensors import iter_full_tensors as iter_full_tensors
+    from drivetrain_backends.state_dict.full_tensors import load_full_state_dict as load_full_state_dict
     from drivetrain_backends.state_dict.full_tensors import tied_weights as tied_weights
-    from drivetrain_backends.state_dict.full_tensors import whole_model as whole_model
-    from drivetrain_backends.state_dict.full_tensors import whole_tensors as whole_tensors
     from drivetrain_backends.testing.contract import BackendContract as BackendContract
     from drivetrain_backends.torch.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.torch.single_device import SingleBackend as SingleBackend
 
 _ROOMS = {
-    "whole_state": "state_dict.full_state_dict",
-    "plain_name": "modules.compile",
-    "whole": "state_dict.full_state_dict",
-    "Chosen": "protocol",
+    "full_state_dict": "state_dict.full_state_dict",
+    "strip_wrapper_prefix": "modules.compile",
+    "full_tensor": "state_dict.full_state_dict",
+    "AutoValue": "protocol",
     "DeepSpeedSettings": "settings",
     "DeepSpeedBackend": "deepspeed.backend",
     "DriftedReplicasError": "errors",
@@ -87,23 +87,23 @@ _ROOMS = {
     "UnknownBackendError": "errors",
     "UnreducedGradientError": "errors",
     "UnshardedParameterError": "errors",
-    "load_whole": "state_dict.full_tensors",
+    "load_full_state_dict": "state_dict.full_tensors",
     "tied_weights": "state_dict.full_tensors",
-    "whole_model": "state_dict.full_tensors",
-    "whole_tensors": "state_dict.full_tensors",
+    "full_model": "state_dict.full_tensors",
+    "iter_full_tensors": "state_dict.full_tensors",
     "register_backend": "registry",
     "restore_forward": "modules.autocast_forward",
-    "uncompiled": "modules.compile",
+    "unwrap_compiled": "modules.compile",
 }
 __all__ = [
     "AccumulationError",
     "AccumulationWindow",
+    "AutoValue",
     "Backend",
     "BackendContract",
     "BackendNotInstalledError",
     "BackendRegistry",
     "BatchMismatchError",
-    "Chosen",
     "DDPBackend",
     "DDPSettings",
     "DeepSpeedBackend",
@@ -128,16 +128,16 @@ __all__ = [
     "UnknownBackendError",
     "UnreducedGradientError",
     "UnshardedParameterError",
-    "load_whole",
-    "plain_name",
+    "full_model",
+    "full_state_dict",
+    "full_tensor",
+    "iter_full_tensors",
+    "load_full_state_dict",
     "register_backend",
     "restore_forward",
+    "strip_wrapper_prefix",
     "tied_weights",
-    "uncompiled",
-    "whole",
-    "whole_model",
-    "whole_state",
-    "whole_tensors",
+    "unwrap_compiled",
 ]
 
 

@@ -30,7 +30,7 @@ State = dict[str, Any]  # nested plain values and tensors, as stored in checkpoi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class AutoValue:
     """An applied value that the settings left to the backend, for the effective plan.
 
     Attributes:
@@ -190,7 +190,7 @@ class Backend(Protocol):
         ...
 
     def applied(self) -> Mapping[str, object]:
-        """Return the values in force, read back from live objects, for the effective plan; `Chosen` for defaults."""
+        """Return the values in force, read back from live objects; `AutoValue` for those left open."""
         ...
 
     def state_dict(self) -> State:

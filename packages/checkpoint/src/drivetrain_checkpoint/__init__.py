@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_checkpoint.checkpointer import Checkpointer as Checkpointer
     from drivetrain_checkpoint.errors import ChangedWhileCopiedError as ChangedWhileCopiedError
+    from drivetrain_checkpoint.errors import CheckpointLockedError as CheckpointLockedError
     from drivetrain_checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
-    from drivetrain_checkpoint.errors import FolderInUseError as FolderInUseError
     from drivetrain_checkpoint.errors import FolderNotSharedError as FolderNotSharedError
     from drivetrain_checkpoint.errors import ForeignStateError as ForeignStateError
     from drivetrain_checkpoint.errors import NoCheckpointError as NoCheckpointError
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.export.writer import write_tensor_file as write_tensor_file
     from drivetrain_checkpoint.format.manifest import Manifest as Manifest
     from drivetrain_checkpoint.format.manifest import read_manifest as read_manifest
-    from drivetrain_checkpoint.format.shards import FlatPart as FlatPart
     from drivetrain_checkpoint.format.shards import FlatShard as FlatShard
-    from drivetrain_checkpoint.format.shards import Replica as Replica
-    from drivetrain_checkpoint.format.state_tree import State as State
+    from drivetrain_checkpoint.format.shards import LoadedFlatShard as LoadedFlatShard
+    from drivetrain_checkpoint.format.shards import Replicated as Replicated
+    from drivetrain_checkpoint.format.state_tree import StateTree as StateTree
     from drivetrain_checkpoint.interop.accelerate.folder import find_accelerate_state as find_accelerate_state
     from drivetrain_checkpoint.interop.accelerate.state import AccelerateState as AccelerateState
     from drivetrain_checkpoint.interop.accelerate.state import read_accelerate_state as read_accelerate_state
-    from drivetrain_checkpoint.loading.discovery import Found as Found
+    from drivetrain_checkpoint.loading.discovery import CheckpointInfo as CheckpointInfo
     from drivetrain_checkpoint.loading.discovery import find_checkpoints as find_checkpoints
-    from drivetrain_checkpoint.loading.load import Loaded as Loaded
-    from drivetrain_checkpoint.loading.verify import Damage as Damage
+    from drivetrain_checkpoint.loading.load import LoadResult as LoadResult
+    from drivetrain_checkpoint.loading.verify import CorruptRange as CorruptRange
     from drivetrain_checkpoint.loading.verify import verify_checkpoint as verify_checkpoint
     from drivetrain_checkpoint.saving.schedule import RESUME_EXIT_CODE as RESUME_EXIT_CODE
-    from drivetrain_checkpoint.saving.schedule import Due as Due
+    from drivetrain_checkpoint.saving.schedule import SaveReason as SaveReason
     from drivetrain_checkpoint.saving.schedule import SaveSchedule as SaveSchedule
     from drivetrain_checkpoint.settings import CheckpointSettings as CheckpointSettings
 
@@ -56,29 +56,29 @@ _ROOMS = {
     "PickleNotAllowedError": "errors",
     "AccelerateState": "interop.accelerate.state",
     "RESUME_EXIT_CODE": "saving.schedule",
-    "Due": "saving.schedule",
+    "SaveReason": "saving.schedule",
     "SaveSchedule": "saving.schedule",
     "CheckpointSettings": "settings",
     "ChangedWhileCopiedError": "errors",
     "Checkpointer": "checkpointer",
     "CorruptCheckpointError": "errors",
-    "Damage": "loading.verify",
+    "CorruptRange": "loading.verify",
     "ExportMatch": "export.load",
     "ExportPlan": "export.plan",
     "ExportedTensors": "export.reader",
-    "FolderInUseError": "errors",
+    "CheckpointLockedError": "errors",
     "FolderNotSharedError": "errors",
-    "FlatPart": "format.shards",
+    "LoadedFlatShard": "format.shards",
     "FlatShard": "format.shards",
     "ForeignStateError": "errors",
-    "Found": "loading.discovery",
+    "CheckpointInfo": "loading.discovery",
     "IncompatibleNames": "export.load",
-    "Loaded": "loading.load",
+    "LoadResult": "loading.load",
     "Manifest": "format.manifest",
     "NoCheckpointError": "errors",
     "OtherRankFailedError": "errors",
-    "Replica": "format.shards",
-    "State": "format.state_tree",
+    "Replicated": "format.shards",
+    "StateTree": "format.state_tree",
     "StateError": "errors",
     "TensorInfo": "export.plan",
     "find_accelerate_state": "interop.accelerate.folder",
@@ -100,30 +100,30 @@ __all__ = [
     "RESUME_EXIT_CODE",
     "AccelerateState",
     "ChangedWhileCopiedError",
+    "CheckpointInfo",
+    "CheckpointLockedError",
     "CheckpointSettings",
     "Checkpointer",
     "CorruptCheckpointError",
-    "Damage",
-    "Due",
+    "CorruptRange",
     "ExportMatch",
     "ExportPlan",
     "ExportedTensors",
-    "FlatPart",
     "FlatShard",
-    "FolderInUseError",
     "FolderNotSharedError",
     "ForeignStateError",
-    "Found",
     "IncompatibleNames",
-    "Loaded",
+    "LoadResult",
+    "LoadedFlatShard",
     "Manifest",
     "NoCheckpointError",
     "OtherRankFailedError",
     "PickleNotAllowedError",
-    "Replica",
+    "Replicated",
+    "SaveReason",
     "SaveSchedule",
-    "State",
     "StateError",
+    "StateTree",
     "TensorInfo",
     "find_accelerate_state",
     "find_checkpoints",

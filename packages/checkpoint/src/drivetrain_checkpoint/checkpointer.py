@@ -10,11 +10,11 @@ from drivetrain_checkpoint.saving.background import Background
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
-from drivetrain_state import Context, side_store
+from drivetrain_state import Context, control_store
 
 if TYPE_CHECKING:
-    from drivetrain_checkpoint.format.state_tree import State
-    from drivetrain_checkpoint.loading.load import Like, Loaded
+    from drivetrain_checkpoint.format.state_tree import StateTree
+    from drivetrain_checkpoint.loading.load import Like, LoadResult
     from drivetrain_checkpoint.planning.save_content import Content
     from drivetrain_checkpoint.saving.coordinator import Saver
     from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap
@@ -73,9 +73,9 @@ class Checkpointer:
         self,
         step: int,
         *,
-        models: Mapping[str, Mapping[str, "State"]],
-        replicated: Mapping[str, "State"],
-        per_rank: Mapping[str, "State"],
+        models: Mapping[str, Mapping[str, "StateTree"]],
+        replicated: Mapping[str, "StateTree"],
+        per_rank: Mapping[str, "StateTree"],
         plan: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         background: bool | None = None,
@@ -170,7 +170,7 @@ class Checkpointer:
         context, keep = self._context, self._keep()
         is_named = changes_in_step if self.settings.staging == "overlap" else None
         staged = stage_save(context, save, self._buffer, is_named and by_tensor(is_named))
-        store = side_store(context, "drivetrain_checkpoint")
+        store = control_store(context, "drivetrain_checkpoint")
 
         def run() -> Place:
             if store is None:
@@ -240,7 +240,7 @@ class Checkpointer:
             if self._saver is not None:
                 self._saver.close()
 
-    def load(self, path: Place | str | None = None, *, like: "Like | None" = None) -> "Loaded":
+    def load(self, path: Place | str | None = None, *, like: "Like | None" = None) -> "LoadResult":
         """Read a checkpoint, verify all bytes read, and return its states without applying them. Called on all ranks.
 
         Each rank reads only the byte ranges it needs. Tensors are loaded whole unless `like` shards them; how they

@@ -25,7 +25,7 @@ class FolderNotSharedError(RuntimeError):
     """The ranks do not see the same folder: it is on a disk local to one host."""
 
 
-class FolderInUseError(RuntimeError):
+class CheckpointLockedError(RuntimeError):
     """Another run writes into the same folder; the message names its process and host."""
 
 

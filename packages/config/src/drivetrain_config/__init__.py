@@ -8,18 +8,18 @@ the same dataclass. Only `drivetrain_config.environ` reads or writes the process
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_config.environ import LaunchedRanks as LaunchedRanks
+    from drivetrain_config.environ import RankEnvironment as RankEnvironment
     from drivetrain_config.errors import ConfigError as ConfigError
     from drivetrain_config.layers import Layers as Layers
     from drivetrain_config.registry import Command as Command
     from drivetrain_config.registry import commands as commands
     from drivetrain_config.registry import section_names as section_names
     from drivetrain_config.registry import sections as sections
-    from drivetrain_config.resolution import Disagreement as Disagreement
     from drivetrain_config.resolution import Resolved as Resolved
+    from drivetrain_config.resolution import SettingConflict as SettingConflict
     from drivetrain_config.resolution import resolve as resolve
     from drivetrain_config.schema import Flag as Flag
-    from drivetrain_config.schema import Question as Question
+    from drivetrain_config.schema import Prompt as Prompt
     from drivetrain_config.schema import flags as flags
     from drivetrain_config.schema import json_schema as json_schema
     from drivetrain_config.schema import markdown_table as markdown_table
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 _ROOMS = {
     "Command": "registry",
     "ConfigError": "errors",
-    "Disagreement": "resolution",
+    "SettingConflict": "resolution",
     "Flag": "schema",
-    "LaunchedRanks": "environ",
+    "RankEnvironment": "environ",
     "Layers": "layers",
-    "Question": "schema",
+    "Prompt": "schema",
     "Resolved": "resolution",
     "Source": "source",
     "commands": "registry",
@@ -48,12 +48,12 @@ _ROOMS = {
 __all__ = [
     "Command",
     "ConfigError",
-    "Disagreement",
     "Flag",
-    "LaunchedRanks",
     "Layers",
-    "Question",
+    "Prompt",
+    "RankEnvironment",
     "Resolved",
+    "SettingConflict",
     "Source",
     "commands",
     "flags",

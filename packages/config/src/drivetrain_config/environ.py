@@ -14,7 +14,7 @@ _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchedRanks:
+class RankEnvironment:
     """The ranks and rendezvous that torchrun, or a launcher like it, passes to a worker.
 
     Attributes:
@@ -64,7 +64,7 @@ class LaunchedRanks:
                 )
 
 
-def launched() -> LaunchedRanks | None:
+def launched() -> RankEnvironment | None:
     """Read torchrun's variables.
 
     MASTER_ADDR and MASTER_PORT alone do not imply a launcher: some clusters set them for every process.
@@ -88,7 +88,7 @@ def launched() -> LaunchedRanks | None:
         )
     rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
     local_world_size = max(1, _integer("LOCAL_WORLD_SIZE", default=1))
-    return LaunchedRanks(
+    return RankEnvironment(
         rank=rank,
         local_rank=_integer("LOCAL_RANK"),
         world_size=world_size,

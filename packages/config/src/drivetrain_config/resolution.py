@@ -20,7 +20,7 @@ Section = TypeVar("Section")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disagreement:
+class SettingConflict:
     """A field for which code and another layer give different values.
 
     Attributes:
@@ -59,7 +59,7 @@ class Resolved(Generic[Section]):
 
     value: Section
     sources: Mapping[str, Source]
-    disagreements: tuple[Disagreement, ...] = ()
+    disagreements: tuple[SettingConflict, ...] = ()
 
 
 def resolve(
@@ -113,7 +113,7 @@ def _ranked(said: list[tuple[Any, Entry]], default: Any) -> list[tuple[Any, Entr
     return said
 
 
-def _disagreement(field: str, ranked: list[tuple[Any, Entry]]) -> Disagreement | None:
+def _disagreement(field: str, ranked: list[tuple[Any, Entry]]) -> SettingConflict | None:
     """Return how code and another layer differ; None if they agree, or if code overrides environment or file."""
     (taken, first), (other, last) = ranked[0], ranked[-1]
     if first.source.kind == "code":
@@ -121,7 +121,7 @@ def _disagreement(field: str, ranked: list[tuple[Any, Entry]]) -> Disagreement |
         other, last = found[0] if found else (taken, first)
     if taken == other or "code" not in (first.source.kind, last.source.kind):
         return None
-    return Disagreement(
+    return SettingConflict(
         field=field,
         taken="***" if first.secret else taken,
         taken_from=first.source,

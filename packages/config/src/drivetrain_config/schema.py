@@ -88,7 +88,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Prompt:
     """A question of a wizard.
 
     Attributes:
@@ -162,10 +162,10 @@ def markdown_table(section_type: type[Any], section: str) -> str:
     return "\n".join(lines)
 
 
-def questions(section_type: type[Any], section: str) -> tuple[Question, ...]:
+def questions(section_type: type[Any], section: str) -> tuple[Prompt, ...]:
     """Return the wizard questions of a section, in the order of its fields."""
     return tuple(
-        Question(
+        Prompt(
             section=section,
             field=spec.name,
             text=f"{spec.help[:1].upper()}{spec.help[1:].rstrip('.')}?",

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_data.active_loaders import ActiveLoaders as ActiveLoaders
+    from drivetrain_data.active_loaders import LoaderTracker as LoaderTracker
     from drivetrain_data.errors import AmbiguousLoaderError as AmbiguousLoaderError
     from drivetrain_data.errors import DataStateError as DataStateError
     from drivetrain_data.errors import DispatchError as DispatchError
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
     from drivetrain_data.errors import ResumedLoaderError as ResumedLoaderError
     from drivetrain_data.errors import TrimError as TrimError
     from drivetrain_data.errors import UnpreparedLoaderError as UnpreparedLoaderError
-    from drivetrain_data.loader import RestOfEpoch as RestOfEpoch
     from drivetrain_data.loader import ShardedLoader as ShardedLoader
+    from drivetrain_data.loader import SkippedBatches as SkippedBatches
     from drivetrain_data.loader import skip_first_batches as skip_first_batches
     from drivetrain_data.loader_seeds import own_seed as own_seed
     from drivetrain_data.loader_seeds import seed_at as seed_at
     from drivetrain_data.randomness.permutation import ORDER_VERSION as ORDER_VERSION
     from drivetrain_data.randomness.permutation import Permutation as Permutation
+    from drivetrain_data.remainder import batch_sizes as batch_sizes
     from drivetrain_data.remainder import check_after_loop as check_after_loop
     from drivetrain_data.remainder import holds_rows as holds_rows
-    from drivetrain_data.remainder import row_counts as row_counts
     from drivetrain_data.remainder import trim as trim
     from drivetrain_data.remainder import trim_objects as trim_objects
     from drivetrain_data.sampling.block_shuffle import IndexFunction as IndexFunction
-    from drivetrain_data.sampling.block_shuffle import InvertibleFunction as InvertibleFunction
+    from drivetrain_data.sampling.block_shuffle import InvertibleIndexFunction as InvertibleIndexFunction
     from drivetrain_data.sampling.partition import Partition as Partition
     from drivetrain_data.sampling.samplers import PermutationSampler as PermutationSampler
     from drivetrain_data.sampling.step_info import BatchPlan as BatchPlan
     from drivetrain_data.settings import DataSettings as DataSettings
-    from drivetrain_data.settings import Even as Even
-    from drivetrain_data.settings import Strategy as Strategy
+    from drivetrain_data.settings import ShardingStrategy as ShardingStrategy
+    from drivetrain_data.settings import UnevenPolicy as UnevenPolicy
     from drivetrain_data.shard import Shard as Shard
     from drivetrain_data.sharded_loader import divides_itself as divides_itself
     from drivetrain_data.sharded_loader import is_loader as is_loader
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _ROOMS = {
-    "ActiveLoaders": "active_loaders",
+    "LoaderTracker": "active_loaders",
     "AmbiguousLoaderError": "errors",
     "BatchPlan": "sampling.step_info",
     "DataSettings": "settings",
     "DataStateError": "errors",
     "DispatchError": "errors",
-    "Even": "settings",
+    "UnevenPolicy": "settings",
     "IndexFunction": "sampling.block_shuffle",
     "IndexRangeError": "errors",
-    "InvertibleFunction": "sampling.block_shuffle",
+    "InvertibleIndexFunction": "sampling.block_shuffle",
     "ORDER_VERSION": "randomness.permutation",
     "Partition": "sampling.partition",
     "Permutation": "randomness.permutation",
     "PermutationSampler": "sampling.samplers",
-    "RestOfEpoch": "loader",
+    "SkippedBatches": "loader",
     "ResumedLoaderError": "errors",
     "Shard": "shard",
     "ShardedLoader": "loader",
-    "Strategy": "settings",
+    "ShardingStrategy": "settings",
     "TrimError": "errors",
     "UnpreparedLoaderError": "errors",
     "check_after_loop": "remainder",
@@ -64,7 +64,7 @@ _ROOMS = {
     "holds_rows": "remainder",
     "is_loader": "sharded_loader",
     "own_seed": "loader_seeds",
-    "row_counts": "remainder",
+    "batch_sizes": "remainder",
     "seed_at": "loader_seeds",
     "shard_loader": "sharded_loader",
     "skip_first_batches": "loader",
@@ -73,32 +73,32 @@ _ROOMS = {
 }
 __all__ = [
     "ORDER_VERSION",
-    "ActiveLoaders",
     "AmbiguousLoaderError",
     "BatchPlan",
     "DataSettings",
     "DataStateError",
     "DispatchError",
-    "Even",
     "IndexFunction",
     "IndexRangeError",
-    "InvertibleFunction",
+    "InvertibleIndexFunction",
+    "LoaderTracker",
     "Partition",
     "Permutation",
     "PermutationSampler",
-    "RestOfEpoch",
     "ResumedLoaderError",
     "Shard",
     "ShardedLoader",
-    "Strategy",
+    "ShardingStrategy",
+    "SkippedBatches",
     "TrimError",
+    "UnevenPolicy",
     "UnpreparedLoaderError",
+    "batch_sizes",
     "check_after_loop",
     "divides_itself",
     "holds_rows",
     "is_loader",
     "own_seed",
-    "row_counts",
     "seed_at",
     "shard_loader",
     "skip_first_batches",

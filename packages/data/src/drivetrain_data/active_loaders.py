@@ -22,7 +22,7 @@ class Planned(Protocol):
         ...
 
 
-class ActiveLoaders:
+class LoaderTracker:
     """A stack of the loaders being read, with the loader that yielded last on top.
 
     An evaluation loop inside a training loop pushes its loader and pops it at its end. Two loaders read in turns swap

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from drivetrain_data.active_loaders import ActiveLoaders
+from drivetrain_data.active_loaders import LoaderTracker
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.sampling.step_info import BatchPlan
@@ -47,7 +47,7 @@ class ShardedLoader(Generic[Batch]):
         shard: Shard,
         batch_size: int | None,
         copies: DeviceCopies | None,
-        activity: ActiveLoaders | None,
+        activity: LoaderTracker | None,
         on_batch: Callable[[], None] | None,
         seed_source: str = "",
     ) -> None:
@@ -246,7 +246,7 @@ class ShardedLoader(Generic[Batch]):
                 self._end_loop()
 
 
-class RestOfEpoch(Generic[Batch]):
+class SkippedBatches(Generic[Batch]):
     """A view of a sharded loader whose loops skip their first batches; other attributes are those of the loader.
 
     Args:
@@ -277,7 +277,7 @@ class RestOfEpoch(Generic[Batch]):
         return getattr(self.loader, name)
 
 
-def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> RestOfEpoch[Batch]:
+def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> SkippedBatches[Batch]:
     """Skip the first batches of a sharded loader's epochs, without reading them where the order can be computed.
 
     Args:
@@ -291,16 +291,16 @@ def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> RestOfE
     """
     if type(num_batches) is not int or num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r}: must be an integer, 0 or more batches")
-    if isinstance(loader, RestOfEpoch):
+    if isinstance(loader, SkippedBatches):
         loader.loader.check_skippable(num_batches)
-        return RestOfEpoch(loader.loader, loader.num_batches + num_batches)
+        return SkippedBatches(loader.loader, loader.num_batches + num_batches)
     if not isinstance(loader, ShardedLoader):
         raise TypeError(
             f"skip_first_batches takes what prepare or shard_loader returned, not {type(loader).__name__}; prepare "
             "or shard it first"
         )
     loader.check_skippable(num_batches)
-    return RestOfEpoch(loader, num_batches)
+    return SkippedBatches(loader, num_batches)
 
 
 def _fingerprint(dataset: Any) -> str | None:

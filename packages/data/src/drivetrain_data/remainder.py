@@ -11,7 +11,7 @@ from drivetrain_data.errors import TrimError
 from drivetrain_data.sampling.step_info import BatchPlan
 
 
-def row_counts(data: Nested) -> Nested:
+def batch_sizes(data: Nested) -> Nested:
     """Replace each nested tensor by its number of rows, of shape (1,). Gather the result for the `rows` of `trim`."""
 
     def count(leaf: Any) -> Any:
@@ -36,7 +36,7 @@ def trim(
         gathered: The nested tensors. A tensor of shape (num_shards,) with one number per rank loses the numbers of
             ranks without a real sample. Other leaves are kept.
         rows: The number of rows of each tensor on each rank, if the caller knows it: the same structure, gathered
-            from `row_counts`. By default one row per sample held, or equally many rows on every rank.
+            from `batch_sizes`. By default one row per sample held, or equally many rows on every rank.
         readers: The rank whose rows to keep for each shard, where several ranks read one shard, as in tensor
             parallelism; requires `rows`. By default every rank reads a shard of its own.
 
@@ -48,7 +48,7 @@ def trim(
         ValueError: `readers` is given without `rows`.
     """
     if readers is not None and rows is None:
-        raise ValueError("readers= requires rows=; gather row_counts() for it")
+        raise ValueError("readers= requires rows=; gather batch_sizes() for it")
     if readers is None and _is_whole(plan):
         return gathered
 

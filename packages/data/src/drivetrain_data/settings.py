@@ -3,21 +3,21 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Even = Literal["uneven", "pad", "drop"]
-Strategy = Literal["interleaved", "block", "node"]
+UnevenPolicy = Literal["uneven", "pad", "drop"]
+ShardingStrategy = Literal["interleaved", "block", "node"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
     """The `data` section: how loaders are sharded over ranks."""
 
-    even: Even = field(
+    even: UnevenPolicy = field(
         default="uneven",
         metadata={
             "help": "An epoch's tail: spread it unevenly without repeating a sample, pad it with repeats, or drop it."
         },
     )
-    strategy: Strategy = field(
+    strategy: ShardingStrategy = field(
         default="interleaved",
         metadata={
             "help": "Ranks take turns over the whole order, or keep to a block of the data for each rank or node."
@@ -59,12 +59,12 @@ class DataSettings:
         Raises:
             ValueError: A value is outside its range; the message begins with the field's name.
         """
-        if self.even not in get_args(Even):
-            raise ValueError(f"even={self.even!r}: must be one of {', '.join(get_args(Even))}")
-        if self.strategy not in get_args(Strategy):
+        if self.even not in get_args(UnevenPolicy):
+            raise ValueError(f"even={self.even!r}: must be one of {', '.join(get_args(UnevenPolicy))}")
+        if self.strategy not in get_args(ShardingStrategy):
             raise ValueError(
-                f"strategy={self.strategy!r}: must be one of {', '.join(get_args(Strategy))}; a function of your own "
-                "goes to shard_loader(strategy=...)"
+                f"strategy={self.strategy!r}: must be one of {', '.join(get_args(ShardingStrategy))}; a "
+                "function of your own goes to shard_loader(strategy=...)"
             )
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r}: must be an integer between 0 and 2**63 - 1")

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain_data.active_loaders import ActiveLoaders
+from drivetrain_data.active_loaders import LoaderTracker
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.loader import ShardedLoader
 from drivetrain_data.sampling.block_shuffle import IndexFunction
 from drivetrain_data.sampling.torch_samplers import check_undivided
-from drivetrain_data.settings import DataSettings, Even, Strategy
+from drivetrain_data.settings import DataSettings, ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.base import Source
 from drivetrain_data.sources.build import ReadPlan, is_stock, source_of
@@ -25,8 +25,8 @@ def shard_loader(
     shard: Shard,
     *,
     device: torch.device | str | None = None,
-    even: Even = "uneven",
-    strategy: Strategy | IndexFunction = "interleaved",
+    even: UnevenPolicy = "uneven",
+    strategy: ShardingStrategy | IndexFunction = "interleaved",
     num_nodes: int | None = None,
     split_batches: bool = False,
     dispatch: bool | None = None,
@@ -36,7 +36,7 @@ def shard_loader(
     non_blocking: bool = True,
     copy_ahead: int = 1,
     read_ahead: bool = False,
-    activity: ActiveLoaders | None = None,
+    activity: LoaderTracker | None = None,
     on_batch: Callable[[], None] | None = None,
 ) -> ShardedLoader[Any]:
     """Return the loader of one shard of a loader's data. Called on all ranks that share the data.
@@ -94,11 +94,11 @@ def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: in
     return DeviceCopies(place, non_blocking=non_blocking, num_ahead=num_ahead)
 
 
-def _num_blocks(strategy: Strategy | IndexFunction, shard: Shard, num_nodes: int | None) -> int:
+def _num_blocks(strategy: ShardingStrategy | IndexFunction, shard: Shard, num_nodes: int | None) -> int:
     """Return the number of blocks into which a strategy divides the data."""
-    if not callable(strategy) and strategy not in get_args(Strategy):
+    if not callable(strategy) and strategy not in get_args(ShardingStrategy):
         raise ValueError(
-            f"strategy={strategy!r}: must be one of {', '.join(get_args(Strategy))}, or a function of "
+            f"strategy={strategy!r}: must be one of {', '.join(get_args(ShardingStrategy))}, or a function of "
             "(position, shard) that returns an index"
         )
     if num_nodes is None:
@@ -140,7 +140,7 @@ def _handed_out(
     return DispatchSource(source, group=group, shard=plan.shard, device=place, read_ahead=read_ahead)
 
 
-def _check(loader: Any, shard: Shard, even: Even, seed: int, copy_ahead: int) -> None:
+def _check(loader: Any, shard: Shard, even: UnevenPolicy, seed: int, copy_ahead: int) -> None:
     if type(shard) is not Shard:
         raise TypeError(f"shard={shard!r}: must be a Shard, as Shard(rank, world_size)")
     if seed is None:  # pyright: ignore[reportUnnecessaryComparison] a user may give any

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.offload.optimizer_offload import disk_offload_optimizer as disk_offload_optimizer
     from drivetrain_dispatch.offload.residency import OffloadStats as OffloadStats
     from drivetrain_dispatch.offload.trace import OffloadTrace as OffloadTrace
-    from drivetrain_dispatch.planning.block_groups import Cost as Cost
+    from drivetrain_dispatch.planning.block_groups import BlockCost as BlockCost
     from drivetrain_dispatch.planning.device_map import DeviceMap as DeviceMap
     from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map as infer_auto_device_map
     from drivetrain_dispatch.planning.memory_budget import get_max_memory as get_max_memory
-    from drivetrain_dispatch.planning.pipeline_model import Rates as Rates
+    from drivetrain_dispatch.planning.pipeline_model import Bandwidths as Bandwidths
     from drivetrain_dispatch.pretrained import load_pretrained as load_pretrained
     from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit as BitsAndBytes4Bit
     from drivetrain_dispatch.quantization.libraries import BitsAndBytes8Bit as BitsAndBytes8Bit
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "BitsAndBytes4Bit": "quantization.libraries",
     "BitsAndBytes8Bit": "quantization.libraries",
-    "Cost": "planning.block_groups",
+    "BlockCost": "planning.block_groups",
     "CostError": "errors",
     "DeviceMap": "planning.device_map",
     "DeviceMapError": "errors",
@@ -73,7 +73,7 @@ _ROOMS = {
     "OffloadedError": "errors",
     "OptimizerOffload": "offload.optimizer_offload",
     "Quantization": "quantization.protocol",
-    "Rates": "planning.pipeline_model",
+    "Bandwidths": "planning.pipeline_model",
     "StoredFP8": "quantization.protocol",
     "TiedParametersError": "errors",
     "TorchAO": "quantization.libraries",
@@ -101,9 +101,10 @@ _ROOMS = {
     "trace_offload": "offload.dispatch",
 }
 __all__ = [
+    "Bandwidths",
     "BitsAndBytes4Bit",
     "BitsAndBytes8Bit",
-    "Cost",
+    "BlockCost",
     "CostError",
     "DeviceMap",
     "DeviceMapError",
@@ -115,7 +116,6 @@ __all__ = [
     "OffloadedError",
     "OptimizerOffload",
     "Quantization",
-    "Rates",
     "StoredFP8",
     "TiedParametersError",
     "TorchAO",

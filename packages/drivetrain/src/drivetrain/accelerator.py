@@ -28,7 +28,7 @@ from drivetrain.results import Results
 from drivetrain.saving import Saving
 from drivetrain.schedule_length import Schedules, tell_unsharded_lengths
 from drivetrain.settings import RunSettings
-from drivetrain_backends import AccumulationError, Backend, BackendRegistry, whole_model
+from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_memory import free_memory
@@ -204,7 +204,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
             model: A prepared model.
             everywhere: Whether all ranks get the state; otherwise all but the main process get an empty dict.
         """
-        return whole_model(self._prepared.of(model), self.context, everywhere=everywhere)
+        return full_model(self._prepared.of(model), self.context, everywhere=everywhere)
 
     def building(self) -> AbstractContextManager[None]:
         """Run the block so that models are constructed as the backend requires, directly on its device."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain.prepare import PreparedModels
 from drivetrain_backends import AccumulationWindow
-from drivetrain_data import ActiveLoaders, BatchPlan
+from drivetrain_data import BatchPlan, LoaderTracker
 
 
 class MicroBatch:
@@ -30,7 +30,7 @@ class MicroBatch:
 
     __slots__ = ("_ended", "_held", "_loaders", "_prepared", "_window", "is_open", "last", "models")
 
-    def __init__(self, window: AccumulationWindow, loaders: ActiveLoaders, prepared: PreparedModels) -> None:
+    def __init__(self, window: AccumulationWindow, loaders: LoaderTracker, prepared: PreparedModels) -> None:
         self.models: Sequence[nn.Module] = ()
         self.last: bool | None = None
         self.is_open = False

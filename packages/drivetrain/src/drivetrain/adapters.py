@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain_backends import Prepared, uncompiled, whole
+from drivetrain_backends import Prepared, full_tensor, unwrap_compiled
 from drivetrain_checkpoint import ExportPlan, TensorInfo, write_tensor_file
 from drivetrain_checkpoint.coordination.collective_errors import on_each_rank
 from drivetrain_state import Context
@@ -39,7 +39,7 @@ def save_adapters(
     Returns:
         The plan of which file holds which tensor.
     """
-    module = uncompiled(prepared.unwrap())
+    module = unwrap_compiled(prepared.unwrap())
     state = prepared.state_dict()["model"]
     found = {name: _adapter_state(module, name, state) for name in _configs(module)}
     is_main = context.topology.is_main
@@ -69,7 +69,7 @@ def save_adapters(
 
 def _gathered(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """Gather whole tensors by name. Called on all ranks, in the same order."""
-    return [(name, whole(value)) for name, value in values.items()]
+    return [(name, full_tensor(value)) for name, value in values.items()]
 
 
 def _configs(module: nn.Module) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch.utils.data import DataLoader
 
-from drivetrain_data import RestOfEpoch, ShardedLoader, divides_itself
+from drivetrain_data import ShardedLoader, SkippedBatches, divides_itself
 
 _NUM_CALLERS = 10  # loops further out are not searched
 _PASS_THROUGH = ("enumerate", "iter", "islice", "zip", "tqdm", "track")
@@ -130,7 +130,7 @@ def _loaders_of(head: ast.expr, frame: FrameType) -> Iterator[Any]:
             yield made
         return
     value = _value(head, frame)
-    if isinstance(value, (DataLoader, ShardedLoader, RestOfEpoch)):
+    if isinstance(value, (DataLoader, ShardedLoader, SkippedBatches)):
         yield value
 
 
@@ -150,7 +150,7 @@ def _value(node: ast.expr, frame: FrameType) -> Any:
 
 
 def _is_read_whole(loader: Any) -> bool:
-    if isinstance(loader, (ShardedLoader, RestOfEpoch)):
+    if isinstance(loader, (ShardedLoader, SkippedBatches)):
         return False
     return isinstance(loader, type) or not divides_itself(loader)
 

@@ -15,7 +15,7 @@ from drivetrain_checkpoint import Checkpointer, CheckpointSettings
 from drivetrain_checkpoint.storage.base import Place, locate
 from drivetrain_config import ConfigError, Layers, Resolved, resolve, section_names
 from drivetrain_config import sections as installed_sections
-from drivetrain_data import ActiveLoaders, DataSettings, Shard
+from drivetrain_data import DataSettings, LoaderTracker, Shard
 from drivetrain_precision import Policy, PrecisionSettings, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
 from drivetrain_tracking import Tracker, TrackerGroup, TrackingSettings
@@ -56,7 +56,7 @@ class Parts:
     readers: tuple[int, ...]
     policy: Policy
     backend: Backend
-    loaders: ActiveLoaders
+    loaders: LoaderTracker
     trackers: TrackerGroup
     facts: dict[str, str] = field(default_factory=dict[str, str])
     checkpointers: dict[Place, Checkpointer] = field(default_factory=dict[Place, Checkpointer])
@@ -191,7 +191,7 @@ def _build(
         readers=_readers(context, parallelism),
         policy=policy,
         backend=backend,
-        loaders=ActiveLoaders(),
+        loaders=LoaderTracker(),
         trackers=make_trackers(
             settings, trackers, is_main=context.topology.is_main, section=resolved["tracking"].value
         ),

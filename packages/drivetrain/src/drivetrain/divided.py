@@ -5,8 +5,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from drivetrain_backends import Prepared, plain_name
-from drivetrain_checkpoint import Replica
+from drivetrain_backends import Prepared, strip_wrapper_prefix
+from drivetrain_checkpoint import Replicated
 
 
 def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any]:
@@ -15,9 +15,11 @@ def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any
     Parameters and their optimizer states are replicated: every rank steps on the same gradients. Buffers, such as a
     batch norm's statistics, and other optimizer state may differ; rank 0's are written.
     """
-    same = {plain_name(name) for name, _ in prepared.unwrap().named_parameters(remove_duplicate=False)}
+    same = {
+        strip_wrapper_prefix(name) for name, _ in prepared.unwrap().named_parameters(remove_duplicate=False)
+    }
     model = {
-        name: Replica(value) if type(value) is Tensor and name in same else value
+        name: Replicated(value) if type(value) is Tensor and name in same else value
         for name, value in cast("Mapping[str, Any]", state["model"]).items()
     }
     return {**state, "model": model, "optimizers": [_of_parameters(one) for one in state["optimizers"]]}
@@ -33,7 +35,7 @@ def _of_parameters(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _replicated(value: Any) -> Any:
     if type(value) is Tensor:
-        return Replica(value)
+        return Replicated(value)
     if isinstance(value, Mapping):
         return {key: _replicated(one) for key, one in cast("Mapping[Any, Any]", value).items()}
     return value

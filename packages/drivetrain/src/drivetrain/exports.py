@@ -11,12 +11,12 @@ from drivetrain.adapters import has_adapters, save_adapters
 from drivetrain.prepare import PreparedModels
 from drivetrain_backends import (
     Prepared,
-    load_whole,
-    plain_name,
+    full_tensor,
+    iter_full_tensors,
+    load_full_state_dict,
+    strip_wrapper_prefix,
     tied_weights,
-    uncompiled,
-    whole,
-    whole_tensors,
+    unwrap_compiled,
 )
 from drivetrain_checkpoint import (
     ExportedTensors,
@@ -69,7 +69,7 @@ class Exports:
             RuntimeError: Another rank failed; the message holds its error. An earlier export is unchanged.
         """
         prepared = self._prepared.of(model)
-        if has_adapters(inner := uncompiled(prepared.unwrap())):
+        if has_adapters(inner := unwrap_compiled(prepared.unwrap())):
             if not trained_only:
                 raise ValueError(
                     f"save_model({type(inner).__name__}): it holds adapters of PEFT beside its base model, under "
@@ -140,7 +140,7 @@ def save(
     plan = cast("ExportPlan", on_all_ranks(context, plan_on_main, doing=doing)[0])
 
     def write_on_main() -> None:
-        gathered = whole_tensors(prepared, context)
+        gathered = iter_full_tensors(prepared, context)
         try:
             if is_main:
                 known = plan.tensors.keys() | plan.ties.keys()
@@ -164,11 +164,13 @@ def trained_names(prepared: Prepared) -> list[str]:
     """
     module = prepared.unwrap()
     names = [
-        plain_name(name) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
+        strip_wrapper_prefix(name)
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if p.requires_grad
     ]
     if not names:
         raise ValueError(
-            f"trained_only=True: no parameter of {type(uncompiled(module)).__name__} requires a gradient; "
+            f"trained_only=True: no parameter of {type(unwrap_compiled(module)).__name__} requires a gradient; "
             "leave it out"
         )
     return names
@@ -205,8 +207,8 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
     )
     context.watch.mark("load")
     if is_live:
-        kept = {name: whole(state[name]).detach().cpu() for name in incompatible.missing_keys}
-        load_whole(prepared, _joined(kept, found.get("here", {})), context)
+        kept = {name: full_tensor(state[name]).detach().cpu() for name in incompatible.missing_keys}
+        load_full_state_dict(prepared, _joined(kept, found.get("here", {})), context)
     else:
         kept = {name: value for name, value in state.items() if name not in found["here"]}
         prepared.load_state_dict({**prepared.state_dict(), "model": _joined(kept, found["here"])})

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from drivetrain_backends import Prepared, plain_name, tied_weights
+from drivetrain_backends import Prepared, strip_wrapper_prefix, tied_weights
 from drivetrain_backends.state_dict.optimizer_state import name_state
 from drivetrain_checkpoint import ExportedTensors
 
@@ -33,7 +33,7 @@ def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], prepared: Prep
     """
     kind = type(prepared.unwrap()).__name__
     ties = tied_weights(prepared)
-    there = {plain_name(name): name for name in saved}
+    there = {strip_wrapper_prefix(name): name for name in saved}
     first: dict[str, str] = {}
     for name in own:
         if name in there:
@@ -132,11 +132,11 @@ def _names(saved: Sequence[Any], own: Sequence[str], where: str) -> dict[Any, st
         )
     if not all(isinstance(key, str) for key in saved):
         return dict(zip(saved, own, strict=True))
-    if odd := sorted({plain_name(key) for key in saved} ^ set(own)):
+    if odd := sorted({strip_wrapper_prefix(key) for key in saved} ^ set(own)):
         raise ValueError(
             f"{where} differs from the checkpoint's by {odd[:5]}: build it over the same parameters"
         )
-    return {key: plain_name(key) for key in saved}
+    return {key: strip_wrapper_prefix(key) for key in saved}
 
 
 def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from drivetrain.call_site import CallSites
 from drivetrain_data import (
-    ActiveLoaders,
     AmbiguousLoaderError,
     BatchPlan,
+    LoaderTracker,
     ShardedLoader,
     UnpreparedLoaderError,
     check_after_loop,
@@ -46,7 +46,7 @@ def weigh(
     return (loss, count) if count is not None else (loss * batch.weight(shard), None)
 
 
-def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
+def gather(context: Context, data: Any, reading: LoaderTracker) -> Any:
     """Gather over ranks; in an epoch's tail, where sizes may differ, exchange the sizes too."""
     try:
         plan = reading.plan() or reading.left
@@ -60,7 +60,7 @@ def gather(context: Context, data: Any, reading: ActiveLoaders) -> Any:
 def gather_for_metrics(
     context: Context,
     data: Any,
-    reading: ActiveLoaders,
+    reading: LoaderTracker,
     *,
     readers: Sequence[int],
     as_objects: bool,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from drivetrain_backends import Chosen
+from drivetrain_backends import AutoValue
 from drivetrain_config import Resolved
 
 
@@ -102,7 +102,7 @@ def make_plan(
 
     Args:
         resolved: The resolved sections by name.
-        applied: The values read back from live objects, by section and field; `Chosen` where the backend made the
+        applied: The values read back from live objects, by section and field; `AutoValue` where the backend made the
             choice. Other values count as applied as requested.
         reasons: The reasons why an applied value may differ, by setting ("section.field").
         facts: Short facts other than settings.
@@ -140,7 +140,7 @@ def _rows(
         asked = getattr(value.value, each.name)
         source = value.sources[each.name]
         in_force, reason = applied.get(each.name, asked), reasons.get(setting, "")
-        if isinstance(in_force, Chosen):
+        if isinstance(in_force, AutoValue):
             in_force, reason = in_force.value, in_force.reason
         yield PlanRow(
             setting=setting,

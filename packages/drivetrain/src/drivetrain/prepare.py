@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain_backends import Backend, Prepared, PreparedOptimizer, PreparedScheduler, Scheduler, uncompiled
+from drivetrain_backends import (
+    Backend,
+    Prepared,
+    PreparedOptimizer,
+    PreparedScheduler,
+    Scheduler,
+    unwrap_compiled,
+)
 from drivetrain_data import ShardedLoader, is_loader
 
 
@@ -158,7 +165,7 @@ class PreparedModels:
                 f"{model!r} is no model: give what prepare() returned for one, or several in a tuple"
             )
         for one in self.all:
-            if any(given in (one.model, one.unwrap()) for given in (model, uncompiled(model))):
+            if any(given in (one.model, one.unwrap()) for given in (model, unwrap_compiled(model))):
                 return one
         raise ValueError(
             f"{type(model).__name__} was not prepared by this Accelerator; pass it to prepare() first, and then "
@@ -169,9 +176,9 @@ class PreparedModels:
         """Return the user's module; without autocast, a shallow copy of its own class on the same parameters."""
         inner = model
         while True:
-            given = (inner, uncompiled(inner))  # the user may have compiled it after prepare()
+            given = (inner, unwrap_compiled(inner))  # the user may have compiled it after prepare()
             found = next((one.unwrap() for one in self.all if one.model in given), inner)
-            inside = uncompiled(found)
+            inside = unwrap_compiled(found)
             wraps = isinstance(inside, (nn.DataParallel, nn.parallel.DistributedDataParallel))
             inner = inside.module if wraps else found
             if inner is found:

@@ -8,7 +8,7 @@ import torch
 
 from drivetrain import metrics
 from drivetrain.call_site import CallSites
-from drivetrain_data import ActiveLoaders, ShardedLoader
+from drivetrain_data import LoaderTracker, ShardedLoader
 from drivetrain_state import Context
 from drivetrain_state.collectives import control
 from drivetrain_state.collectives import operations as collectives
@@ -26,7 +26,7 @@ class Ranks:
         context: The ranks, device and process group.
     """
 
-    def __init__(self, context: Context, reading: ActiveLoaders, readers: Sequence[int]) -> None:
+    def __init__(self, context: Context, reading: LoaderTracker, readers: Sequence[int]) -> None:
         self.context = context
         self._reading = reading
         self._readers = readers

@@ -13,7 +13,7 @@ from drivetrain_backends import (
     PreparedOptimizer,
     PreparedScheduler,
     ReplicatesWeights,
-    plain_name,
+    strip_wrapper_prefix,
 )
 from drivetrain_checkpoint import Checkpointer
 from drivetrain_checkpoint.storage.base import Place
@@ -21,7 +21,7 @@ from drivetrain_data import ShardedLoader
 from drivetrain_state import Context, load_rng_state, reseed, rng_state
 
 if TYPE_CHECKING:
-    from drivetrain_checkpoint import Loaded
+    from drivetrain_checkpoint import LoadResult
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def _changes_in_step(run: RunState) -> Callable[[str], bool]:
     that is a tensor.
     """
     parameters = {
-        f"models/{name}/{plain_name(parameter)}"
+        f"models/{name}/{strip_wrapper_prefix(parameter)}"
         for name, one in _named(run.prepared).items()
         for parameter, _ in one.unwrap().named_parameters(remove_duplicate=False)
     }
@@ -173,7 +173,7 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
 def frozen_names(prepared: Prepared) -> frozenset[str]:
     """Return the names of the frozen parameters."""
     named = prepared.unwrap().named_parameters(remove_duplicate=False)
-    return frozenset(plain_name(name) for name, parameter in named if not parameter.requires_grad)
+    return frozenset(strip_wrapper_prefix(name) for name, parameter in named if not parameter.requires_grad)
 
 
 def _filled(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -194,7 +194,7 @@ def _filled(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, A
     return {**saved_model, **{name: own[name] for name in missing}}
 
 
-def _restore_generators(run: RunState, loaded: "Loaded") -> str:
+def _restore_generators(run: RunState, loaded: "LoadResult") -> str:
     topology = run.context.topology
     if loaded.per_rank is not None:
         load_rng_state(loaded.per_rank["rng"])

@@ -30,13 +30,13 @@ def run(arguments: CheckArguments) -> int:
     Returns:
         The exit code, 0 if every check passed.
     """
-    from drivetrain_launcher import LaunchSettings, Target, look_at_host, plan_launch, run_plan
+    from drivetrain_launcher import LaunchSettings, LaunchTarget, detect_host, plan_launch, run_plan
 
     wants_cpu = resolve(RunSettings, section="run", layers=arguments.layers).value.cpu
     plan = plan_launch(
         LaunchSettings(num_processes=arguments.num_processes),
-        Target(name="drivetrain.self_check", kind="module"),
-        look_at_host("cpu" if wants_cpu else "auto"),
+        LaunchTarget(name="drivetrain.self_check", kind="module"),
+        detect_host("cpu" if wants_cpu else "auto"),
         handed_down=arguments.layers.to_json(),
     )
     return run_plan(plan)

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from drivetrain_launcher.errors import RankFailedError as RankFailedError
     from drivetrain_launcher.plan.build import plan_launch as plan_launch
     from drivetrain_launcher.plan.host import Host as Host
-    from drivetrain_launcher.plan.host import look_at_host as look_at_host
+    from drivetrain_launcher.plan.host import detect_host as detect_host
     from drivetrain_launcher.plan.plan import LaunchPlan as LaunchPlan
+    from drivetrain_launcher.plan.plan import LaunchTarget as LaunchTarget
     from drivetrain_launcher.plan.plan import RankPlan as RankPlan
-    from drivetrain_launcher.plan.plan import Target as Target
     from drivetrain_launcher.run.notebook import debug_launcher as debug_launcher
     from drivetrain_launcher.run.notebook import notebook_launcher as notebook_launcher
     from drivetrain_launcher.run.run import run_plan as run_plan
@@ -28,9 +28,9 @@ _ROOMS = {
     "LaunchSettings": "settings",
     "RankFailedError": "errors",
     "RankPlan": "plan.plan",
-    "Target": "plan.plan",
+    "LaunchTarget": "plan.plan",
     "debug_launcher": "run.notebook",
-    "look_at_host": "plan.host",
+    "detect_host": "plan.host",
     "notebook_launcher": "run.notebook",
     "plan_launch": "plan.build",
     "run_plan": "run.run",
@@ -40,11 +40,11 @@ __all__ = [
     "LaunchError",
     "LaunchPlan",
     "LaunchSettings",
+    "LaunchTarget",
     "RankFailedError",
     "RankPlan",
-    "Target",
     "debug_launcher",
-    "look_at_host",
+    "detect_host",
     "notebook_launcher",
     "plan_launch",
     "run_plan",

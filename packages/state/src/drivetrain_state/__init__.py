@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from drivetrain_state.collectives.control import on_local_main_process as on_local_main_process
     from drivetrain_state.collectives.control import on_main_process as on_main_process
     from drivetrain_state.collectives.control import on_process as on_process
-    from drivetrain_state.collectives.control import part_of as part_of
     from drivetrain_state.collectives.control import print_on_main as print_on_main
     from drivetrain_state.collectives.control import split_between_processes as split_between_processes
+    from drivetrain_state.collectives.control import split_for_process as split_for_process
     from drivetrain_state.collectives.logs import RankLogger as RankLogger
     from drivetrain_state.collectives.logs import get_logger as get_logger
     from drivetrain_state.collectives.operations import ReduceOp as ReduceOp
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from drivetrain_state.connection import connect as connect
     from drivetrain_state.connection import group_backend as group_backend
     from drivetrain_state.context import Context as Context
-    from drivetrain_state.detect import DeviceAbility as DeviceAbility
+    from drivetrain_state.detect import DeviceCapability as DeviceCapability
     from drivetrain_state.detect import DeviceGroup as DeviceGroup
-    from drivetrain_state.detect import abilities as abilities
     from drivetrain_state.detect import best_device_kind as best_device_kind
-    from drivetrain_state.detect import describe as describe
+    from drivetrain_state.detect import capabilities as capabilities
+    from drivetrain_state.detect import describe_environment as describe_environment
     from drivetrain_state.detect import detect_devices as detect_devices
     from drivetrain_state.detect import device_count as device_count
     from drivetrain_state.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from drivetrain_state.errors import DeviceError as DeviceError
     from drivetrain_state.errors import GroupMismatchError as GroupMismatchError
     from drivetrain_state.errors import LeafError as LeafError
-    from drivetrain_state.hang.progress_record import Watch as Watch
+    from drivetrain_state.hang.progress_record import ProgressRecord as ProgressRecord
     from drivetrain_state.hang.watchdog import Watchdog as Watchdog
     from drivetrain_state.hang.watchdog import start_watchdog as start_watchdog
     from drivetrain_state.mesh import MeshPlan as MeshPlan
     from drivetrain_state.mesh import ParallelDims as ParallelDims
     from drivetrain_state.mesh import build_mesh as build_mesh
-    from drivetrain_state.rendezvous import side_store as side_store
+    from drivetrain_state.rendezvous import control_store as control_store
     from drivetrain_state.settings import DeviceChoice as DeviceChoice
     from drivetrain_state.settings import StateSettings as StateSettings
     from drivetrain_state.topology import Topology as Topology
@@ -62,7 +62,7 @@ _ROOMS = {
     "CollectiveMismatchError": "errors",
     "ConnectError": "errors",
     "Context": "context",
-    "DeviceAbility": "detect",
+    "DeviceCapability": "detect",
     "DeviceChoice": "settings",
     "DeviceError": "errors",
     "DeviceGroup": "detect",
@@ -74,9 +74,9 @@ _ROOMS = {
     "ReduceOp": "collectives.operations",
     "StateSettings": "settings",
     "Topology": "topology",
-    "Watch": "hang.progress_record",
+    "ProgressRecord": "hang.progress_record",
     "Watchdog": "hang.watchdog",
-    "abilities": "detect",
+    "capabilities": "detect",
     "barrier": "collectives.operations",
     "best_device_kind": "detect",
     "broadcast": "collectives.operations",
@@ -84,7 +84,7 @@ _ROOMS = {
     "build_mesh": "mesh",
     "connect": "connection",
     "derive_seed": "collectives.seed",
-    "describe": "detect",
+    "describe_environment": "detect",
     "detect_devices": "detect",
     "deterministic_algorithms": "collectives.seed",
     "device_count": "detect",
@@ -100,14 +100,14 @@ _ROOMS = {
     "on_main_process": "collectives.control",
     "on_process": "collectives.control",
     "pad_across_processes": "collectives.operations",
-    "part_of": "collectives.control",
+    "split_for_process": "collectives.control",
     "print_on_main": "collectives.control",
     "reduce": "collectives.operations",
     "reseed": "collectives.seed",
     "rng_state": "collectives.seed",
     "scatter": "collectives.scatter",
     "set_seed": "collectives.seed",
-    "side_store": "rendezvous",
+    "control_store": "rendezvous",
     "split_between_processes": "collectives.control",
     "start_watchdog": "hang.watchdog",
     "synchronize_rng_states": "collectives.seed",
@@ -117,7 +117,7 @@ __all__ = [
     "CollectiveMismatchError",
     "ConnectError",
     "Context",
-    "DeviceAbility",
+    "DeviceCapability",
     "DeviceChoice",
     "DeviceError",
     "DeviceGroup",
@@ -125,21 +125,22 @@ __all__ = [
     "LeafError",
     "MeshPlan",
     "ParallelDims",
+    "ProgressRecord",
     "RankLogger",
     "ReduceOp",
     "StateSettings",
     "Topology",
-    "Watch",
     "Watchdog",
-    "abilities",
     "barrier",
     "best_device_kind",
     "broadcast",
     "broadcast_object",
     "build_mesh",
+    "capabilities",
     "connect",
+    "control_store",
     "derive_seed",
-    "describe",
+    "describe_environment",
     "detect_devices",
     "deterministic_algorithms",
     "device_count",
@@ -155,15 +156,14 @@ __all__ = [
     "on_main_process",
     "on_process",
     "pad_across_processes",
-    "part_of",
     "print_on_main",
     "reduce",
     "reseed",
     "rng_state",
     "scatter",
     "set_seed",
-    "side_store",
     "split_between_processes",
+    "split_for_process",
     "start_watchdog",
     "synchronize_rng_states",
     "topology_from_hosts",

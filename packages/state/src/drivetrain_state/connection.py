@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from drivetrain_config import environ, resolve
-from drivetrain_config.environ import LaunchedRanks
+from drivetrain_config.environ import RankEnvironment
 from drivetrain_state.collectives.seed import deterministic_algorithms
 from drivetrain_state.context import Context
 from drivetrain_state.detect import best_device_kind, device_count
 from drivetrain_state.errors import ConnectError, DeviceError, GroupMismatchError
-from drivetrain_state.hang.progress_record import Watch
+from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.mesh import ParallelDims, build_mesh
 from drivetrain_state.settings import DeviceChoice, StateSettings
 from drivetrain_state.store_setup import meet
@@ -70,7 +70,7 @@ def connect(
     with ExitStack() as undo:
         needs_group = needs_group or plan is not None
         owns_group = _join(place, topology, launched, settings, needs_group=needs_group, undo=undo)
-        watch = Watch()
+        watch = ProgressRecord()
         if settings.watchdog and topology.world_size > 1:
             from drivetrain_state.hang.watchdog import start_watchdog  # not needed by a single process
 
@@ -103,7 +103,7 @@ def _asked(device: str | torch.device | None) -> tuple[str | None, int | None]:
     return kind, int(index) if index else None
 
 
-def _topology(launched: LaunchedRanks | None) -> Topology:
+def _topology(launched: RankEnvironment | None) -> Topology:
     """Return the ranks from the existing group and the launcher, which must agree if both exist."""
     if launched is None:
         return _topology_of_group() if dist.is_initialized() else Topology()
@@ -161,7 +161,7 @@ def _place(kind: str, index: int | None, topology: Topology) -> torch.device:
 def _join(
     place: torch.device,
     topology: Topology,
-    launched: LaunchedRanks | None,
+    launched: RankEnvironment | None,
     settings: StateSettings,
     *,
     needs_group: bool,
@@ -211,7 +211,7 @@ def _check_group(kind: str) -> None:
 
 
 def _form_group(
-    backend: str, launched: LaunchedRanks, timeout: timedelta, device_id: torch.device | None
+    backend: str, launched: RankEnvironment, timeout: timedelta, device_id: torch.device | None
 ) -> None:
     """Wait for the other ranks and create the process group with them."""
     store = meet(launched, timeout_seconds=timeout.total_seconds())

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain_state.errors import ConnectError
-from drivetrain_state.hang.progress_record import Watch
+from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.topology import Topology
 
@@ -36,7 +36,7 @@ class Context:
     device: torch.device
     mesh: DeviceMesh | None = None
     settings: StateSettings = field(default_factory=StateSettings)
-    watch: Watch = field(default_factory=Watch)
+    watch: ProgressRecord = field(default_factory=ProgressRecord)
     owns_group: bool = False
     _has_group: bool = False
     _on_close: ExitStack = field(default_factory=ExitStack, repr=False)

@@ -17,7 +17,7 @@ _MODULES = ("cuda", "xpu", "npu", "hpu", "mlu", "mps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceAbility:
+class DeviceCapability:
     """The narrow dtypes that a device trains in, with dedicated units or with kernels that save time or memory.
 
     Attributes:
@@ -48,19 +48,19 @@ class DeviceGroup:
     count: int
     names: tuple[str, ...] = ()
     memory_bytes: tuple[int, ...] = ()
-    ability: DeviceAbility
+    ability: DeviceCapability
     link: LinkType | None = None
 
 
 # Kinds whose devices all support the same dtypes; those of cuda and rocm differ by generation.
-_ABILITIES: Mapping[str, DeviceAbility] = {
-    "cpu": DeviceAbility(fp16=True, bf16=True, fp8=False),
-    "mps": DeviceAbility(fp16=True, bf16=True, fp8=False),
-    "xpu": DeviceAbility(fp16=True, bf16=True, fp8=False),
-    "npu": DeviceAbility(fp16=True, bf16=True, fp8=False),
-    "hpu": DeviceAbility(fp16=True, bf16=True, fp8=True),
-    "mlu": DeviceAbility(fp16=True, bf16=True, fp8=False),
-    "xla": DeviceAbility(fp16=False, bf16=True, fp8=False),
+_ABILITIES: Mapping[str, DeviceCapability] = {
+    "cpu": DeviceCapability(fp16=True, bf16=True, fp8=False),
+    "mps": DeviceCapability(fp16=True, bf16=True, fp8=False),
+    "xpu": DeviceCapability(fp16=True, bf16=True, fp8=False),
+    "npu": DeviceCapability(fp16=True, bf16=True, fp8=False),
+    "hpu": DeviceCapability(fp16=True, bf16=True, fp8=True),
+    "mlu": DeviceCapability(fp16=True, bf16=True, fp8=False),
+    "xla": DeviceCapability(fp16=False, bf16=True, fp8=False),
 }
 # The first CUDA compute capability, and the AMD architectures, with units for a dtype.
 _CUDA_SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
@@ -68,19 +68,19 @@ _ROCM_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 _ROCM_FP8 = ("gfx94", "gfx95", "gfx12")
 
 
-def cuda_ability(capability: tuple[int, int]) -> DeviceAbility:
+def cuda_ability(capability: tuple[int, int]) -> DeviceCapability:
     """Return the dtypes that NVIDIA devices of this compute capability support."""
-    return DeviceAbility(**{name: capability >= since for name, since in _CUDA_SINCE.items()})
+    return DeviceCapability(**{name: capability >= since for name, since in _CUDA_SINCE.items()})
 
 
-def rocm_ability(architecture: str) -> DeviceAbility:
+def rocm_ability(architecture: str) -> DeviceCapability:
     """Return the dtypes that AMD devices of this architecture, such as `"gfx942"`, support."""
-    return DeviceAbility(
+    return DeviceCapability(
         fp16=True, bf16=architecture.startswith(_ROCM_BF16), fp8=architecture.startswith(_ROCM_FP8)
     )
 
 
-def abilities(device: torch.device | str) -> DeviceAbility:
+def capabilities(device: torch.device | str) -> DeviceCapability:
     """Return the narrow dtypes that `device` supports; the driver reports the generation of a CUDA or ROCm device.
 
     Raises:
@@ -132,7 +132,7 @@ def detect_devices() -> tuple[DeviceGroup, ...]:
     return (*found, DeviceGroup(kind="cpu", count=1, ability=_ABILITIES["cpu"]))
 
 
-def describe() -> str:
+def describe_environment() -> str:
     """Return a text that lists the devices of this machine, one line per kind."""
     return "\n".join(_line(group) for group in detect_devices())
 
@@ -153,7 +153,7 @@ def _accelerators(kind: str, count: int) -> DeviceGroup:
         count=count,
         names=tuple(_name(kind, index) for index in range(count)),
         memory_bytes=tuple(size for size in sizes if size is not None),
-        ability=abilities(torch.device(kind, 0)),
+        ability=capabilities(torch.device(kind, 0)),
         link=nvidia_link(_cuda_uuids(count)) if kind == "cuda" and not is_rocm else None,
     )
 

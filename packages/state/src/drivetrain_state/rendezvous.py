@@ -7,7 +7,7 @@ from drivetrain_state.context import Context
 from drivetrain_state.errors import ConnectError
 
 
-def side_store(context: Context, prefix: str) -> Store | None:
+def control_store(context: Context, prefix: str) -> Store | None:
     """Return a separate connection to the ranks' rendezvous store; None for a single process.
 
     A background thread uses it in place of collectives, which belong to the main thread, as those of two threads

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
-from drivetrain_config.environ import LaunchedRanks
+from drivetrain_config.environ import RankEnvironment
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.store_probe import StoreProbe
 
@@ -26,7 +26,7 @@ _LONGEST_PAUSE_SECONDS = 0.25
 _SHOWN_RANKS = 8
 
 
-def meet(launched: LaunchedRanks, *, timeout_seconds: float) -> Store:
+def meet(launched: RankEnvironment, *, timeout_seconds: float) -> Store:
     """Wait for all ranks, and return the store for their new process group. Must be called on all ranks.
 
     Raises:
@@ -50,7 +50,7 @@ def meet(launched: LaunchedRanks, *, timeout_seconds: float) -> Store:
         return PrefixStore(f"{_PREFIX}/group/{room}", store)
 
 
-def _connection(launched: LaunchedRanks, timeout: timedelta) -> TCPStore:
+def _connection(launched: RankEnvironment, timeout: timedelta) -> TCPStore:
     """Connect to the store, which the launcher's agent hosts, or rank 0 if there is no agent."""
     try:
         return TCPStore(
@@ -74,7 +74,7 @@ def _connection(launched: LaunchedRanks, timeout: timedelta) -> TCPStore:
         ) from error
 
 
-def _meet_in_room(meeting: Store, launched: LaunchedRanks, deadline: float) -> int:
+def _meet_in_room(meeting: Store, launched: RankEnvironment, deadline: float) -> int:
     """Enter a room, wait until all ranks are in it, and return its number."""
     if launched.rank == 0:
         room = _open_room(meeting, launched.world_size)
@@ -136,7 +136,7 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(deadline - monotonic(), 0.001))
 
 
-def _who_is_missing(meeting: Store, launched: LaunchedRanks, timeout_seconds: float) -> str:
+def _who_is_missing(meeting: Store, launched: RankEnvironment, timeout_seconds: float) -> str:
     room = meeting.add("rooms", 0)
     missing = [rank for rank in range(launched.world_size) if not meeting.check([f"entered/{room}/{rank}"])]
     if not missing or launched.rank in missing:
@@ -150,6 +150,6 @@ def _who_is_missing(meeting: Store, launched: LaunchedRanks, timeout_seconds: fl
     )
 
 
-def _address(launched: LaunchedRanks) -> str:
+def _address(launched: RankEnvironment) -> str:
     host = f"[{launched.master_addr}]" if ":" in launched.master_addr else launched.master_addr
     return f"{host}:{launched.master_port}"

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from drivetrain_tracking.jsonl import JSONLTracker as JSONLTracker
     from drivetrain_tracking.plain import plain_config as plain_config
     from drivetrain_tracking.plain import plain_values as plain_values
+    from drivetrain_tracking.protocol import Metrics as Metrics
     from drivetrain_tracking.protocol import PlanTracker as PlanTracker
     from drivetrain_tracking.protocol import Tracker as Tracker
-    from drivetrain_tracking.protocol import Values as Values
     from drivetrain_tracking.registry import chosen_names as chosen_names
     from drivetrain_tracking.registry import make_tracker as make_tracker
     from drivetrain_tracking.registry import tracker_names as tracker_names
@@ -34,7 +34,7 @@ _ROOMS = {
     "TrackingSettings": "settings",
     "UnknownTrackerError": "errors",
     "ValueNotLoggableError": "errors",
-    "Values": "protocol",
+    "Metrics": "protocol",
     "chosen_names": "registry",
     "make_tracker": "registry",
     "plain_config": "plain",
@@ -43,6 +43,7 @@ _ROOMS = {
 }
 __all__ = [
     "JSONLTracker",
+    "Metrics",
     "PlanTracker",
     "Tracker",
     "TrackerFailedError",
@@ -51,7 +52,6 @@ __all__ = [
     "TrackingSettings",
     "UnknownTrackerError",
     "ValueNotLoggableError",
-    "Values",
     "chosen_names",
     "make_tracker",
     "plain_config",

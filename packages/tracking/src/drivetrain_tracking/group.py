@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from drivetrain_tracking.arguments import check_options, check_tracker
 from drivetrain_tracking.errors import TrackerFailedError, TrackerStateError, UnknownTrackerError
 from drivetrain_tracking.plain import plain_config, plain_values
-from drivetrain_tracking.protocol import PlanTracker, Tracker, Values
+from drivetrain_tracking.protocol import Metrics, PlanTracker, Tracker
 from drivetrain_tracking.settings import TrackingSettings
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,9 @@ class TrackerGroup:
     def start(
         self,
         run_name: str,
-        config: Values | None = None,
+        config: Metrics | None = None,
         *,
-        plan: Values | None = None,
+        plan: Metrics | None = None,
         options: Options | None = None,
     ) -> None:
         """Start every tracker.
@@ -106,7 +106,7 @@ class TrackerGroup:
 
         self._call("start", begin)
 
-    def log(self, values: Values, *, step: int | None = None, options: Options | None = None) -> None:
+    def log(self, values: Metrics, *, step: int | None = None, options: Options | None = None) -> None:
         """Log values to every tracker; if one fails, the others still get the values.
 
         Args:

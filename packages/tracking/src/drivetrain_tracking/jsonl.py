@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
-from drivetrain_tracking.protocol import Values
+from drivetrain_tracking.protocol import Metrics
 
 _RESERVED = ("step", "time", "event")
 
@@ -48,7 +48,7 @@ class JSONLTracker:
         self.path = Path(directory).absolute() / "log.jsonl"
         self._file: BinaryIO | None = None
 
-    def start(self, run_name: str, config: Values) -> None:
+    def start(self, run_name: str, config: Metrics) -> None:
         """Open the file for appending, and remove a partial last line that a killed run left.
 
         Raises:
@@ -63,7 +63,7 @@ class JSONLTracker:
         self._file = self.path.open("ab")
         self._write({"event": "start", "time": time.time(), "run": run_name, "config": plain})
 
-    def log(self, values: Values, *, step: int | None = None) -> None:
+    def log(self, values: Metrics, *, step: int | None = None) -> None:
         """Append a line with the values.
 
         Raises:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 # Logged values: numbers, strings, booleans, None, tensors and arrays of shape (), nested in mappings and sequences.
-Values: TypeAlias = Mapping[str, Any]
+Metrics: TypeAlias = Mapping[str, Any]
 
 
 class Tracker(Protocol):
@@ -34,7 +34,7 @@ class Tracker(Protocol):
         """True if every rank starts the tracker and logs its own values, instead of only rank 0."""
         ...
 
-    def start(self, run_name: str, config: Values) -> None:
+    def start(self, run_name: str, config: Metrics) -> None:
         """Start a run, or continue a stopped run of the same name.
 
         Args:
@@ -43,7 +43,7 @@ class Tracker(Protocol):
         """
         ...
 
-    def log(self, values: Values, *, step: int | None = None) -> None:
+    def log(self, values: Metrics, *, step: int | None = None) -> None:
         """Write values so that they can be read back once the call returns.
 
         Args:
@@ -61,7 +61,7 @@ class Tracker(Protocol):
 class PlanTracker(Tracker, Protocol):
     """A tracker that also keeps the run's effective plan, as an artifact or file besides the configuration."""
 
-    def record_plan(self, plan: Values) -> None:
+    def record_plan(self, plan: Metrics) -> None:
         """Record the plan. Called once, after `start`.
 
         Args:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from drivetrain_backends.protocol import Chosen
+from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DeepSpeedSettings
 
 _DTYPES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
@@ -16,7 +16,7 @@ def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
 
     Args:
         engine: The DeepSpeed engine.
-        settings: The `deepspeed` section; a field that it leaves open becomes a `Chosen`.
+        settings: The `deepspeed` section; a field that it leaves open becomes a `AutoValue`.
     """
     zero = engine._config.zero_config
     found: dict[str, object] = {
@@ -33,7 +33,7 @@ def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
     reason = "of deepspeed.config" if settings.config is not None else "not said, so chosen for the run"
     left_open = {name for name in found if getattr(settings, name) is None} | {"config"}
     return {
-        name: Chosen(value=value, reason=reason if name != "config" else "filled in from the run")
+        name: AutoValue(value=value, reason=reason if name != "config" else "filled in from the run")
         if name in left_open
         else value
         for name, value in found.items()

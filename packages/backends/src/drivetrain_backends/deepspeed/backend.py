@@ -33,7 +33,7 @@ from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.optim.parameter_matching import owners, parameter_names
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
-from drivetrain_backends.protocol import Chosen, Prepared
+from drivetrain_backends.protocol import AutoValue, Prepared
 from drivetrain_backends.settings import DeepSpeedSettings
 from drivetrain_backends.torch.base import check_new, check_schedulers
 from drivetrain_backends.torch.prepared import TorchPrepared
@@ -237,7 +237,7 @@ class DeepSpeedBackend:
         """Return how non-finite gradients are treated."""
         asked = self.window.nonfinite_gradients
         if asked == "ignore" and self.config["zero_optimization"]["stage"] and self.policy.mode != "bf16":
-            return Chosen(value="skip", reason="ZeRO leaves such steps out by itself")
+            return AutoValue(value="skip", reason="ZeRO leaves such steps out by itself")
         return asked
 
     def _run(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> EngineRun:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.deepspeed.library import accelerator
 from drivetrain_backends.errors import EngineConfigError
-from drivetrain_backends.modules.compile import uncompiled
+from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_precision import Policy, PrecisionError
@@ -37,7 +37,7 @@ def check_wrapper(model: nn.Module, stage: int) -> None:
     Raises:
         ValueError: The model is a torch.compile wrapper.
     """
-    if stage == 3 and (inner := uncompiled(model)) is not model:
+    if stage == 3 and (inner := unwrap_compiled(model)) is not model:
         raise ValueError(
             f"{type(inner).__name__} is wrapped by torch.compile, and stage 3 partitions the module it was "
             "made from: compile that in place, model.compile(), or block by block"

@@ -19,7 +19,7 @@ from drivetrain_backends.deepspeed.partitions import (
     write_own_part,
 )
 from drivetrain_backends.modules.compile import load_plain_state, plain_state
-from drivetrain_backends.state_dict.full_state_dict import whole
+from drivetrain_backends.state_dict.full_state_dict import full_tensor
 from drivetrain_backends.state_dict.optimizer_state import (
     check_groups,
     check_named_state,
@@ -122,7 +122,9 @@ def _load_kept(engine: Any, index: int, parameter: nn.Parameter, saved: Mapping[
             start, elements = kept.flat_range()
             write_own_part(parameter, start, elements, key)
         else:
-            _write_part(parameter, torch.zeros(shape_of(parameter)) if kept is None else whole(kept), key)
+            _write_part(
+                parameter, torch.zeros(shape_of(parameter)) if kept is None else full_tensor(kept), key
+            )
 
 
 def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
@@ -272,7 +274,7 @@ def _gather(parameter: nn.Parameter) -> Tensor:
 
 def _whole(value: Any, parameter: nn.Parameter) -> Tensor:
     """Return a parameter's saved value, gathered if it is partitioned. Called on all ranks."""
-    return whole_of_parts(value, parameter) if hasattr(value, "flat_range") else whole(value)
+    return whole_of_parts(value, parameter) if hasattr(value, "flat_range") else full_tensor(value)
 
 
 def _load_model(engine: Any, state: Mapping[str, Any]) -> None:

@@ -10,12 +10,12 @@ from drivetrain_backends.fsdp.dtypes import HALF, NAMES
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
 from drivetrain_backends.modules.wrap_policy import class_name
-from drivetrain_backends.protocol import Chosen
+from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings
 
 
 def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:
-    """Return the fields of the section as they are in the models; `Chosen` where the section left them open.
+    """Return the fields of the section as they are in the models; `AutoValue` where the section left them open.
 
     Args:
         models: The sharded models.
@@ -28,7 +28,7 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
     found = {**_of_torch(models[0]), **_of_models(models, settings)}
     reasons = _reasons(models, settings, reason)
     return {
-        name: Chosen(value=value, reason=reasons.get(name, "not said, so chosen for the run"))
+        name: AutoValue(value=value, reason=reasons.get(name, "not said, so chosen for the run"))
         if getattr(settings, name) is None or (name in _MAY_FALL_SHORT and reasons.get(name))
         else value
         for name, value in found.items()

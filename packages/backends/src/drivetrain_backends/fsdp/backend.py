@@ -35,7 +35,7 @@ from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.engine import GradientCarrier
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward
-from drivetrain_backends.modules.compile import uncompiled
+from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name, plan_blocks
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.settings import FSDPSettings
@@ -132,14 +132,14 @@ class FSDPBackend(TorchBackend):
         for model in models:
             settings = self._own_settings()
             plan = plan_blocks(
-                uncompiled(model),
+                unwrap_compiled(model),
                 settings.wrap,
                 asked="fsdp.wrap",
                 min_num_params=settings.min_num_params,
                 others=[*models, *self._sharded],
             )
-            check_trainable(uncompiled(model))
-            check_dtypes(uncompiled(model), plan, self._sharding.dtypes)
+            check_trainable(unwrap_compiled(model))
+            check_dtypes(unwrap_compiled(model), plan, self._sharding.dtypes)
             self._plans[model] = plan
         for optimizer in optimizers:
             repoint(optimizer, self._successors)
@@ -149,11 +149,11 @@ class FSDPBackend(TorchBackend):
 
     def check_placeable(self, model: nn.Module) -> None:
         """Refuse models that differ between ranks or cannot be filled; see `TorchBackend`. Called on all ranks."""
-        check_sources(uncompiled(model))
+        check_sources(unwrap_compiled(model))
 
     def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """Forget models, and add a note that torch cannot unshard them; see `TorchBackend`."""
-        names = [class_name(uncompiled(prepared.unwrap())) for prepared in placed]
+        names = [class_name(unwrap_compiled(prepared.unwrap())) for prepared in placed]
         super().take_back(placed, error)
         for prepared in placed:
             del self._sharded[prepared.unwrap()]
@@ -203,7 +203,7 @@ class FSDPBackend(TorchBackend):
 
     def _place(self, model: nn.Module) -> TorchPrepared:
         settings, plan = self._own_settings(), self._plans.pop(model)
-        inner = uncompiled(model)  # a torch.compile wrapper traces its module at the call
+        inner = unwrap_compiled(model)  # a torch.compile wrapper traces its module at the call
         blocks = [inner.get_submodule(name) for name in plan.blocks]
         checkpoint_activations(blocks or [inner], settings.activation_checkpointing)
         before = dict(inner.named_parameters())
@@ -250,7 +250,7 @@ class FSDPBackend(TorchBackend):
             p: model for model, sharded in self._sharded.items() for p in sharded.parameters.values()
         }
         for model in models:
-            kind = type(uncompiled(model)).__name__
+            kind = type(unwrap_compiled(model)).__name__
             for parameter in model.parameters():
                 if (other := holders.setdefault(parameter, model)) is not model:
                     raise ValueError(

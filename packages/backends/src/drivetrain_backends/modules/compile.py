@@ -12,13 +12,13 @@ from torch import Tensor, nn
 _WRAPPED = "_orig_mod"
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
+def unwrap_compiled(model: nn.Module) -> nn.Module:
     """Return the module inside a `torch.compile` wrapper; a module without one is returned as it is."""
     # Not by isinstance: importing the wrapper's type loads the whole compiler.
     return getattr(model, _WRAPPED) if _WRAPPED in dict(model.named_children()) else model
 
 
-def plain_name(name: str) -> str:
+def strip_wrapper_prefix(name: str) -> str:
     """Return the name of a parameter or buffer without the parts that torch.compile adds."""
     return name.replace(f"{_WRAPPED}.", "")
 
@@ -28,13 +28,13 @@ def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
     state = model.state_dict(keep_vars=keep_vars)
     if not any(_WRAPPED in name for name in state):
         return state
-    return {plain_name(name): value for name, value in state.items()}
+    return {strip_wrapper_prefix(name): value for name, value in state.items()}
 
 
 def load_plain_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load a `state_dict` of a compiled or plain model; unless `strict`, it may be partial."""
-    own = {plain_name(name): name for name in model.state_dict()}
-    named = {own.get(plain_name(name), name): value for name, value in state.items()}
+    own = {strip_wrapper_prefix(name): name for name in model.state_dict()}
+    named = {own.get(strip_wrapper_prefix(name), name): value for name, value in state.items()}
     model.load_state_dict(named, strict=strict)
 
 
@@ -46,8 +46,8 @@ def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: The names or shapes differ.
     """
-    own, saved = plain_state(model), {plain_name(name): value for name, value in state.items()}
-    kind = type(uncompiled(model)).__name__
+    own, saved = plain_state(model), {strip_wrapper_prefix(name): value for name, value in state.items()}
+    kind = type(unwrap_compiled(model)).__name__
     if own.keys() != saved.keys() and not any(map(_translates_names, model.modules())):
         missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
         raise ValueError(

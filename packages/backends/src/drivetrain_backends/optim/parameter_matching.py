@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.errors import PairingError
-from drivetrain_backends.modules.compile import plain_name
+from drivetrain_backends.modules.compile import strip_wrapper_prefix
 
 
 def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
@@ -44,9 +44,9 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
     """
     if len(models) == 1:
         (model,) = models.values()
-        return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        return {parameter: strip_wrapper_prefix(name) for name, parameter in model.named_parameters()}
     names: dict[Tensor, str] = {}
     for key, model in models.items():
         for name, parameter in model.named_parameters():
-            names.setdefault(parameter, f"{key}.{plain_name(name)}")
+            names.setdefault(parameter, f"{key}.{strip_wrapper_prefix(name)}")
     return names

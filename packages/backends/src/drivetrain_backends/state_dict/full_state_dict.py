@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def whole(value: Any) -> Tensor:
+def full_tensor(value: Any) -> Tensor:
     """Return a tensor of a state, gathered if it is sharded. Called on all ranks, in the same order.
 
     Args:
@@ -26,7 +26,7 @@ def whole(value: Any) -> Tensor:
     return value.full_tensor()
 
 
-def whole_state(state: Any, *, keep: bool = True) -> Any:
+def full_state_dict(state: Any, *, keep: bool = True) -> Any:
     """Return a nested state with its sharded tensors replaced by full ones on the CPU. Called on all ranks.
 
     Tensors are gathered one at a time. A tensor at two places, such as a tied weight, is gathered once and stays

@@ -6,14 +6,14 @@ from itertools import chain
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain_backends.modules.compile import plain_name
+from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_backends.protocol import Prepared
 from drivetrain_backends.state_dict.dtensor import local, write_from_first
-from drivetrain_backends.state_dict.full_state_dict import whole
+from drivetrain_backends.state_dict.full_state_dict import full_tensor
 from drivetrain_state import Context
 
 
-def whole_tensors(
+def iter_full_tensors(
     prepared: Prepared, context: Context, *, everywhere: bool = False
 ) -> Generator[tuple[str, Tensor | None]]:
     """Yield a model's full tensors one at a time. Called on all ranks, each of which exhausts the generator.
@@ -29,17 +29,17 @@ def whole_tensors(
     Raises:
         TypeError: `prepared` is a module, such as an Accelerator returns.
     """
-    _check_prepared("whole_tensors", prepared)
+    _check_prepared("iter_full_tensors", prepared)
     keep = everywhere or context.topology.is_main
     for name, value in prepared.state_dict()["model"].items():
         if not isinstance(value, Tensor) and not hasattr(value, "full_tensor"):
             continue
-        gathered = whole(value)
+        gathered = full_tensor(value)
         yield name, gathered.detach().to("cpu", copy=True) if keep else None
         del gathered
 
 
-def whole_model(prepared: Prepared, context: Context, *, everywhere: bool = False) -> dict[str, Tensor]:
+def full_model(prepared: Prepared, context: Context, *, everywhere: bool = False) -> dict[str, Tensor]:
     """Return a model's state as a single process would have it, gathered one tensor at a time. Called on all ranks.
 
     Args:
@@ -53,7 +53,7 @@ def whole_model(prepared: Prepared, context: Context, *, everywhere: bool = Fals
     """
     found: dict[str, Tensor] = {}
     tied = tied_weights(prepared)
-    for name, tensor in whole_tensors(prepared, context, everywhere=everywhere):
+    for name, tensor in iter_full_tensors(prepared, context, everywhere=everywhere):
         if tensor is not None:
             found[name] = found.get(tied.get(name, name), tensor)
     return found
@@ -71,11 +71,14 @@ def tied_weights(prepared: Prepared) -> dict[str, str]:
     model = prepared.unwrap()
     first_name: dict[int, str] = {}
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    first = {plain_name(name): first_name.setdefault(id(value), plain_name(name)) for name, value in named}
+    first = {
+        strip_wrapper_prefix(name): first_name.setdefault(id(value), strip_wrapper_prefix(name))
+        for name, value in named
+    }
     return {name: earlier for name, earlier in first.items() if name != earlier}
 
 
-def load_whole(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context: Context) -> None:
+def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context: Context) -> None:
     """Load a model from full tensors that only rank 0 reads, one at a time. Called on all ranks.
 
     A mapping that reads on demand, such as one over safetensors' `safe_open`, limits rank 0 to one tensor too.
@@ -89,7 +92,7 @@ def load_whole(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context
         ValueError: Names or shapes differ from the model's. Raised on all ranks.
         TypeError: The backend's state consists of copies, as with DeepSpeed's engines; or `prepared` is a module.
     """
-    _check_prepared("load_whole", prepared)
+    _check_prepared("load_full_state_dict", prepared)
     state = prepared.state_dict()["model"]
     own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if any(hasattr(value, "full_tensor") and name not in own for name, value in state.items()):
@@ -145,7 +148,7 @@ def _agree(context: Context, said: str) -> str:
 def _difference(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> str:
     """Return how the names on rank 0 differ from the model's; empty if they do not."""
     if tensors is None:
-        return "load_whole(tensors=None) on rank 0: it is the rank that reads; give it the mapping"
+        return "load_full_state_dict(tensors=None) on rank 0: it is the rank that reads; give it the mapping"
     missing, unexpected = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
     if missing or unexpected:
         return (

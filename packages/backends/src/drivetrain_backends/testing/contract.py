@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from drivetrain_backends.errors import PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.protocol import Backend
-from drivetrain_backends.state_dict.full_state_dict import whole_state
+from drivetrain_backends.state_dict.full_state_dict import full_state_dict
 from drivetrain_backends.testing.reference_training import (
     NUM_FEATURES,
     RATE,
@@ -157,7 +157,7 @@ class BackendContract:
         for _ in zip(range(3), stopped.steps(), strict=False):
             pass
         state, backend_state = deepcopy(
-            whole_state((stopped.prepared.state_dict(), stopped.backend.state_dict()))
+            full_state_dict((stopped.prepared.state_dict(), stopped.backend.state_dict()))
         )
         stopped.backend.close()
         resumed = self._start(context, case, scheduled=True, make=make, seed=1)

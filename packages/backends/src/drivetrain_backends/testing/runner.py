@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.protocol import Backend, Prepared
-from drivetrain_backends.state_dict.full_state_dict import whole_state
+from drivetrain_backends.state_dict.full_state_dict import full_state_dict
 from drivetrain_backends.testing.reference_training import Case, TinyModel, Window, loss_and_count
 from drivetrain_state import Context
 
@@ -63,7 +63,7 @@ class Run:
 
 def whole_weights(prepared: Prepared) -> dict[str, Tensor]:
     """Return a prepared model's full weights, on the CPU. Called on all ranks."""
-    state = whole_state(prepared.state_dict()["model"])
+    state = full_state_dict(prepared.state_dict()["model"])
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 

@@ -13,7 +13,7 @@ from drivetrain_backends.gradients.engine import GradientCarrier, ParameterGradi
 from drivetrain_backends.gradients.groups import group_models
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientLedger
 from drivetrain_backends.modules.autocast_forward import PreparedForward, prepare_forward, restore_forward
-from drivetrain_backends.modules.compile import uncompiled
+from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.meta_check import check_values
 from drivetrain_backends.modules.module_proxy import StandIn
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
@@ -231,7 +231,7 @@ def check_new(models: Sequence[nn.Module]) -> None:
         ValueError: A model is already prepared.
     """
     for model in models:
-        inner = uncompiled(model)
+        inner = unwrap_compiled(model)
         wrapped = inner.module if isinstance(inner, StandIn) else inner
         if inner is not wrapped or isinstance(model, PreparedForward) or isinstance(inner, PreparedForward):
             raise ValueError(

@@ -22,10 +22,10 @@ from drivetrain_backends.modules.batch_norm import (
     restore_batch_norms,
     synchronise_batch_norms,
 )
-from drivetrain_backends.modules.compile import uncompiled
+from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.optim.optimizer import StepResult
 from drivetrain_backends.optim.scheduler import Scheduler
-from drivetrain_backends.protocol import Chosen
+from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.torch.base import TorchBackend, check_new
 from drivetrain_backends.torch.ddp_drift import check_replicas
@@ -206,7 +206,7 @@ class DDPBackend(TorchBackend):
                 f"join_uneven_inputs with --ddp-{flag}: a rank without batches answers DDP's reducer alone. Leave "
                 "one of the two out, or prepare the loader, which gives every rank equally many batches"
             )
-        found = (uncompiled(model) for model in models)
+        found = (unwrap_compiled(model) for model in models)
         replicas: list[Joinable] = [model for model in found if isinstance(model, DistributedDataParallel)]
         self._ledger.is_joined = self._gradients.is_joined = True
         try:
@@ -236,7 +236,7 @@ class DDPBackend(TorchBackend):
     def _applied_reduce(self, replica: Replica) -> object:
         if cast("DDPSettings", self.settings).reduce is not None:
             return "at_close" if replica.at_close else "overlap"
-        return Chosen(
+        return AutoValue(
             value="overlap",
             reason="gradients are averaged while backward runs; what comes around that, when the window closes",
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends.errors import DriftedReplicasError
-from drivetrain_backends.modules.compile import plain_name
+from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_state import Context, gather, reduce
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,7 +30,7 @@ def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
     names: dict[Tensor, str] = {}
     for model in models:
         for name, parameter in model.named_parameters():
-            names.setdefault(parameter, f"{plain_name(name)} of {type(model).__name__}")
+            names.setdefault(parameter, f"{strip_wrapper_prefix(name)} of {type(model).__name__}")
     if not names:
         return
     sums = torch.stack([checksum(weight).to(context.device) for weight in names])

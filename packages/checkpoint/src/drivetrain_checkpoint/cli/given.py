@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
 
-from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderInUseError, NoCheckpointError
+from drivetrain_checkpoint.errors import CheckpointLockedError, CorruptCheckpointError, NoCheckpointError
 from drivetrain_checkpoint.format.layout import MANIFEST, step_folders, step_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage import base as storage
@@ -25,7 +25,7 @@ _TOLD = (
     ImportError,
     ConfigError,
     CorruptCheckpointError,
-    FolderInUseError,
+    CheckpointLockedError,
     NoCheckpointError,
 )
 

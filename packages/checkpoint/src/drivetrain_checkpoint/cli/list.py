@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain_checkpoint.cli.given import DIRECTORY_HELP, directory_of, told
 from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, size_text, table, time_text
 from drivetrain_checkpoint.format.layout import step_of
-from drivetrain_checkpoint.loading.discovery import Found, find_checkpoints
+from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_config import Command
 
@@ -38,7 +38,7 @@ def run(arguments: ListArguments) -> int:
     return 0
 
 
-def _as_json(one: Found, *, is_newest: bool) -> dict[str, Any]:
+def _as_json(one: CheckpointInfo, *, is_newest: bool) -> dict[str, Any]:
     manifest = one.manifest
     return {
         "folder": str(one.folder),
@@ -55,7 +55,7 @@ def _as_json(one: Found, *, is_newest: bool) -> dict[str, Any]:
     }
 
 
-def _as_text(found: Sequence[Found], newest: Found | None, now: datetime) -> str:
+def _as_text(found: Sequence[CheckpointInfo], newest: CheckpointInfo | None, now: datetime) -> str:
     rows: list[tuple[str, ...]] = []
     for one in found:
         said = ("-",) * 2
@@ -68,12 +68,12 @@ def _as_text(found: Sequence[Found], newest: Found | None, now: datetime) -> str
     return table(_HEADER, rows)
 
 
-def _size_bytes(one: Found) -> int:
+def _size_bytes(one: CheckpointInfo) -> int:
     """Return the size by the manifest; without a manifest, the size of the files in the folder."""
     return sum(storage.sizes_in(one.folder).values()) if one.manifest is None else one.manifest.size_bytes
 
 
-def _state(one: Found) -> str:
+def _state(one: CheckpointInfo) -> str:
     if one.is_valid:
         return "valid"
     return f"not valid: {one.problem}" if one.committed else "not completed"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from drivetrain_checkpoint.cli.given import DIRECTORY_HELP, WRONG, directory_of, told
 from drivetrain_checkpoint.cli.printing import counted, size_text
-from drivetrain_checkpoint.loading.discovery import Found, find_checkpoints
+from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
 from drivetrain_checkpoint.saving.writer_lock import lease_of
 from drivetrain_checkpoint.settings import CheckpointSettings
@@ -87,8 +87,8 @@ class PrunePlan:
         sizes: The size in bytes of each folder to delete.
     """
 
-    going: Sequence[Found]
-    staying: Sequence[Found]
+    going: Sequence[CheckpointInfo]
+    staying: Sequence[CheckpointInfo]
     sizes: Sequence[int]
 
 

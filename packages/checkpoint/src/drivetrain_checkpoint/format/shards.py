@@ -13,7 +13,7 @@ from drivetrain_checkpoint.format.boxes import Box, boxes_of_range, overlap, who
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class Replicated:
     """A tensor that is bitwise identical on all ranks, so that each of them may write a part of it."""
 
     tensor: Tensor
@@ -48,7 +48,7 @@ class FlatShard(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FlatPart:
+class LoadedFlatShard:
     """The range of elements of a loaded tensor that belongs to this rank's `FlatShard`.
 
     Attributes:
@@ -71,7 +71,7 @@ class FlatPart:
         return self.start, self.elements
 
 
-# A tensor in a state, in any of its forms: a tensor, a DTensor, a `Replica` or a `FlatShard`.
+# A tensor in a state, in any of its forms: a tensor, a DTensor, a `Replicated` or a `FlatShard`.
 Leaf: TypeAlias = Any
 
 
@@ -101,7 +101,7 @@ def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[Shard, ...]:
     Raises:
         StateError: The sharding of the tensor does not consist of boxes.
     """
-    if isinstance(leaf, Replica):
+    if isinstance(leaf, Replicated):
         return (Shard(whole(leaf.tensor.shape), leaf.tensor),)
     if is_flat_shard(leaf):
         start, elements = cast("FlatShard", leaf).flat_range()
@@ -134,7 +134,7 @@ class Room:
     """The memory to read a tensor into.
 
     Attributes:
-        value: The loaded tensor once the shards are filled: a tensor, a DTensor, or a `FlatPart`.
+        value: The loaded tensor once the shards are filled: a tensor, a DTensor, or a `LoadedFlatShard`.
         shards: The shards to fill: views of the value's memory, each contiguous and on the CPU.
     """
 
@@ -147,7 +147,7 @@ def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> Ro
     if like is not None and tuple(like.shape) == tuple(shape):
         if is_flat_shard(like):
             start, elements = cast("FlatShard", like).flat_range()
-            part = FlatPart(torch.Size(shape), start, torch.empty(elements.numel(), dtype=dtype))
+            part = LoadedFlatShard(torch.Size(shape), start, torch.empty(elements.numel(), dtype=dtype))
             return Room(part, tuple(_of_range(shape, start, part.elements)))
         if is_dtensor(like):
             value = torch.empty_like(like.detach(), dtype=dtype, device="cpu")

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
 from drivetrain_checkpoint.format import pickles
-from drivetrain_checkpoint.format.shards import Leaf, Replica, is_dtensor, is_flat_shard
+from drivetrain_checkpoint.format.shards import Leaf, Replicated, is_dtensor, is_flat_shard
 from drivetrain_checkpoint.format.tensor_file import is_storable
 
 # Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, as `state_dict()` returns them.
-State: TypeAlias = Any
+StateTree: TypeAlias = Any
 # The values that the json module reads and writes.
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 # Keys and indices from the root to a value.
@@ -42,8 +42,8 @@ class Encoded:
 
     Attributes:
         json: The tagged JSON, which refers to tensors by name.
-        tensors: The tensors to store, by name; sharded ones as DTensors, `Replica`s or `FlatShard`s. Tensors of the
-            same memory share one entry.
+        tensors: The tensors to store, by name; sharded ones as DTensors, `Replicated`s or `FlatShard`s. Tensors of
+            the same memory share one entry.
         leaves: The same tensors and their aliases, each by the name of its own place in the state.
     """
 
@@ -52,15 +52,15 @@ class Encoded:
     leaves: dict[str, Leaf]
 
 
-def encode(state: State, *, root: str, allow_pickle: bool = False) -> Encoded:
+def encode(state: StateTree, *, root: str, allow_pickle: bool = False) -> Encoded:
     """Split a state into tagged JSON and tensors; tensors are not copied.
 
     Tensors that are exactly the same memory are stored once and load as one tensor. Tensors that merely overlap are
     each stored in full. `FlatShard`s are the same tensor if they are the same object.
 
     Args:
-        state: Nested dicts, lists, tuples and sets of tensors, DTensors, `Replica`s, `FlatShard`s, NumPy arrays and
-            plain values.
+        state: Nested dicts, lists, tuples and sets of tensors, DTensors, `Replicated`s, `FlatShard`s, NumPy arrays
+            and plain values.
         root: The name of the state in error messages.
         allow_pickle: Whether to pickle any other value.
 
@@ -71,7 +71,7 @@ def encode(state: State, *, root: str, allow_pickle: bool = False) -> Encoded:
     return Encoded(json=encoder.encode(state, ()), tensors=encoder.tensors, leaves=encoder.leaves)
 
 
-def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = False) -> State:
+def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = False) -> StateTree:
     """Restore the state that `encode` split; tensors are not copied.
 
     Raises:
@@ -83,7 +83,7 @@ def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = Fals
     return _decode(json, tensors)
 
 
-def _decode(json: Json, tensors: Mapping[str, Leaf]) -> State:
+def _decode(json: Json, tensors: Mapping[str, Leaf]) -> StateTree:
     if isinstance(json, list):
         return [_decode(item, tensors) for item in json]
     if not isinstance(json, dict):
@@ -120,14 +120,14 @@ class _Encoder:
     leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
     _names: dict[object, str] = field(default_factory=dict[object, str])
 
-    def encode(self, value: State, path: Path) -> Json:
+    def encode(self, value: StateTree, path: Path) -> Json:
         if len(path) > _MAX_DEPTH:
             raise self._refusal(path, f"it is nested more than {_MAX_DEPTH} levels deep, or holds itself")
         if value is None or type(value) in (bool, str):
             return value
         if type(value) in _ENCODERS:
             return _ENCODERS[type(value)](self, value, path)
-        if isinstance(value, (Tensor, Replica)) or is_flat_shard(value):
+        if isinstance(value, (Tensor, Replicated)) or is_flat_shard(value):
             return {"$tensor": self.name_of(value, path)}
         if (numpy := sys.modules.get("numpy")) is not None:
             if type(value) is numpy.ndarray:
@@ -136,16 +136,16 @@ class _Encoder:
                 return self._numpy_scalar(value, path)
         return self._pickle(value, path)
 
-    def items(self, values: Iterable[State], path: Path) -> list[Json]:
+    def items(self, values: Iterable[StateTree], path: Path) -> list[Json]:
         return [self.encode(value, (*path, index)) for index, value in enumerate(values)]
 
-    def pairs(self, values: Mapping[State, State], path: Path) -> list[Json]:
+    def pairs(self, values: Mapping[StateTree, StateTree], path: Path) -> list[Json]:
         for key in values:
             if type(key) not in _KEY_TYPES and not type(key).__module__ == "numpy":
                 raise self._refusal(path, f"its key {key!r} is a {_type_name(key)}; {_HINT}, with plain keys")
         return [[self.encode(key, path), self.encode(value, (*path, key))] for key, value in values.items()]
 
-    def mapping(self, values: Mapping[State, State], path: Path) -> Json:
+    def mapping(self, values: Mapping[StateTree, StateTree], path: Path) -> Json:
         if all(type(key) is str and not key.startswith("$") for key in values):
             return {key: self.encode(value, (*path, key)) for key, value in values.items()}
         return {"$dict": self.pairs(values, path)}
@@ -169,7 +169,9 @@ class _Encoder:
         return name
 
     def _check_leaf(self, leaf: Leaf, path: Path) -> None:
-        tensor = leaf.tensor if isinstance(leaf, Replica) else leaf.to_local() if is_dtensor(leaf) else leaf
+        tensor = (
+            leaf.tensor if isinstance(leaf, Replicated) else leaf.to_local() if is_dtensor(leaf) else leaf
+        )
         if isinstance(tensor, Tensor):
             self._check_tensor(tensor, path)
         elif not is_storable(tensor.dtype):
@@ -194,22 +196,22 @@ class _Encoder:
                 path, f"safetensors has no {tensor.dtype}; convert it, with torch.view_as_real() for instance"
             )
 
-    def _array(self, value: State, path: Path) -> Json:
+    def _array(self, value: StateTree, path: Path) -> Json:
         described: dict[str, Json] = {"dtype": value.dtype.str, "shape": list(value.shape)}
         return {"$ndarray": {**described, "tensor": self.name_of(self._numpy_bytes(value, path), path)}}
 
-    def _numpy_scalar(self, value: State, path: Path) -> Json:
+    def _numpy_scalar(self, value: StateTree, path: Path) -> Json:
         data = bytes(self._numpy_bytes(value, path).tolist())
         return {"$numpy_scalar": {"dtype": value.dtype.str, "data": base64.b64encode(data).decode()}}
 
-    def _numpy_bytes(self, value: State, path: Path) -> Tensor:
+    def _numpy_bytes(self, value: StateTree, path: Path) -> Tensor:
         from drivetrain_checkpoint.format.numpy_values import as_bytes_tensor, is_plain
 
         if not is_plain(value.dtype):
             raise self._refusal(path, f"it is a NumPy value of dtype {value.dtype}; {_HINT}")
         return as_bytes_tensor(value)
 
-    def _pickle(self, value: State, path: Path) -> Json:
+    def _pickle(self, value: StateTree, path: Path) -> Json:
         if not self.allow_pickle:
             raise self._refusal(path, _why_refused(value))
         try:
@@ -236,7 +238,7 @@ def _type_name(value: object) -> str:
 
 def _memory_of(leaf: Leaf) -> object:
     """Return a key that is equal for tensors of the same memory; the object's id if it has no memory on this rank."""
-    if isinstance(leaf, Replica):
+    if isinstance(leaf, Replicated):
         return _memory_of(leaf.tensor)
     if is_flat_shard(leaf):
         return id(leaf)
@@ -262,7 +264,7 @@ def _encode_float(_: _Encoder, value: float, __: Path) -> Json:
     return value if math.isfinite(value) else {"$float": repr(value)}
 
 
-_ENCODERS: dict[type, Callable[[_Encoder, State, Path], Json]] = {
+_ENCODERS: dict[type, Callable[[_Encoder, StateTree, Path], Json]] = {
     int: _encode_int,
     float: _encode_float,
     complex: lambda encoder, value, path: {"$complex": encoder.items((value.real, value.imag), path)},
@@ -282,7 +284,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, State, Path], Json]] = {
 }
 
 
-def _decode_pairs(json: Json, tensors: Mapping[str, Leaf]) -> list[tuple[State, State]]:
+def _decode_pairs(json: Json, tensors: Mapping[str, Leaf]) -> list[tuple[StateTree, StateTree]]:
     return [(_decode(key, tensors), _decode(value, tensors)) for key, value in cast("list[list[Json]]", json)]
 
 
@@ -301,7 +303,7 @@ def _decode_dtype(json: Json, _: Mapping[str, Leaf]) -> torch.dtype:
     return dtype
 
 
-def _decode_ndarray(json: Json, tensors: Mapping[str, Leaf]) -> State:
+def _decode_ndarray(json: Json, tensors: Mapping[str, Leaf]) -> StateTree:
     from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
 
     described = cast("dict[str, Any]", json)
@@ -310,7 +312,7 @@ def _decode_ndarray(json: Json, tensors: Mapping[str, Leaf]) -> State:
     )
 
 
-def _decode_numpy_scalar(json: Json, _: Mapping[str, Leaf]) -> State:
+def _decode_numpy_scalar(json: Json, _: Mapping[str, Leaf]) -> StateTree:
     from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
 
     described = cast("dict[str, Any]", json)
@@ -318,7 +320,7 @@ def _decode_numpy_scalar(json: Json, _: Mapping[str, Leaf]) -> State:
     return from_bytes_tensor(bits, dtype=described["dtype"], shape=[])[()]
 
 
-_DECODERS: dict[str, Callable[[Any, Mapping[str, Leaf]], State]] = {
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Leaf]], StateTree]] = {
     "$int": lambda json, _: int(json, 16),
     "$float": lambda json, _: float(json),
     "$complex": lambda json, tensors: complex(*_decode(json, tensors)),

@@ -14,7 +14,7 @@ _MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CheckpointInfo:
     """A folder with the name of a checkpoint.
 
     Attributes:
@@ -40,13 +40,13 @@ class Found:
         return 0 if self.manifest is None else self.manifest.sequence
 
 
-def find_checkpoints(directory: Place) -> tuple[Found, ...]:
+def find_checkpoints(directory: Place) -> tuple[CheckpointInfo, ...]:
     """Return all checkpoints of a directory, last saved first regardless of step; those without a manifest last."""
     found = in_threads(inspect, step_folders(directory), most=_MOST_AT_ONCE)
     return tuple(sorted(found, key=lambda one: one.sequence, reverse=True))
 
 
-def inspect(folder: Place) -> Found:
+def inspect(folder: Place) -> CheckpointInfo:
     """Check the manifest and file sizes of one folder."""
     manifest = None
     problem = None
@@ -56,4 +56,4 @@ def inspect(folder: Place) -> Found:
     except CorruptCheckpointError as error:
         problem = str(error)
     committed = manifest is not None or storage.is_file(folder / MANIFEST)
-    return Found(folder=folder, committed=committed, manifest=manifest, problem=problem)
+    return CheckpointInfo(folder=folder, committed=committed, manifest=manifest, problem=problem)

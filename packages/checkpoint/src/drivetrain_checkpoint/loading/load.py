@@ -18,7 +18,7 @@ from drivetrain_checkpoint.format.layout import (
 )
 from drivetrain_checkpoint.format.manifest import Manifest, check_files, read_manifest
 from drivetrain_checkpoint.format.shards import Leaf
-from drivetrain_checkpoint.format.state_tree import State
+from drivetrain_checkpoint.format.state_tree import StateTree
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
 from drivetrain_checkpoint.loading.reader import read_parts
 from drivetrain_checkpoint.storage import base as storage
@@ -45,7 +45,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadResult:
     """The content of a checkpoint, on the CPU, not yet applied to any object.
 
     Tensors are whole, or sharded as `like` requested: as a DTensor for a DTensor, as a `FlatPart` for a `FlatShard`.
@@ -63,15 +63,15 @@ class Loaded:
 
     path: Place
     step: int
-    models: Mapping[str, Mapping[str, State]]
-    replicated: Mapping[str, State]
-    per_rank: Mapping[str, State] | None
+    models: Mapping[str, Mapping[str, StateTree]]
+    replicated: Mapping[str, StateTree]
+    per_rank: Mapping[str, StateTree] | None
     per_rank_missing: str | None
     saved_world_size: int
     plan: Mapping[str, Any] | None
 
 
-def load_newest(context: Context, directory: Place, how: Reading) -> Loaded:
+def load_newest(context: Context, directory: Place, how: Reading) -> LoadResult:
     """Load the newest checkpoint that is valid on every rank; skip damaged ones with a warning on rank 0.
 
     Called on all ranks.
@@ -82,7 +82,7 @@ def load_newest(context: Context, directory: Place, how: Reading) -> Loaded:
     problems: list[str] = []
     for folder in _candidates(context, directory, problems):
         answer = _try(context, folder, how)
-        if isinstance(answer, Loaded):
+        if isinstance(answer, LoadResult):
             return answer
         problems.append(str(answer))
         if context.topology.is_main:
@@ -91,7 +91,7 @@ def load_newest(context: Context, directory: Place, how: Reading) -> Loaded:
     raise NoCheckpointError(f"no checkpoint to load in {directory}: {why}")
 
 
-def load_from(context: Context, folder: Place, how: Reading) -> Loaded:
+def load_from(context: Context, folder: Place, how: Reading) -> LoadResult:
     """Load the checkpoint in a folder. Called on all ranks.
 
     Raises:
@@ -158,9 +158,9 @@ def _candidates(context: Context, directory: Place, problems: list[str]) -> list
     return [directory / name for name in names]
 
 
-def _try(context: Context, folder: Place, how: Reading) -> Loaded | CorruptCheckpointError:
+def _try(context: Context, folder: Place, how: Reading) -> LoadResult | CorruptCheckpointError:
     """Read the states of this rank; if any rank fails, return this rank's error or the first of another rank."""
-    loaded: Loaded | None = None
+    loaded: LoadResult | None = None
     damage: CorruptCheckpointError | None = None
 
     def read() -> tuple[str | None, str | None]:
@@ -191,7 +191,7 @@ def _try(context: Context, folder: Place, how: Reading) -> Loaded | CorruptCheck
     return loaded
 
 
-def _read(context: Context, folder: Place, manifest: Manifest, how: Reading) -> Loaded:
+def _read(context: Context, folder: Place, manifest: Manifest, how: Reading) -> LoadResult:
     topology = context.topology
     parts = [*map(model_part, manifest.models), STATE_PART]
     prefixes = {STATE_PART: "replicated", **{model_part(name): f"models/{name}" for name in manifest.models}}
@@ -206,7 +206,7 @@ def _read(context: Context, folder: Place, manifest: Manifest, how: Reading) -> 
         allow_pickle=how.allow_pickle,
         on_block=lambda: context.watch.mark(f"read {folder.name}"),
     )
-    return Loaded(
+    return LoadResult(
         path=folder,
         step=manifest.step,
         models={name: states[model_part(name)] for name in manifest.models},

@@ -12,7 +12,7 @@ from drivetrain_checkpoint.format.checksummed_io import HashedReader
 from drivetrain_checkpoint.format.layout import tree_file
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor
 from drivetrain_checkpoint.format.shards import Leaf, Room, make_room
-from drivetrain_checkpoint.format.state_tree import Json, State, decode
+from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
 from drivetrain_checkpoint.format.tensor_file import bytes_of, dtype_of
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
 from drivetrain_checkpoint.storage.base import Place
@@ -29,7 +29,7 @@ def read_parts(
     like: Like,
     allow_pickle: bool,
     on_block: Callable[[], None],
-) -> dict[str, State]:
+) -> dict[str, StateTree]:
     """Read the states of some parts of a checkpoint, on the CPU.
 
     Args:

@@ -14,7 +14,7 @@ from drivetrain_checkpoint.storage.threads import in_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
+class CorruptRange:
     """A damaged byte range in a file of a checkpoint.
 
     Attributes:
@@ -35,7 +35,7 @@ class Damage:
 
 def verify_checkpoint(
     folder: Place | str, *, on_bytes: Callable[[int], None] = lambda _: None
-) -> tuple[Damage, ...]:
+) -> tuple[CorruptRange, ...]:
     """Read every file of a checkpoint and check every block against its checksum.
 
     A load verifies only what it reads, and stops at the first fault; this reads all files and reports all damage.
@@ -62,26 +62,26 @@ def verify_checkpoint(
 
 def _in_file(
     path: Place, size_bytes: int | None, record: FileRecord, on_bytes: Callable[[int], None]
-) -> Iterator[Damage]:
+) -> Iterator[CorruptRange]:
     if size_bytes is None:
-        yield Damage(file=path, start=0, stop=record.size_bytes, why="the file is missing")
+        yield CorruptRange(file=path, start=0, stop=record.size_bytes, why="the file is missing")
         return
     try:
         reader = storage.open_to_read(path)
     except OSError as error:
-        yield Damage(file=path, start=0, stop=record.size_bytes, why=f"cannot be read: {error}")
+        yield CorruptRange(file=path, start=0, stop=record.size_bytes, why=f"cannot be read: {error}")
         return
     try:
         yield from _in_blocks(path, reader, size_bytes, record, on_bytes)
     finally:
         reader.close()
     if size_bytes > record.size_bytes:
-        yield Damage(file=path, start=record.size_bytes, stop=size_bytes, why="more than was written")
+        yield CorruptRange(file=path, start=record.size_bytes, stop=size_bytes, why="more than was written")
 
 
 def _in_blocks(
     path: Place, reader: Reader, size_bytes: int, record: FileRecord, on_bytes: Callable[[int], None]
-) -> Iterator[Damage]:
+) -> Iterator[CorruptRange]:
     buffers: SimpleQueue[bytearray] = SimpleQueue()
     for _ in range(reader.num_readers):
         buffers.put(bytearray(min(BLOCK_BYTES, record.size_bytes)))
@@ -104,7 +104,7 @@ def _in_blocks(
     for start, stop, why in in_threads(look, range(len(record.checksums)), most=reader.num_readers):
         on_bytes(stop - start)
         if why is not None:
-            yield Damage(file=path, start=start, stop=stop, why=why)
+            yield CorruptRange(file=path, start=start, stop=stop, why=why)
 
 
 def _fault(reader: Reader, start: int, view: memoryview, checksum: str) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.format.layout import STATE_PART, check_model_names, model_part, rank_part
 from drivetrain_checkpoint.format.shards import Leaf, Shard, piece_of, shards_of
-from drivetrain_checkpoint.format.state_tree import Json, State, encode
+from drivetrain_checkpoint.format.state_tree import Json, StateTree, encode
 from drivetrain_checkpoint.format.tensor_file import name_of_dtype
 from drivetrain_checkpoint.planning.write_plan import Entry, Holding, TensorName
 
@@ -29,9 +29,9 @@ class Content:
         allow_pickle: Whether to pickle values that cannot be stored otherwise.
     """
 
-    models: Mapping[str, Mapping[str, State]]
-    replicated: Mapping[str, State]
-    per_rank: Mapping[str, State]
+    models: Mapping[str, Mapping[str, StateTree]]
+    replicated: Mapping[str, StateTree]
+    per_rank: Mapping[str, StateTree]
     plan: Mapping[str, Any] | None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     best_metric: str | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from drivetrain_checkpoint.format.layout import MANIFEST, own_files
-from drivetrain_checkpoint.loading.discovery import Found
+from drivetrain_checkpoint.loading.discovery import CheckpointInfo
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
@@ -45,7 +45,7 @@ class Keep:
         )
 
 
-def plan_retention(found: Sequence[Found], keep: Keep) -> tuple[Place, ...]:
+def plan_retention(found: Sequence[CheckpointInfo], keep: Keep) -> tuple[Place, ...]:
     """Return the folders to delete.
 
     These are the valid checkpoints that no rule of `keep` covers, and the leftovers of incomplete saves. Committed
@@ -65,7 +65,7 @@ def plan_retention(found: Sequence[Found], keep: Keep) -> tuple[Place, ...]:
     return tuple(one.folder for one in (*old, *(one for one in found if not one.committed)))
 
 
-def _best(valid: Sequence[Found], keep: Keep) -> list[Found]:
+def _best(valid: Sequence[CheckpointInfo], keep: Keep) -> list[CheckpointInfo]:
     """Return the best checkpoints by the metric; of equal ones, the newest."""
     measured = [
         (value, one)

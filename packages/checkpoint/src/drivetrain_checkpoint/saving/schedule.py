@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain_checkpoint.saving.stop_step import AgreedStep
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_state import Context, side_store
+from drivetrain_state import Context, control_store
 
 # The exit code of a program that has saved and is to be restarted: EX_TEMPFAIL of sysexits.h, "try again later".
 RESUME_EXIT_CODE = 75
@@ -18,7 +18,7 @@ _SECONDS_IN_A_MINUTE = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class SaveReason:
     """The reasons why a save is due.
 
     Attributes:
@@ -49,7 +49,7 @@ class SaveSchedule:
         self._settings = settings
         self._is_main = context.topology.is_main
         self._agreed = AgreedStep(
-            side_store(context, "drivetrain_save_step"),
+            control_store(context, "drivetrain_save_step"),
             rank=context.topology.rank,
             world_size=context.topology.world_size,
             patience_seconds=settings.stall_seconds,
@@ -63,7 +63,7 @@ class SaveSchedule:
             self._handlers[number] = signal.signal(number, self._handle)
         context.before_close(self.close)
 
-    def due(self, step: int) -> Due | None:
+    def due(self, step: int) -> SaveReason | None:
         """Return why a save is due after a step, or None. Called on all ranks, by the main thread, once per step.
 
         Raises:
@@ -83,7 +83,9 @@ class SaveSchedule:
         if not reasons:
             return None
         self._saved_at, self._has_asked = time.monotonic(), self._has_asked and _MINUTES not in reasons
-        return Due(tuple(reasons), next((name for name in reasons if name in settings.save_on_signals), None))
+        return SaveReason(
+            tuple(reasons), next((name for name in reasons if name in settings.save_on_signals), None)
+        )
 
     def close(self) -> None:
         """Restore the previous signal handlers."""

@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 from weakref import finalize, ref
 
-from drivetrain_checkpoint.errors import FolderInUseError, FolderNotSharedError
+from drivetrain_checkpoint.errors import CheckpointLockedError, FolderNotSharedError
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
 
@@ -50,7 +50,7 @@ class Lease:
             A random token, written to the lease file: a rank that does not read it there sees another directory.
 
         Raises:
-            FolderInUseError: Another process holds the lease; the message names it.
+            CheckpointLockedError: Another process holds the lease; the message names it.
         """
         descriptor = self._open()
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -60,7 +60,7 @@ class Lease:
             if (holder.get("process"), holder.get("pid")) == (_PROCESS, os.getpid()):
                 return str(holder["token"])
             if time.monotonic() > deadline:
-                raise FolderInUseError(
+                raise CheckpointLockedError(
                     f"{self._directory} is written by another run (process {holder.get('pid')} on "
                     f"{holder.get('host')}, since {holder.get('since')}): stop it, or save into another folder"
                 )

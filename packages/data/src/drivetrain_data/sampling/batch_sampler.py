@@ -15,7 +15,7 @@ from drivetrain_data.sampling.indices import as_indices, checksum_of
 from drivetrain_data.sampling.partition import balanced
 from drivetrain_data.sampling.samplers import StepSampler
 from drivetrain_data.sampling.step_info import BatchPlan
-from drivetrain_data.settings import Even
+from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.state.sampler_snapshot import Drawn, EpochStart
 
@@ -43,7 +43,7 @@ class WholeBatchSampler(StepSampler):
         seed: int,
         size: int | None,
         shard: Shard,
-        even: Even,
+        even: UnevenPolicy,
         split: bool = False,
         reads_for_all: bool = False,
         agree: Agree | None = None,

@@ -30,7 +30,7 @@ class IndexFunction(Protocol):
 
 
 @runtime_checkable
-class InvertibleFunction(IndexFunction, Protocol):
+class InvertibleIndexFunction(IndexFunction, Protocol):
     """An invertible function, which lets a different number of shards resume an epoch in the middle."""
 
     def inverse(self, index: int, num_shards: int, /) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class BlockOrder:
                 function differs.
         """
         num_blocks: int = state.get("num_blocks", self._num_blocks)
-        if num_blocks != self._num_blocks and not isinstance(self._function, InvertibleFunction | None):
+        if num_blocks != self._num_blocks and not isinstance(self._function, InvertibleIndexFunction | None):
             raise DataStateError(
                 f"the loader's state was saved in an epoch that {num_blocks} shards read by "
                 f"{_name(self._function)}, and here are {self._num_blocks}: resume with {num_blocks}, or give "
@@ -180,7 +180,7 @@ class BlockOrder:
         function, shard = self._function, Shard(block, num_blocks)
         assert function is not None
         indices = _values(function, numbers, shard, self.size)
-        if num_blocks == self._num_blocks or not isinstance(function, InvertibleFunction):
+        if num_blocks == self._num_blocks or not isinstance(function, InvertibleIndexFunction):
             return indices
         for number, index in zip(numbers.tolist(), indices.tolist(), strict=True):
             told = tuple(function.inverse(index, num_blocks))

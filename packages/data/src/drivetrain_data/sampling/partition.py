@@ -13,7 +13,7 @@ import numpy as np
 
 from drivetrain_data.randomness.permutation import Positions
 from drivetrain_data.sampling.step_info import BatchPlan
-from drivetrain_data.settings import Even
+from drivetrain_data.settings import UnevenPolicy
 
 
 def balanced(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -23,7 +23,7 @@ def balanced(total: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < larger)
 
 
-def tail_counts(total: int, num_shards: int, batch_size: int, even: Even) -> tuple[int, ...]:
+def tail_counts(total: int, num_shards: int, batch_size: int, even: UnevenPolicy) -> tuple[int, ...]:
     """Return how many real samples of a last global batch of `total` each shard gets."""
     if even == "pad":
         return tuple(min(max(total - shard * batch_size, 0), batch_size) for shard in range(num_shards))
@@ -32,7 +32,7 @@ def tail_counts(total: int, num_shards: int, batch_size: int, even: Even) -> tup
 
 
 def step_plan(
-    total: int, num_shards: int, batch_size: int, even: Even, *, shard: int, is_last: bool
+    total: int, num_shards: int, batch_size: int, even: UnevenPolicy, *, shard: int, is_last: bool
 ) -> BatchPlan:
     """Return one shard's plan of a step with `total` new samples, up to `num_shards * batch_size`."""
     counts = tail_counts(total, num_shards, batch_size, even)
@@ -40,7 +40,7 @@ def step_plan(
 
 
 def counted_plan(
-    counts: tuple[int, ...], batch_size: int, even: Even, *, shard: int, is_last: bool
+    counts: tuple[int, ...], batch_size: int, even: UnevenPolicy, *, shard: int, is_last: bool
 ) -> BatchPlan:
     """Return one shard's plan of a step in which the shards get `counts` new samples, each up to `batch_size`."""
     total = sum(counts)
@@ -77,7 +77,7 @@ class Partition:
     stop: int
     num_shards: int
     batch_size: int
-    even: Even
+    even: UnevenPolicy
     num_blocks: int = 1
 
     @property

@@ -14,7 +14,7 @@ from drivetrain_data.sampling.order import Order, ShuffledOrder
 from drivetrain_data.sampling.partition import Partition
 from drivetrain_data.sampling.sampler_order import DrawnOrder
 from drivetrain_data.sampling.step_info import BatchPlan
-from drivetrain_data.settings import Even
+from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.shard import Shard
 
 _BLOCK = 8192  # the number of positions computed at once
@@ -80,9 +80,9 @@ class StepSampler:
         plans: A queue with the plan of each step of the newest iteration; the loader pops plans from the left.
     """
 
-    def __init__(self, shard: Shard, even: Even, *, reads_for_all: bool) -> None:
+    def __init__(self, shard: Shard, even: UnevenPolicy, *, reads_for_all: bool) -> None:
         self.shard = shard
-        self.even: Even = even
+        self.even: UnevenPolicy = even
         self.reads_for_all = reads_for_all
         self.epoch = 0
         self.position = 0
@@ -126,7 +126,7 @@ class OrderSampler(StepSampler):
         order: Order,
         batch_size: int,
         shard: Shard,
-        even: Even,
+        even: UnevenPolicy,
         *,
         reads_for_all: bool = False,
         agree: Agree | None = None,

@@ -16,7 +16,7 @@ from drivetrain_data.sampling.block_shuffle import IndexFunction
 from drivetrain_data.sampling.order import Order
 from drivetrain_data.sampling.samplers import ItemSampler, OrderSampler
 from drivetrain_data.sampling.torch_samplers import block_order_of, check_undivided, order_of
-from drivetrain_data.settings import Even, Strategy
+from drivetrain_data.settings import ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.base import Source
 from drivetrain_data.sources.external import ForeignSource
@@ -45,9 +45,9 @@ class ReadPlan:
     """
 
     shard: Shard
-    even: Even
+    even: UnevenPolicy
     split: bool
-    strategy: Strategy | IndexFunction
+    strategy: ShardingStrategy | IndexFunction
     num_blocks: int
     seed: int
     for_all: bool
@@ -337,7 +337,7 @@ def _rebuild(
     )
 
 
-def _said(strategy: Strategy | IndexFunction) -> str:
+def _said(strategy: ShardingStrategy | IndexFunction) -> str:
     return (
         repr(strategy)
         if isinstance(strategy, str)

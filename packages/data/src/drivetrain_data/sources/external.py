@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from drivetrain_data._nested import leading_size, leading_sizes
 from drivetrain_data.randomness.generators import KeyedDraws, load_plain_states
 from drivetrain_data.sampling.step_info import BatchPlan
-from drivetrain_data.settings import Even
+from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.base import Mark, Reading
 from drivetrain_data.state.integrations import left_out_of_state
@@ -33,10 +33,12 @@ class ForeignSource:
         reads_for_all: Whether to yield the batches of all shards.
     """
 
-    def __init__(self, loader: Any, shard: Shard, even: Even, *, seed: int, reads_for_all: bool) -> None:
+    def __init__(
+        self, loader: Any, shard: Shard, even: UnevenPolicy, *, seed: int, reads_for_all: bool
+    ) -> None:
         self._loader = loader
         self._shard = shard
-        self._even: Even = even
+        self._even: UnevenPolicy = even
         self.seed = seed
         self.reads_for_all = reads_for_all
         dataset = getattr(loader, "dataset", None)

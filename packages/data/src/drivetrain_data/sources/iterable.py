@@ -13,7 +13,7 @@ from drivetrain_data.randomness.generators import KeyedDraws
 from drivetrain_data.randomness.permutation import hash_key
 from drivetrain_data.sampling.partition import step_plan, tail_counts
 from drivetrain_data.sampling.step_info import BatchPlan
-from drivetrain_data.settings import Even
+from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.base import Mark, Reading
 from drivetrain_data.state.integrations import own_draws
@@ -53,7 +53,7 @@ class DealingCollate:
         collate: Callable[[Any], Any],
         batch_size: int | None,
         shard: Shard,
-        even: Even,
+        even: UnevenPolicy,
         *,
         reads_for_all: bool,
         snapshots: Snapshots,
@@ -61,7 +61,7 @@ class DealingCollate:
         self.collate = collate
         self.batch_size = batch_size
         self.shard = shard
-        self.even: Even = even
+        self.even: UnevenPolicy = even
         self.reads_for_all = reads_for_all
         self.snapshots = snapshots
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from drivetrain_dispatch.planning.block_groups import Cost
+from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.device_map import Device, DeviceMap
 from drivetrain_dispatch.planning.infer_device_map import map_of, rooms_of
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places, predicted_seconds
 
 
@@ -55,10 +55,10 @@ class Forecast:
 def forecast(
     blocks: Sequence[Block],
     budgets: Mapping[Device, int],
-    rates: Rates,
+    rates: Bandwidths,
     *,
-    prefill: Mapping[str, Cost],
-    token: Mapping[str, Cost],
+    prefill: Mapping[str, BlockCost],
+    token: Mapping[str, BlockCost],
 ) -> Forecast:
     """Plan for both forwards of generation: in the memory of the larger one, and as fast as possible for a token.
 
@@ -73,7 +73,7 @@ def forecast(
         DeviceMapError: The model does not fit the budgets.
     """
     computing, room = rooms_of(budgets)
-    costs = {name: _larger(token.get(name, Cost()), cost) for name, cost in prefill.items()}
+    costs = {name: _larger(token.get(name, BlockCost()), cost) for name, cost in prefill.items()}
     plan = plan_places(blocks, costs, room, rates)
     holdings = {
         device: _holding(blocks, plan, costs, at, room.devices[at]) for at, device in enumerate(computing)
@@ -94,9 +94,9 @@ def forecast(
     )
 
 
-def _larger(token: Cost, prefill: Cost) -> Cost:
+def _larger(token: BlockCost, prefill: BlockCost) -> BlockCost:
     """Return the time of a token, with the memory that the larger forward takes."""
-    return Cost(
+    return BlockCost(
         seconds=token.seconds,
         peak_bytes=max(token.peak_bytes, prefill.peak_bytes),
         kept_bytes=max(token.kept_bytes, prefill.kept_bytes),
@@ -104,11 +104,11 @@ def _larger(token: Cost, prefill: Cost) -> Cost:
 
 
 def _holding(
-    blocks: Sequence[Block], plan: PlacePlan, costs: Mapping[str, Cost], at: int, budget_bytes: int
+    blocks: Sequence[Block], plan: PlacePlan, costs: Mapping[str, BlockCost], at: int, budget_bytes: int
 ) -> Holding:
     """Return the memory of a device that computes."""
     mine = [index for index, device in enumerate(plan.devices) if device == at]
-    each = [costs.get(blocks[index].name, Cost()) for index in mine]
+    each = [costs.get(blocks[index].name, BlockCost()) for index in mine]
     return Holding(
         budget_bytes=budget_bytes,
         weight_bytes=sum(

@@ -26,7 +26,7 @@ from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.planning.hardware import Described, Hardware, described, hardware_of
 from drivetrain_dispatch.planning.infer_device_map import rooms_of
 from drivetrain_dispatch.planning.memory_budget import get_max_memory, parse_size
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
 
@@ -133,7 +133,7 @@ def run(arguments: PlanArguments) -> int:
         on_host = rooms_of(budgets)[0] == ["cpu"]
         usual = hardware_of("cpu" if on_host else next((gpu.kind for gpu in gpus if gpu.kind), "cuda"))
         link = usual.link_bytes_per_second if arguments.link is None else _speed("link", arguments.link)
-        rates = Rates(to_device=link, from_disk=_speed("disk", arguments.disk))
+        rates = Bandwidths(to_device=link, from_disk=_speed("disk", arguments.disk))
         rate = _compute_rate(arguments, usual)
         dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
         model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
@@ -209,7 +209,7 @@ def _forecast(
     arguments: PlanArguments,
     seq: int,
     budgets: Mapping[Device, int],
-    rates: Rates,
+    rates: Bandwidths,
     rate: ComputeRate,
 ) -> Forecast:
     quantization = None if arguments.quantize is None else _QUANTIZATIONS[arguments.quantize]()
@@ -263,7 +263,7 @@ def _as_json(model: nn.Module, arguments: PlanArguments, found: Forecast) -> dic
 
 
 def _as_text(
-    model: nn.Module, arguments: PlanArguments, found: Forecast, rate: ComputeRate, rates: Rates
+    model: nn.Module, arguments: PlanArguments, found: Forecast, rate: ComputeRate, rates: Bandwidths
 ) -> str:
     size = sum(found.device_map.sizes.values()) / 1e9
     rows = [("device", "at its peak", "of", "weights", "on their way", "kept", "activations")]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drivetrain_dispatch.planning.bandwidth_cache import default_cache, remembered
 from drivetrain_dispatch.planning.cost_model import ComputeRate
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 
 _SECONDS = 0.15  # for each measurement
 _COPIED_BYTES = 64 * 2**20  # more than processor caches hold
@@ -30,7 +30,7 @@ def measure_rates(
     *,
     disk_path: Path | str | None = None,
     cache: Path | None = None,
-) -> Rates:
+) -> Bandwidths:
     """Measure the transfer rates from the host's memory to a device, and from the disk to the host's memory.
 
     The link is measured once per machine, device and torch version, the disk once per machine and file system; later
@@ -56,7 +56,7 @@ def measure_rates(
     (link,) = remembered(kept, ("link", *_machine(place)), ["bytes_per_second"], lambda: [_link(place)])
     disk = ("disk", platform.node(), str(found.stat().st_dev))
     (read,) = remembered(kept, disk, ["bytes_per_second"], lambda: [_disk(found)])
-    return Rates(to_device=link, from_disk=read)
+    return Bandwidths(to_device=link, from_disk=read)
 
 
 def measure_compute(

@@ -11,7 +11,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class BlockCost:
     """The cost of a block in one forward.
 
     Attributes:
@@ -56,13 +56,13 @@ class Groups(NamedTuple):
         return peak + sum([self.kept[group] + self.stays[group] for group in segment])
 
 
-def costs_of(blocks: Sequence[Block], costs: Mapping[str, Cost]) -> list[Cost]:
+def costs_of(blocks: Sequence[Block], costs: Mapping[str, BlockCost]) -> list[BlockCost]:
     """Return the cost of each block; a block without an entry costs nothing."""
-    nothing = Cost()
+    nothing = BlockCost()
     return [costs.get(block.name, nothing) for block in blocks] if costs else [nothing] * len(blocks)
 
 
-def groups_of(blocks: Sequence[Block], costs: Sequence[Cost]) -> Groups:
+def groups_of(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Groups:
     """Return the groups of a model, in the order of their first blocks."""
     # Lists instead of one object per group: there may be 100,000 of them.
     groups = Groups(
@@ -113,7 +113,7 @@ class Forward:
         costs: The cost of each block.
     """
 
-    def __init__(self, blocks: Sequence[Block], costs: Sequence[Cost]) -> None:
+    def __init__(self, blocks: Sequence[Block], costs: Sequence[BlockCost]) -> None:
         self._seconds = [cost.seconds for cost in costs]
         self._units = [block.coming for block in blocks]
         self._around = {

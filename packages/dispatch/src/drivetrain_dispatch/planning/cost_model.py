@@ -11,7 +11,7 @@ from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.meta_copy import meta_copy
 from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
 from drivetrain_dispatch.model.tensor_subclass import is_packed
-from drivetrain_dispatch.planning.block_groups import Cost
+from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.op_recorder import FusedAttention, Recorder, kept_memories, peaks
 
@@ -52,7 +52,7 @@ def measure_costs(
     rate: ComputeRate,
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
-) -> dict[str, Cost]:
+) -> dict[str, BlockCost]:
     """Measure the cost of each block in one forward, by running a copy of the model on the meta device.
 
     An operation takes the longer of its compute time and its memory time, plus the launch overhead. Operations
@@ -139,7 +139,9 @@ def _beginning(recorder: Recorder, block: int) -> Callable[..., None]:
     return begun
 
 
-def _costs(recorder: Recorder, results: set[int], names: Sequence[str], rate: ComputeRate) -> dict[str, Cost]:
+def _costs(
+    recorder: Recorder, results: set[int], names: Sequence[str], rate: ComputeRate
+) -> dict[str, BlockCost]:
     """Return the cost of each block from what a recorder noted."""
     changes = list(recorder.changes)
     # Operations before the first block count towards it.
@@ -156,7 +158,7 @@ def _costs(recorder: Recorder, results: set[int], names: Sequence[str], rate: Co
         if change.memory in kept:
             kept_bytes[first if change.block < 0 else change.block] += change.size_bytes
     return {
-        name: Cost(seconds=seconds[place], peak_bytes=peak_bytes[place], kept_bytes=kept_bytes[place])
+        name: BlockCost(seconds=seconds[place], peak_bytes=peak_bytes[place], kept_bytes=kept_bytes[place])
         for place, name in enumerate(names)
     }
 

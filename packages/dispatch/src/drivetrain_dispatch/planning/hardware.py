@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from drivetrain_dispatch.planning.memory_budget import parse_size
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 
 DISK_BYTES_PER_SECOND = 3e9  # a typical NVMe drive
 _COUNTED = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?\s*[a-z]+)(?:\s+(.*\S))?\s*", re.IGNORECASE)
@@ -109,10 +109,10 @@ def hardware_of(kind: str) -> Hardware:
     )
 
 
-def assumed_rates(kind: str) -> Rates:
+def assumed_rates(kind: str) -> Bandwidths:
     """Return the assumed transfer rates of a kind of device that this machine lacks; typical ones if unknown."""
     try:
         link = hardware_of(kind).link_bytes_per_second
     except ValueError:
         link = _PCIE4
-    return Rates(to_device=link, from_disk=DISK_BYTES_PER_SECOND)
+    return Bandwidths(to_device=link, from_disk=DISK_BYTES_PER_SECOND)

@@ -9,13 +9,13 @@ from torch import nn
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.sizes import dtype_after, named_tensors
 from drivetrain_dispatch.planning.bandwidth import measure_rates
-from drivetrain_dispatch.planning.block_groups import Cost
+from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
 from drivetrain_dispatch.planning.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.planning.hardware import assumed_rates
 from drivetrain_dispatch.planning.initial_placement import Budgets
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
-from drivetrain_dispatch.planning.pipeline_model import Rates
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places
 
 _CPU = torch.device("cpu")
@@ -25,12 +25,12 @@ def infer_auto_device_map(
     model: nn.Module,
     max_memory: Mapping[Device, int | str] | None = None,
     *,
-    rates: Rates | None = None,
+    rates: Bandwidths | None = None,
     no_split_module_classes: Collection[str] = (),
     dtype: torch.dtype | None = None,
     special_dtypes: Mapping[str, torch.dtype] | None = None,
     special_sizes: Mapping[str, int] | None = None,
-    costs: Mapping[str, Cost] | None = None,
+    costs: Mapping[str, BlockCost] | None = None,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
 ) -> DeviceMap:
@@ -80,15 +80,15 @@ def infer_auto_device_map(
 
 def _planned(
     blocks: Sequence[Block],
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, BlockCost],
     room: Budgets,
     computing: Sequence[Device],
-    rates: Rates | None,
+    rates: Bandwidths | None,
 ) -> DeviceMap:
     """Return the map of a plan, with the rates it was made for if the plan needed any."""
     used: list[_Found] = []
 
-    def found() -> Rates:
+    def found() -> Bandwidths:
         used.append(_found(computing[0]) if rates is None else _Found(rates, "given"))
         return used[0].rates
 
@@ -98,7 +98,7 @@ def _planned(
     return planned
 
 
-def shown_rates(rates: Rates, source: str) -> str:
+def shown_rates(rates: Bandwidths, source: str) -> str:
     """Describe the rates of a plan and their source in one line."""
     link, disk = rates.to_device / 1e9, rates.from_disk / 1e9
     return f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})"
@@ -131,7 +131,7 @@ def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[l
 
 
 def map_of(
-    plan: PlacePlan, blocks: Sequence[Block], computing: Sequence[Device], costs: Mapping[str, Cost]
+    plan: PlacePlan, blocks: Sequence[Block], computing: Sequence[Device], costs: Mapping[str, BlockCost]
 ) -> DeviceMap:
     """Return a plan as a device map with as few entries as possible, with sizes and times."""
     elsewhere: dict[str, Device] = {"host": "cpu", "disk": "disk"}
@@ -153,7 +153,7 @@ def map_of(
 class _Found(NamedTuple):
     """The transfer rates and a description of their source."""
 
-    rates: Rates
+    rates: Bandwidths
     source: str
 
 

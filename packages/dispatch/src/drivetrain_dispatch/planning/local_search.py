@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from drivetrain_dispatch.planning.block_groups import Forward, Groups
 from drivetrain_dispatch.planning.initial_placement import Budgets, Placed
-from drivetrain_dispatch.planning.pipeline_model import Rates, Source, forward_seconds
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source, forward_seconds
 
 _MOST_UNITS = 250_000  # units visited for one plan: a tenth of a second
 _MOST_TRIED = 4_000  # placements of a small model
@@ -47,11 +47,11 @@ class Search:
         rates: The transfer rates to the device and from the disk.
     """
 
-    def __init__(self, groups: Groups, forward: Forward, budgets: Budgets, rates: Rates) -> None:
+    def __init__(self, groups: Groups, forward: Forward, budgets: Budgets, rates: Bandwidths) -> None:
         self._groups = groups
         self._forward = forward
         self._budgets = budgets
-        self._rates = Rates(to_device=inf, from_disk=rates.from_disk) if budgets.in_place else rates
+        self._rates = Bandwidths(to_device=inf, from_disk=rates.from_disk) if budgets.in_place else rates
         most = _MOST_UNITS // max(forward.num_units, 1)
         self._left = min(most, _MOST_TRIED) if most >= _LEAST_TRIED else 0
 

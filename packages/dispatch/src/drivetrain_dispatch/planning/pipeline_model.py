@@ -28,7 +28,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class Bandwidths:
     """The transfer rates of weights, in bytes per second.
 
     Attributes:
@@ -63,7 +63,7 @@ class Turn(NamedTuple):
     computed: tuple[float, float]
 
 
-def play(works: Sequence[Work], rates: Rates, *, windows: Sequence[float]) -> list[Turn]:
+def play(works: Sequence[Work], rates: Bandwidths, *, windows: Sequence[float]) -> list[Turn]:
     """Return the timeline of one forward that begins without transfers in flight.
 
     Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
@@ -86,7 +86,10 @@ def seconds_of(turns: Sequence[Turn]) -> float:
 
 
 def forward_seconds(
-    works: Iterable[tuple[float, int, Source, int, int | None]], rates: Rates, *, windows: Sequence[float]
+    works: Iterable[tuple[float, int, Source, int, int | None]],
+    rates: Bandwidths,
+    *,
+    windows: Sequence[float],
 ) -> float:
     """Return the total time of the timeline of `play`, in seconds, without building the timeline.
 
@@ -100,7 +103,7 @@ def forward_seconds(
 
 def _run(
     works: Iterable[tuple[float, int, Source, int, int | None]],
-    rates: Rates,
+    rates: Bandwidths,
     windows: Sequence[float],
     turns: list[Turn] | None,
 ) -> float:

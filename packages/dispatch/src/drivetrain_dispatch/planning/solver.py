@@ -6,7 +6,7 @@ from heapq import nsmallest
 from math import inf
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.planning.block_groups import Cost, Forward, Groups, costs_of, groups_of
+from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, Groups, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.initial_placement import (
     Budgets,
@@ -18,9 +18,9 @@ from drivetrain_dispatch.planning.initial_placement import (
     ways_of,
 )
 from drivetrain_dispatch.planning.local_search import Found, Search
-from drivetrain_dispatch.planning.pipeline_model import Rates, Source, forward_seconds
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source, forward_seconds
 
-_UNUSED = Rates(to_device=inf, from_disk=inf)  # for a forward that fetches nothing
+_UNUSED = Bandwidths(to_device=inf, from_disk=inf)  # for a forward that fetches nothing
 _NUM_IMPROVED = 8  # placements from which the local search starts
 # A model of at most this many groups also tries device segments shifted by up to this many groups.
 _FEW, _SHIFTED = 200, 4
@@ -45,9 +45,9 @@ class PlacePlan:
 
 def plan_places(
     blocks: Sequence[Block],
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, BlockCost],
     budgets: Budgets,
-    rates: Rates | Callable[[], Rates],
+    rates: Bandwidths | Callable[[], Bandwidths],
 ) -> PlacePlan:
     """Plan where the blocks of a model are kept, so that peak memory stays within every budget.
 
@@ -85,8 +85,8 @@ def plan_places(
 def predicted_seconds(
     plan: PlacePlan,
     blocks: Sequence[Block],
-    costs: Mapping[str, Cost],
-    rates: Rates,
+    costs: Mapping[str, BlockCost],
+    rates: Bandwidths,
     *,
     in_place: bool = False,
 ) -> float:
@@ -101,7 +101,7 @@ def predicted_seconds(
     """
     works = Forward(blocks, costs_of(blocks, costs)).works(plan.sources, plan.devices)
     if in_place:
-        rates = Rates(to_device=inf, from_disk=rates.from_disk)
+        rates = Bandwidths(to_device=inf, from_disk=rates.from_disk)
     return forward_seconds(works, rates, windows=[inf] * len(plan.windows) if in_place else plan.windows)
 
 

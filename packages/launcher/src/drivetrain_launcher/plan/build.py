@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host import VISIBILITY_VARIABLES, Host
-from drivetrain_launcher.plan.plan import LaunchPlan, Target
+from drivetrain_launcher.plan.plan import LaunchPlan, LaunchTarget
 from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
 
 
 def plan_launch(
-    settings: LaunchSettings, target: Target, host: Host, *, handed_down: str | None = None
+    settings: LaunchSettings, target: LaunchTarget, host: Host, *, handed_down: str | None = None
 ) -> LaunchPlan:
     """Plan a launch on this node.
 

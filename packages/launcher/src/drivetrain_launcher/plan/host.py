@@ -38,7 +38,7 @@ VISIBILITY_VARIABLES = {
 }
 
 
-def look_at_host(device: str) -> Host:
+def detect_host(device: str) -> Host:
     """Detect the accelerators of this host and the settings of its environment.
 
     torch is imported only if an accelerator's driver is loaded, or if the system cannot tell, so that a machine

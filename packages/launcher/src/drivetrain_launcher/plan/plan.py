@@ -15,7 +15,7 @@ ANY_PORT = "any free port"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class LaunchTarget:
     """The script, module or program to run.
 
     Attributes:
@@ -71,7 +71,7 @@ class LaunchPlan:
     """
 
     mode: Literal["in place", "elastic"]
-    target: Target
+    target: LaunchTarget
     num_nodes: int = 1
     node_rank: int | None = 0
     processes_per_node: int = 1

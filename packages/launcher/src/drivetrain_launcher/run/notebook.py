@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain_config import environ
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError, RankFailedError
-from drivetrain_launcher.plan.host import look_at_host
+from drivetrain_launcher.plan.host import detect_host
 from drivetrain_launcher.run.failures import describe_root, read_failure
 from drivetrain_launcher.run.parent_watch import watch_launcher
 
@@ -52,7 +52,7 @@ def notebook_launcher(
             `num_processes` is not an integer of at least 1.
         RankFailedError: If a rank fails; the message shows its traceback.
     """
-    host = look_at_host("auto")
+    host = detect_host("auto")
     count = max(1, host.accelerator_count) if num_processes is None else num_processes
     _check_number(count)
     if host.accelerator is not None and count > host.accelerator_count:

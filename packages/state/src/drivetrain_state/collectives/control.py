@@ -127,10 +127,12 @@ def split_between_processes(
         ValueError: If `inputs` is of another type, the lengths in a mapping differ, or `inputs` is empty and
             `apply_padding` is set.
     """
-    yield part_of(inputs, context.topology.rank, context.topology.world_size, apply_padding=apply_padding)
+    yield split_for_process(
+        inputs, context.topology.rank, context.topology.world_size, apply_padding=apply_padding
+    )
 
 
-def part_of(inputs: Nested, index: int, count: int, *, apply_padding: bool = False) -> Nested:
+def split_for_process(inputs: Nested, index: int, count: int, *, apply_padding: bool = False) -> Nested:
     """Return part `index` of `count` parts of `inputs`, split as by `split_between_processes`."""
     length = _length(inputs)
     if apply_padding and length == 0:

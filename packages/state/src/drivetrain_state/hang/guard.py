@@ -10,7 +10,7 @@ from time import monotonic
 
 from torch.distributed import Store
 
-from drivetrain_state.hang.progress_record import Watch
+from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.hang.rounds import Verdict
 from drivetrain_state.hang.stack import Frame, Place, find_place, thread_frames
 from drivetrain_state.settings import StateSettings
@@ -23,11 +23,11 @@ HANG_EXIT_CODE = 124  # the exit code of GNU `timeout`
 class Pulse:
     """A poller of this process's watches that measures the time since any of them made progress."""
 
-    def __init__(self, watch: Watch, *, longest_gap_seconds: float) -> None:
-        self.watches: tuple[Watch, ...] = (watch,)
+    def __init__(self, watch: ProgressRecord, *, longest_gap_seconds: float) -> None:
+        self.watches: tuple[ProgressRecord, ...] = (watch,)
         self.latest = watch
         self.beats = 0
-        self._counts: dict[Watch, int] = {}
+        self._counts: dict[ProgressRecord, int] = {}
         self._longest_gap_seconds = longest_gap_seconds
         self._progressed_at = self._looked_at = monotonic()
 
@@ -59,7 +59,9 @@ class Pulse:
 class Guard(threading.Thread):
     """A thread that measures idle time, and ends the process if it is stuck beyond the group's timeout."""
 
-    def __init__(self, *, topology: Topology, settings: StateSettings, watch: Watch, store: Store) -> None:
+    def __init__(
+        self, *, topology: Topology, settings: StateSettings, watch: ProgressRecord, store: Store
+    ) -> None:
         super().__init__(name="drivetrain-guard", daemon=True)
         self.topology = topology
         self.settings = settings
@@ -86,14 +88,14 @@ class Guard(threading.Thread):
         for thread in self._threads:
             thread.start()
 
-    def adopt(self, watch: Watch, store: Store) -> bool:
+    def adopt(self, watch: ProgressRecord, store: Store) -> bool:
         """Poll another watch too; return False if it belongs to another store or this thread is stopping."""
         if store is not self._store or self.stopping.is_set():
             return False
         self.pulse.watches = (*self.pulse.watches, watch)
         return True
 
-    def release(self, watch: Watch) -> None:
+    def release(self, watch: ProgressRecord) -> None:
         """Stop polling a watch; releasing the last one ends both threads."""
         self.pulse.watches = tuple(other for other in self.pulse.watches if other is not watch)
         if not self.pulse.watches and not self.stopping.is_set():

@@ -3,7 +3,7 @@
 from threading import get_ident
 
 
-class Watch:
+class ProgressRecord:
     """The last progress of this process. The watchdog reads it from another thread; marking never waits or allocates.
 
     Attributes:

@@ -11,7 +11,7 @@ from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
 from drivetrain_state.hang.guard import Guard
-from drivetrain_state.hang.progress_record import Watch
+from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.hang.rounds import HangRounds
 from drivetrain_state.hang.store_talk import Talker
 from drivetrain_state.settings import StateSettings
@@ -19,9 +19,9 @@ from drivetrain_state.topology import Topology
 
 
 class Watchdog:
-    """A handle on the watchdog of one `Watch`, as returned by `start_watchdog`."""
+    """A handle on the watchdog of one `ProgressRecord`, as returned by `start_watchdog`."""
 
-    def __init__(self, guard: Guard, watch: Watch) -> None:
+    def __init__(self, guard: Guard, watch: ProgressRecord) -> None:
         self._guard = guard
         self._watch = watch
 
@@ -37,7 +37,7 @@ def start_watchdog(
     *,
     topology: Topology,
     settings: StateSettings,
-    watch: Watch,
+    watch: ProgressRecord,
     store: Store | None = None,
     report_directory: Path | None = None,
 ) -> Watchdog:

@@ -75,9 +75,9 @@ def read_versions() -> dict[str, str]:
 
 def read_devices() -> list[str]:
     """Return one line per kind of device on this machine."""
-    from drivetrain_state import describe
+    from drivetrain_state import describe_environment
 
-    return describe().splitlines()
+    return describe_environment().splitlines()
 
 
 def read_settings(layers: Layers) -> dict[str, dict[str, Setting]]:

@@ -12,8 +12,8 @@ from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.build import plan_launch
-from drivetrain_launcher.plan.host import look_at_host
-from drivetrain_launcher.plan.plan import Target
+from drivetrain_launcher.plan.host import detect_host
+from drivetrain_launcher.plan.plan import LaunchTarget
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 
@@ -51,9 +51,7 @@ def run(arguments: LaunchArguments) -> int:
     launch: LaunchSettings = settings["launch"]
     target = _target(arguments, launch)
     _check(arguments.layers, settings, target)
-    plan = plan_launch(
-        launch, target, look_at_host(_device(settings)), handed_down=arguments.layers.to_json()
-    )
+    plan = plan_launch(launch, target, detect_host(_device(settings)), handed_down=arguments.layers.to_json())
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
         return 0
@@ -69,7 +67,7 @@ def resolve_said(layers: Layers) -> dict[str, Any]:
     }
 
 
-def _check(layers: Layers, settings: dict[str, Any], target: Target) -> None:
+def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> None:
     """Reject an unknown backend before any worker does, and report launcher flags that follow the script."""
     asked = layers.of_section("run").get("backend", ())
     if not asked and not any(argument.startswith("--") for argument in target.arguments):
@@ -95,18 +93,18 @@ def _device(settings: dict[str, Any]) -> str:
     return "cpu" if wants_cpu else settings["state"].device
 
 
-def _target(arguments: LaunchArguments, launch: LaunchSettings) -> Target:
+def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:
     if launch.module:
-        return Target(name=arguments.script, arguments=arguments.arguments, kind="module")
+        return LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind="module")
     if launch.program:
-        return Target(name=arguments.script, arguments=arguments.arguments, kind="program")
+        return LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind="program")
     path = Path(arguments.script)
     if not path.exists():
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, beside, n=1)
         hint = f"; did you mean {path.with_name(near[0])}" if near else ""
         raise LaunchError(f"{arguments.script}: no such script (looked for {path.absolute()}){hint}")
-    return Target(name=arguments.script, arguments=arguments.arguments)
+    return LaunchTarget(name=arguments.script, arguments=arguments.arguments)
 
 
 command = Command(
