@@ -35,11 +35,11 @@ from drivetrain_checkpoint import (
     CorruptCheckpointError,
     NoCheckpointError,
     OtherRankFailedError,
-    disk_writer,
     find_checkpoints,
-    lease,
 )
 from drivetrain_checkpoint.format.checksummed_io import HashedReader, HashedWriter
+from drivetrain_checkpoint.saving import writer_lock as lease
+from drivetrain_checkpoint.storage import direct_writer as disk_writer
 from drivetrain_state import Context, Topology
 from processes import free_port, rank_environment
 

@@ -11,8 +11,8 @@ from drivetrain_checkpoint import (
     find_checkpoints,
     open_export,
     save_model,
-    storage,
 )
+from drivetrain_checkpoint.storage import base as storage
 from drivetrain_state import Context, connect
 
 

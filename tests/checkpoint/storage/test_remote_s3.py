@@ -14,12 +14,12 @@ from drivetrain_checkpoint import (
     CorruptCheckpointError,
     NoCheckpointError,
     find_checkpoints,
-    storage,
 )
 from drivetrain_checkpoint.planning.save_content import Content
 from drivetrain_checkpoint.saving.coordinator import Saver
 from drivetrain_checkpoint.saving.retention import Keep
 from drivetrain_checkpoint.saving.transaction import run_save
+from drivetrain_checkpoint.storage import base as storage
 from drivetrain_state import Context, connect
 from object_store import s3_server
 

@@ -112,7 +112,7 @@ class Checkpointer:
             ValueError: `metrics` lacks `settings.best_metric`, or the ranks save different steps.
             OtherRankFailedError: Another rank failed; the message holds its error, and nothing was saved.
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
-            FolderInUseError: Another run writes into the directory.
+            CheckpointLockedError: Another run writes into the directory.
             OSError: The disk is full, or the folder is not writable; nothing was saved.
         """
         from drivetrain_checkpoint.planning.save_content import Content

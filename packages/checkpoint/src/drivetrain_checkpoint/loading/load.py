@@ -48,7 +48,8 @@ class Reading:
 class LoadResult:
     """The content of a checkpoint, on the CPU, not yet applied to any object.
 
-    Tensors are whole, or sharded as `like` requested: as a DTensor for a DTensor, as a `FlatPart` for a `FlatShard`.
+    Tensors are whole, or sharded as `like` requested: as a DTensor for a DTensor, as a `LoadedFlatShard` for a
+    `FlatShard`.
 
     Attributes:
         path: The checkpoint's folder.

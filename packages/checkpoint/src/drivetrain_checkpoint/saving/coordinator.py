@@ -63,7 +63,7 @@ class Saver:
             StateError: Something in `content` cannot be stored; nothing was saved.
             OtherRankFailedError: Another rank failed; nothing was saved.
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
-            FolderInUseError: Another run writes into the directory.
+            CheckpointLockedError: Another run writes into the directory.
             ValueError: The ranks save into different folders.
         """
         context, topology = self._context, self._context.topology
@@ -137,7 +137,7 @@ class Saver:
         Files of a committed checkpoint of this step stay until the new ones are committed.
 
         Raises:
-            FolderInUseError: Another run writes into the directory.
+            CheckpointLockedError: Another run writes into the directory.
         """
         if self._spared is None:  # at the first save only: later on, this run's own checkpoints are there too
             self._spared = frozenset() if continues else self._of_an_earlier_run()
