@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends.modules.compile import load_plain_state, plain_state
-from drivetrain_backends.state_dict.dtensor import local, write
+from drivetrain_backends.state_dict.dtensor import write
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
@@ -65,5 +65,4 @@ def _divided(value: Any, like: Tensor | None, device: torch.device) -> Any:
         return value
     part = torch.empty_like(like, dtype=value.dtype)
     write(part, value.detach(), device)
-    local(part)  # offloaded parameters have their state on the same device
     return part.detach()
