@@ -55,7 +55,7 @@ class Weights(nn.Module):
 
 def weights(prepared: Any) -> list[float]:
     """The weights of a prepared `Weights`, whole."""
-    return states.whole(prepared.state_dict()["model"]["w"]).tolist()
+    return states.full_tensor(prepared.state_dict()["model"]["w"]).tolist()
 
 
 def error_of(kind: type[Exception], act: Callable[[], object]) -> str:

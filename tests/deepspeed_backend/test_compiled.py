@@ -32,7 +32,7 @@ def compiled(stage: int, how: str) -> list[float]:
                 losses.append(loss.item())
             state = prepared.state_dict()
             prepared.load_state_dict(state)
-            found.append([*losses, *states.whole(state["model"]["2.weight"]).flatten().tolist()])
+            found.append([*losses, *states.full_tensor(state["model"]["2.weight"]).flatten().tolist()])
     return [a - b for a, b in zip(*found, strict=True)]
 
 

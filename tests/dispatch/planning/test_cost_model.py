@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain_dispatch.errors import CostError
+from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
-from drivetrain_dispatch.planning.solver import Cost
 
 FLOPS = ComputeRate(flops_per_second=1.0, bytes_per_second=1e30, operation_seconds=0)  # seconds are FLOPs
 BYTES = ComputeRate(flops_per_second=1e30, bytes_per_second=1.0, operation_seconds=0)  # seconds are bytes
@@ -23,11 +23,11 @@ STARTS = ComputeRate(flops_per_second=1e30, bytes_per_second=1e30, operation_sec
 
 def costs_of(
     model: nn.Module, *args: Any, rate: ComputeRate = FLOPS, no_split: tuple[str, ...] = (), **kwargs: Any
-) -> dict[str, Cost]:
+) -> dict[str, BlockCost]:
     return measure_costs(model, args, kwargs, blocks=blocks_of(model, no_split=no_split), rate=rate)
 
 
-def seconds_of(costs: dict[str, Cost]) -> dict[str, float]:
+def seconds_of(costs: dict[str, BlockCost]) -> dict[str, float]:
     return {name: round(cost.seconds, 6) for name, cost in costs.items()}
 
 
@@ -243,7 +243,7 @@ class Twice(nn.Module):
 def test_a_module_that_runs_several_times_adds_up_and_one_that_never_runs_costs_nothing() -> None:
     costs = costs_of(Twice(), torch.zeros(3, 8))
     assert seconds_of(costs) == {"used": 3 * 2 * 3 * 64, "unused": 0, "again": 0}
-    assert costs["unused"] == Cost()
+    assert costs["unused"] == BlockCost()
     assert costs_of(Twice(), torch.zeros(3, 8), rate=STARTS)["used"].seconds == 4
 
 
