@@ -3,11 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from drivetrain_backends.fsdp.compat import (
+    mixed_precision,
+    num_prefetched,
+    parameter_groups,
+    reshards_after_forward,
+)
 from drivetrain_backends.fsdp.dtypes import HALF, NAMES
-from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.protocol import AutoValue
@@ -41,14 +48,14 @@ _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 def _of_torch(model: ShardedModel) -> dict[str, object]:
     """Return the arguments of `fully_shard`, which are the same for all models."""
     group = next(group for block in model.blocks for group in parameter_groups(block))
-    dtypes = _state(model.blocks[0])._mp_policy
+    dtypes = mixed_precision(model.blocks[0])
     offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
     return {
         "strategy": _strategy(group),
         "shard_size": group.mesh_info.shard_mesh_size,
-        "param_dtype": NAMES.get(dtypes.param_dtype),
-        "reduce_dtype": NAMES.get(dtypes.reduce_dtype),
-        "output_dtype": NAMES.get(_state(model.blocks[-1])._mp_policy.output_dtype),
+        "param_dtype": _name(dtypes.param_dtype),
+        "reduce_dtype": _name(dtypes.reduce_dtype),
+        "output_dtype": _name(mixed_precision(model.blocks[-1]).output_dtype),
         "offload": offloads,
         "pin_memory": offloads and group.offload_policy.pin_memory,
     }
@@ -61,7 +68,7 @@ def _of_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[s
     classes = {class_name(block) for block in blocks}
     asked = [name for name in settings.wrap or () if name in classes]
     trained = [p for model in models for p in model.known if p.requires_grad and isinstance(p, DTensor)]
-    ahead = [len(_state(block)._states_to_forward_prefetch) for model in models for block in model.blocks]
+    ahead = [num_prefetched(block) for model in models for block in model.blocks]
     return {
         "wrap": (*asked, *sorted(classes.difference(asked))),
         "upcast": not any(p.dtype in HALF for p in trained)
@@ -95,11 +102,11 @@ def _reasons(models: Sequence[ShardedModel], settings: FSDPSettings, strategy: s
 
 
 def _strategy(group: Any) -> str:
-    mesh, reshards = group.mesh_info, group._reshard_after_forward
+    mesh, reshards = group.mesh_info, reshards_after_forward(group)
     if mesh.mesh.ndim == 1:
         return "full_shard" if reshards else "shard_grad_op"
     return "hybrid_shard" if reshards else "no_shard"
 
 
-def _state(block: FSDPModule) -> Any:
-    return block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage] no public API
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else NAMES.get(dtype)

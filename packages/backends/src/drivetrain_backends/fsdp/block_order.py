@@ -7,6 +7,7 @@ collectives, and the ranks compare checksums before an optimizer steps.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 from weakref import ref
 
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
+from drivetrain_backends.fsdp.compat import parameter_groups, wrap_collectives
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context
 
@@ -64,11 +66,14 @@ class BlockOrder:
         for name, block in zip(names, model.blocks, strict=True):
             what = f"{name} of {kind}" if name else f"what {kind} holds outside its blocks"
             for group in parameter_groups(block):
-                group._all_gather_comm = _Gathering(group._all_gather_comm, self._noting("gather", what))
-                group._reduce_scatter_comm = _Reducing(
-                    group._reduce_scatter_comm,
-                    self._noting("reduce", what),
-                    is_divided=len(self._divisions[0]) > 1,
+                wrap_collectives(
+                    group,
+                    partial(_Gathering, note=self._noting("gather", what)),
+                    partial(
+                        _Reducing,
+                        note=self._noting("reduce", what),
+                        is_divided=len(self._divisions[0]) > 1,
+                    ),
                 )
                 # Ranks of different replicas gather independently, and may differ there.
                 self._num_compared_at_once += _PASSES if len(self._divisions) == 1 else 0

@@ -7,7 +7,8 @@ is such a case. Drop this module once the oldest supported torch finds the dtype
 
 from torch.distributed.fsdp import FSDPModule
 
-from drivetrain_backends.fsdp.sharded_model import ShardedModel, parameter_groups
+from drivetrain_backends.fsdp.compat import give_gradient_dtypes, needs_gradient_dtypes, parameter_groups
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
 
 
 class FrozenBlocks:
@@ -27,15 +28,9 @@ class FrozenBlocks:
 
 
 def _needs_care(block: FSDPModule) -> bool:
-    return any("_orig_dtype" in type(group).__annotations__ for group in parameter_groups(block))
+    return any(map(needs_gradient_dtypes, parameter_groups(block)))
 
 
 def _give(block: FSDPModule) -> bool:
     """Set a block's gradient dtypes and return whether they are known."""
-    for group in parameter_groups(block):
-        if not hasattr(group, "_orig_dtype"):
-            return False
-        if group._orig_dtype is None:
-            group._orig_dtype = group.fsdp_params[0].orig_dtype
-            group._reduce_dtype = group.fsdp_params[0].reduce_dtype
-    return True
+    return all(map(give_gradient_dtypes, parameter_groups(block)))

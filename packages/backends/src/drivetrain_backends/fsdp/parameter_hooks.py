@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_backends.errors import UnshardedParameterError
+from drivetrain_backends.fsdp.compat import gathered_parameter
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 
 _Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own dict, from which a handle removes its hook
@@ -89,14 +90,15 @@ class _Carried:
     @property
     def is_waiting(self) -> bool:
         """True if the hooks are not yet attached although the parameter was gathered."""
-        gathered = getattr(self._parameter, "_unsharded_param", None)
+        gathered = gathered_parameter(self._parameter)
         return not self._is_attached and gathered is not None and gathered.requires_grad
 
     def attach(self) -> None:
         """Attach the hooks to the gathered parameter, which stays the same object from its first gather on."""
-        if self.is_waiting:
-            self._parameter._unsharded_param.register_hook(self._run_on_gradient)
-            self._parameter._unsharded_param.register_post_accumulate_grad_hook(self._run_on_parameter)
+        gathered = gathered_parameter(self._parameter)
+        if self.is_waiting and gathered is not None:
+            gathered.register_hook(self._run_on_gradient)
+            gathered.register_post_accumulate_grad_hook(self._run_on_parameter)
             self._is_attached = True
 
     def _run_on_gradient(self, gradient: Tensor) -> Tensor:

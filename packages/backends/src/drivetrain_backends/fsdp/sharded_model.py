@@ -9,6 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.errors import UnshardedParameterError
+from drivetrain_backends.fsdp.compat import (
+    backward_is_open,
+    drop_full_gradient,
+    gathered_parameter,
+    holds_full_gradient,
+    sharded_parameters,
+)
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 
 
@@ -74,37 +81,28 @@ class ShardedModel:
     def standing_in(self) -> dict[Tensor, nn.Parameter]:
         """Return the shard of each gathered parameter that FSDP puts into the modules."""
         return {
-            parameter._unsharded_param: parameter.sharded_param
+            gathered: parameter.sharded_param
             for parameter in self.divided()
-            if hasattr(parameter, "_unsharded_param")
+            if (gathered := gathered_parameter(parameter)) is not None
         }
 
     def holds_gradients(self) -> bool:
         """Return whether unreduced backwards left full gradients."""
-        return any(
-            getattr(parameter, "unsharded_accumulated_grad", None) is not None
-            or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
-            for parameter in self.divided()
-        )
+        return any(map(holds_full_gradient, self.divided()))
 
     def drop_held(self) -> None:
         """Drop the full gradients that unreduced backwards left."""
         for parameter in self.divided():
-            if "unsharded_accumulated_grad" in vars(parameter):  # in older torch, but no longer in 2.15
-                parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+            drop_full_gradient(parameter)
 
     def in_backward(self) -> bool:
         """Return whether a backward has begun but not ended; after an error, FSDP still waits for its end."""
-        state: Any = self.blocks[-1]._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-        return state._state_ctx.post_backward_final_callback_queued
+        return backward_is_open(self.blocks[-1])
 
     def divided(self) -> Iterator[Any]:
         """Yield torch's own object for each sharded parameter."""
         for block in self.blocks:
-            for group in parameter_groups(block):
-                yield from group.fsdp_params
+            yield from sharded_parameters(block)
 
     def check(self, *, thoroughly: bool = False) -> None:
         """Compare the modules' parameters with the sharded ones; none may be gathered.
@@ -130,15 +128,6 @@ class ShardedModel:
 
 
 _NEITHER = "the new tensor is neither sharded, nor averaged over ranks, nor what the optimizer holds"
-
-
-def parameter_groups(block: FSDPModule) -> list[Any]:
-    """Return the parameter groups that a block gathers, from torch's private attributes."""
-    state: Any = block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch with a single group per block
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
 
 
 def find_places(model: nn.Module) -> Iterator[Place]:

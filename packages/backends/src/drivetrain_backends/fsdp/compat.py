@@ -1,0 +1,161 @@
+"""The private names of torch's FSDP2 that this backend uses, in one place.
+
+torch has no public API for them. They are the same in torch 2.9 to 2.15 unless a function says otherwise;
+tests/backends/fsdp/test_compat.py holds each one to what is relied on, and docs/platforms.md lists them.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import (  # pyright: ignore[reportMissingTypeStubs]
+    TrainingState,
+)
+
+
+def state_of(block: FSDPModule) -> Any:
+    """Return the state that `fully_shard` keeps for a block."""
+    return block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+
+
+def parameter_groups(block: FSDPModule) -> list[Any]:
+    """Return the groups of parameters that a block gathers; none if it holds no parameter of its own."""
+    state = state_of(block)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12: one group or none
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+def sharded_parameters(block: FSDPModule) -> Iterator[Any]:
+    """Yield torch's own object for each sharded parameter of a block; its `sharded_param` is the DTensor."""
+    for group in parameter_groups(block):
+        yield from group.fsdp_params
+
+
+def gathered_parameter(parameter: Any) -> nn.Parameter | None:
+    """Return the full parameter that FSDP puts into the module; None before its first gather.
+
+    It stays the same object from its first gather on, without memory while it is sharded.
+    """
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def holds_full_gradient(parameter: Any) -> bool:
+    """Return whether an unreduced backward left a full gradient."""
+    gathered = gathered_parameter(parameter)
+    return _accumulated_apart(parameter) is not None or (gathered is not None and gathered.grad is not None)
+
+
+def drop_full_gradient(parameter: Any) -> None:
+    """Drop the full gradient that an unreduced backward left."""
+    if _accumulated_apart(parameter) is not None:
+        parameter.unsharded_accumulated_grad = None
+    if (gathered := gathered_parameter(parameter)) is not None:
+        gathered.grad = None
+
+
+def module_slot(parameter: Any) -> tuple[dict[str, Any], str]:
+    """Return the dict of a module's parameters in which FSDP exchanges a parameter, and its name there."""
+    info = parameter._module_info
+    return info.module._parameters, info.param_name
+
+
+def backward_is_open(block: FSDPModule) -> bool:
+    """Return whether a backward has begun but not ended; after an error, FSDP still waits for its end."""
+    return state_of(block)._state_ctx.post_backward_final_callback_queued
+
+
+def begin_anew(block: FSDPModule) -> None:
+    """Reset a block after a forward that was refused, so that the next one starts like the first."""
+    state = state_of(block)
+    state._training_state = TrainingState.IDLE
+    state._state_ctx.iter_forward_root = None
+    for group in parameter_groups(block):
+        group._training_state = TrainingState.IDLE
+
+
+def check_before_gathering(group: Any, check: Callable[[], None]) -> None:
+    """Have `check` called before a group gathers its parameters, from now on."""
+    unshard = group.unshard
+
+    def check_and_unshard(*args: Any, **kwargs: Any) -> Any:
+        if group.is_sharded and group._all_gather_result is None:
+            check()
+        return unshard(*args, **kwargs)
+
+    group.unshard = check_and_unshard
+
+
+def check_before_first_forward(block: FSDPModule, check: Callable[[], None]) -> None:
+    """Have `check` called before FSDP reads dtypes and shapes from the modules, at the first forward."""
+    state = state_of(block)
+    begin = state._lazy_init
+
+    def check_and_begin() -> None:
+        if state._is_root is None:
+            check()
+        begin()
+
+    state._lazy_init = check_and_begin
+
+
+def check_before_backward(block: FSDPModule, check: Callable[[], None]) -> None:
+    """Have `check` called when the backward reaches a block's outputs, from now on."""
+    state = state_of(block)
+    begin = state._pre_backward
+
+    def check_and_begin(gradient: Tensor) -> Tensor:
+        check()
+        return begin(gradient)
+
+    state._pre_backward = check_and_begin
+
+
+def wrap_collectives(group: Any, gather: Callable[[Any], Any], reduce: Callable[[Any], Any]) -> None:
+    """Exchange the objects that run a group's all-gather and reduce-scatter for wrappers of them."""
+    group._all_gather_comm = gather(group._all_gather_comm)
+    group._reduce_scatter_comm = reduce(group._reduce_scatter_comm)
+
+
+def num_prefetched(block: FSDPModule) -> int:
+    """Return how many blocks are gathered ahead of their forward, as `set_modules_to_forward_prefetch` set."""
+    return len(state_of(block)._states_to_forward_prefetch)
+
+
+def mixed_precision(block: FSDPModule) -> MixedPrecisionPolicy:
+    """Return the mixed precision policy of a block."""
+    return state_of(block)._mp_policy
+
+
+def reshards_after_forward(group: Any) -> bool:
+    """Return whether a group releases its gathered parameters after the forward."""
+    return bool(group._reshard_after_forward)
+
+
+def needs_gradient_dtypes(group: Any) -> bool:
+    """Return whether this torch reads a group's gradient dtypes once, at its first forward, as 2.9 does."""
+    return "_orig_dtype" in type(group).__annotations__
+
+
+def give_gradient_dtypes(group: Any) -> bool:
+    """Set the gradient dtypes of a group that had no trainable parameter at its first forward.
+
+    Returns:
+        Whether the dtypes are known now; they are not before the first forward.
+    """
+    if not hasattr(group, "_orig_dtype"):
+        return False
+    if group._orig_dtype is None:
+        group._orig_dtype = group.fsdp_params[0].orig_dtype
+        group._reduce_dtype = group.fsdp_params[0].reduce_dtype
+    return True
+
+
+def _accumulated_apart(parameter: Any) -> Tensor | None:
+    """Return the gradient that older torch accumulates beside the gathered parameter.
+
+    In 2.15 the name is a property without a setter, which gives the gathered parameter's own gradient.
+    """
+    return vars(parameter).get("unsharded_accumulated_grad")
