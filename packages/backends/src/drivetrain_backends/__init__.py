@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.torch.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.torch.single_device import SingleBackend as SingleBackend
 
-_ROOMS = {
+_MODULES = {
     "full_state_dict": "state_dict.full_state_dict",
     "strip_wrapper_prefix": "modules.compile",
     "full_tensor": "state_dict.full_state_dict",
@@ -142,10 +142,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_backends.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_backends.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_backends' has no attribute {name!r}")
 
 

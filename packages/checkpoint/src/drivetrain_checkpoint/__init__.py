@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.settings import CheckpointSettings as CheckpointSettings
 
 # Public name -> the module that defines it.
-_ROOMS = {
+_MODULES = {
     "PickleNotAllowedError": "errors",
     "AccelerateState": "interop.accelerate.state",
     "RESUME_EXIT_CODE": "saving.schedule",
@@ -143,10 +143,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_checkpoint.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_checkpoint.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_checkpoint' has no attribute {name!r}")
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drivetrain_config.schema import questions as questions
     from drivetrain_config.source import Source as Source
 
-_ROOMS = {
+_MODULES = {
     "Command": "registry",
     "ConfigError": "errors",
     "SettingConflict": "resolution",
@@ -67,10 +67,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_config.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_config.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_config' has no attribute {name!r}")
 
 

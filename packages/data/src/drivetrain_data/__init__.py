@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from drivetrain_data.sharded_loader import shard_loader as shard_loader
 
 # Public name -> the module that defines it.
-_ROOMS = {
+_MODULES = {
     "LoaderTracker": "active_loaders",
     "AmbiguousLoaderError": "errors",
     "BatchPlan": "sampling.step_info",
@@ -108,10 +108,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_data.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_data.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_data' has no attribute {name!r}")
 
 

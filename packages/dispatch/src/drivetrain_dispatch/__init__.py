@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.quantization.protocol import quantized_sizes as quantized_sizes
 
 # Public name -> the module that defines it.
-_ROOMS = {
+_MODULES = {
     "BitsAndBytes4Bit": "quantization.libraries",
     "BitsAndBytes8Bit": "quantization.libraries",
     "BlockCost": "planning.block_groups",
@@ -145,10 +145,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_dispatch.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_dispatch.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_dispatch' has no attribute {name!r}")
 
 

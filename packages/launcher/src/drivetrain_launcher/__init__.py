@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
 
 # Public name -> the module that defines it.
-_ROOMS = {
+_MODULES = {
     "Host": "plan.host",
     "LaunchError": "errors",
     "LaunchPlan": "plan.plan",
@@ -52,10 +52,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_launcher.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_launcher.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_launcher' has no attribute {name!r}")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from drivetrain_memory.profiling import profile as profile
 
 # Public name -> the module that defines it.
-_ROOMS = {
+_MODULES = {
     "NoBatchSizeFitsError": "errors",
     "PeakMemory": "peak",
     "find_executable_batch_size": "batch_size",
@@ -34,10 +34,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_memory.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_memory.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_memory' has no attribute {name!r}")
 
 

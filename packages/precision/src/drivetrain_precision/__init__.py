@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from drivetrain_precision.support import Support as Support
     from drivetrain_precision.support import supported_modes as supported_modes
 
-_ROOMS = {
+_MODULES = {
     "LossScaler": "scaler",
     "Policy": "policy",
     "PrecisionError": "errors",
@@ -40,10 +40,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_precision.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_precision.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_precision' has no attribute {name!r}")
 
 

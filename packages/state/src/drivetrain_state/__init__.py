@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from drivetrain_state.topology import topology_from_hosts as topology_from_hosts
 
 # Public name -> the module that defines it.
-_ROOMS = {
+_MODULES = {
     "CollectiveMismatchError": "errors",
     "ConnectError": "errors",
     "Context": "context",
@@ -171,10 +171,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_state.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_state.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_state' has no attribute {name!r}")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
 
 # Public name -> the module that defines it.
-_ROOMS = {
+_MODULES = {
     "JSONLTracker": "jsonl",
     "PlanTracker": "protocol",
     "Tracker": "protocol",
@@ -61,10 +61,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_tracking.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"drivetrain_tracking.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'drivetrain_tracking' has no attribute {name!r}")
 
 
