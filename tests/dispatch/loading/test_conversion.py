@@ -118,7 +118,7 @@ def test_the_disk_holds_what_is_converted_once(tmp_path: Path, caplog: pytest.Lo
         )
 
     first = load()
-    assert "MB of weights that the disk keeps" in caplog.text
+    assert "MB of converted weights" in caplog.text
     (written,) = offload.iterdir()
     when = written.stat().st_mtime_ns
     experts = sum(tensor.nbytes for name, tensor in wanted.state_dict().items() if "experts" in name)
