@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from checks import alone, english, floors, lint, oldest, site, sizes, suite, types
+from checks import alone, english, floors, lint, names, oldest, site, sizes, suite, types
 from checks.findings import Finding
 from checks.workspace import read_packages
 
@@ -48,6 +48,7 @@ CHECKS = (
         run=english.check,
         looks_at="docstrings begin with a verb or a noun, and say something",
     ),
+    Check(name="names", run=names.check, looks_at="names of classes and files that stand twice"),
     Check(name="docs", run=site.check, looks_at="the site builds without a warning, every code block runs"),
     Check(name="test", run=suite.check, looks_at="the README's test command", slow=True),
     Check(

@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 
 from drivetrain_config.accelerate_deepspeed import DEEPSPEED
-from drivetrain_config.accelerate_words import Reading, read_words
+from drivetrain_config.accelerate_words import CombinedMeaning, read_words
 
 
-def read(**words: Any) -> Reading:
+def read(**words: Any) -> CombinedMeaning:
     return read_words(DEEPSPEED, words)
 
 

@@ -8,7 +8,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drivetrain_checkpoint.format.checksummed_io import FileRecord, HashedWriter
-from drivetrain_checkpoint.format.tensor_file import Entry, bytes_of, is_storable, name_of_dtype, plan_file
+from drivetrain_checkpoint.format.tensor_file import (
+    TensorEntry,
+    bytes_of,
+    is_storable,
+    name_of_dtype,
+    plan_file,
+)
 from drivetrain_checkpoint.saving.host_buffer import on_host
 
 DTYPES = [
@@ -20,7 +26,7 @@ DTYPES = [
 
 def write(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
     """Write a file as a save does it."""
-    entries = [Entry(name, name_of_dtype(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
+    entries = [TensorEntry(name, name_of_dtype(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
     layout, values = plan_file(entries), list(tensors.values())
     with HashedWriter(path) as writer:
         writer.write(layout.header)
@@ -90,7 +96,7 @@ def test_the_plan_says_where_each_tensor_lies(tmp_path: Path) -> None:
     tensors = {"a": torch.tensor([7], dtype=torch.uint8), "b": torch.arange(3.0)}
     path = tmp_path / "x.safetensors"
     write(path, tensors)
-    layout = plan_file([Entry("a", "U8", (1,)), Entry("b", "F32", (3,))])
+    layout = plan_file([TensorEntry("a", "U8", (1,)), TensorEntry("b", "F32", (3,))])
     content = path.read_bytes()
     assert layout.order == (1, 0)
     for start, tensor in zip(layout.starts, tensors.values(), strict=True):

@@ -1,16 +1,16 @@
 from drivetrain_checkpoint.format.boxes import Box, whole
-from drivetrain_checkpoint.format.manifest import Piece
+from drivetrain_checkpoint.format.manifest import StoredBox
 from drivetrain_checkpoint.planning.file_list import Catalogue
-from drivetrain_checkpoint.planning.write_plan import Entry, Holding, TensorName, WritePlan
+from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WritePlan, WrittenBox
 
 WEIGHT, STEP = TensorName("weights-model", "weight"), TensorName("state", "step")
 UPPER, LOWER = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))
 PLAN = WritePlan(
     tensors={
-        WEIGHT: Holding("F32", 4, (4, 3), (whole((4, 3)),)),
-        STEP: Holding("I64", 8, (), (whole(()),)),
+        WEIGHT: AvailableBoxes("F32", 4, (4, 3), (whole((4, 3)),)),
+        STEP: AvailableBoxes("I64", 8, (), (whole(()),)),
     },
-    entries=((Entry(WEIGHT, LOWER), Entry(STEP, whole(()))), (Entry(WEIGHT, UPPER),)),
+    entries=((WrittenBox(WEIGHT, LOWER), WrittenBox(STEP, whole(()))), (WrittenBox(WEIGHT, UPPER),)),
 )
 
 
@@ -41,5 +41,5 @@ def test_another_attempt_has_other_names_and_the_same_places() -> None:
     catalogue = Catalogue(PLAN)
     parts = ["weights-model", "state"]
     first, again = (catalogue.tensors(parts, attempt)["state"]["step"].pieces for attempt in (0, 2))
-    assert first == (Piece("state.r0.safetensors", first[0].start, whole(())),)
-    assert again == (Piece("state.r0.2.safetensors", first[0].start, whole(())),)
+    assert first == (StoredBox("state.r0.safetensors", first[0].start, whole(())),)
+    assert again == (StoredBox("state.r0.2.safetensors", first[0].start, whole(())),)

@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 
 from checkpoint.divisions import Boxes, divided
 from drivetrain_checkpoint.format.boxes import Box, whole
-from drivetrain_checkpoint.format.manifest import Piece
-from drivetrain_checkpoint.format.shards import Shard
+from drivetrain_checkpoint.format.manifest import StoredBox
+from drivetrain_checkpoint.format.shards import TensorShard
 from drivetrain_checkpoint.format.tensor_file import bytes_of
 from drivetrain_checkpoint.planning import read_plan
 from drivetrain_checkpoint.planning.read_plan import fill, plan_reads
 
 
-def stored(tensor: torch.Tensor, ranks: Sequence[Boxes]) -> tuple[list[Piece], dict[str, bytes]]:
+def stored(tensor: torch.Tensor, ranks: Sequence[Boxes]) -> tuple[list[StoredBox], dict[str, bytes]]:
     """A tensor as its ranks write it: pieces one behind the other in a file each."""
-    pieces: list[Piece] = []
+    pieces: list[StoredBox] = []
     files: dict[str, bytes] = {}
     for rank, boxes in enumerate(ranks):
         content = b"header"
         for box in boxes:
             if not any(piece.box == box for piece in pieces):
-                pieces.append(Piece(f"r{rank}", len(content), box))
+                pieces.append(StoredBox(f"r{rank}", len(content), box))
                 part = tensor[box.slices()].contiguous()
                 content += bytes(bytes_of(part))
         files[f"r{rank}"] = content
@@ -37,7 +37,7 @@ def test_every_rank_gets_its_elements_whoever_wrote_them(
     tensor = torch.arange(prod(shape), dtype=torch.int16).reshape(shape)
     pieces, files = stored(tensor, data.draw(divided(shape, writers)))
     for boxes in data.draw(divided(shape, readers)):
-        shards = [Shard(box, torch.full(box.sizes, -1, dtype=torch.int16)) for box in boxes]
+        shards = [TensorShard(box, torch.full(box.sizes, -1, dtype=torch.int16)) for box in boxes]
         for file, reads in plan_reads([(pieces, shards)]).items():
             assert reads == sorted(reads, key=lambda read: read.start)
             for read in reads:
@@ -51,14 +51,14 @@ def test_every_rank_gets_its_elements_whoever_wrote_them(
 
 
 def test_a_slice_of_rows_is_read_and_nothing_else() -> None:
-    shard = Shard(Box((2, 0), (3, 4)), torch.empty(3, 4))
-    [read] = plan_reads([([Piece("f", 100, whole((10, 4)))], [shard])])["f"]
+    shard = TensorShard(Box((2, 0), (3, 4)), torch.empty(3, 4))
+    [read] = plan_reads([([StoredBox("f", 100, whole((10, 4)))], [shard])])["f"]
     assert (read.start, read.size_bytes, read.rows) == (100 + 2 * 4 * 4, 3 * 4 * 4, None)
 
 
 def test_columns_are_read_with_their_rows_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_plan, "_MOST_BYTES", 2 * 4 * 4)
-    shard = Shard(Box((2, 1), (5, 2)), torch.empty(5, 2))
-    reads = plan_reads([([Piece("f", 0, whole((10, 4)))], [shard])])["f"]
+    shard = TensorShard(Box((2, 1), (5, 2)), torch.empty(5, 2))
+    reads = plan_reads([([StoredBox("f", 0, whole((10, 4)))], [shard])])["f"]
     assert [read.rows for read in reads] == [Box((2, 0), (2, 4)), Box((4, 0), (2, 4)), Box((6, 0), (1, 4))]
     assert max(read.size_bytes for read in reads) == 32

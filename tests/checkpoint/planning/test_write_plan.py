@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from checkpoint.divisions import divided, elements
 from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.format.boxes import Box, whole
-from drivetrain_checkpoint.planning.write_plan import Holding, TensorName, plan_writes
+from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, plan_writes
 
 
-def holding(shape: tuple[int, ...], *boxes: Box) -> Holding:
-    return Holding("F32", 4, shape, boxes)
+def holding(shape: tuple[int, ...], *boxes: Box) -> AvailableBoxes:
+    return AvailableBoxes("F32", 4, shape, boxes)
 
 
 X = TensorName("state", "x")
@@ -22,7 +22,7 @@ X = TensorName("state", "x")
 def test_each_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObject, world_size: int) -> None:
     shapes = data.draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=5))
     names = [TensorName("state", str(index)) for index in range(len(shapes))]
-    ranks: list[dict[TensorName, Holding]] = [{} for _ in range(world_size)]
+    ranks: list[dict[TensorName, AvailableBoxes]] = [{} for _ in range(world_size)]
     for name, shape in zip(names, shapes, strict=True):
         for rank, boxes in enumerate(data.draw(divided(shape, world_size))):
             ranks[rank][name] = holding(shape, *boxes)
@@ -74,7 +74,7 @@ def test_one_rank_writes_tensors_whole() -> None:
         (holding((6,), Box((2,), (3,))), "overlap in part"),
     ],
 )
-def test_parts_that_are_no_tensor_are_refused(second: Holding, said: str) -> None:
+def test_parts_that_are_no_tensor_are_refused(second: AvailableBoxes, said: str) -> None:
     first = holding((6,), Box((0,), (3,)))
     with pytest.raises(StateError, match=r"state: 'x'") as caught:
         plan_writes({X: first}, [{X: first}, {X: second}])

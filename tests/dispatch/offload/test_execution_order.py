@@ -1,13 +1,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_dispatch.offload.execution_order import Cursor, Order
+from drivetrain_dispatch.offload.execution_order import Cursor, ExecutionOrder
 
 parts = st.lists(st.integers(0, 9), max_size=30)
 
 
 def test_what_comes_next_is_what_came_next_the_last_time() -> None:
-    order = Order([0, 1, 2, 3])
+    order = ExecutionOrder([0, 1, 2, 3])
     cursor = Cursor()
     cursor.begin(order)
     seen = [cursor.position]
@@ -22,7 +22,7 @@ def test_what_comes_next_is_what_came_next_the_last_time() -> None:
 
 
 def test_a_forward_that_failed_teaches_nothing() -> None:
-    order = Order([0, 1, 2])
+    order = ExecutionOrder([0, 1, 2])
     cursor = Cursor()
     cursor.begin(order)
     cursor.use(2)
@@ -31,7 +31,7 @@ def test_a_forward_that_failed_teaches_nothing() -> None:
 
 
 def test_a_forward_within_a_forward_is_part_of_it() -> None:
-    order = Order([0, 1])
+    order = ExecutionOrder([0, 1])
     cursor = Cursor()
     for _ in range(2):
         cursor.begin(order)
@@ -46,7 +46,7 @@ def test_a_forward_within_a_forward_is_part_of_it() -> None:
 
 @given(learnt=parts, used=parts)
 def test_no_order_of_calls_leads_astray(learnt: list[int], used: list[int]) -> None:
-    order = Order(learnt)
+    order = ExecutionOrder(learnt)
     cursor = Cursor()
     cursor.begin(order)
     for part in used:
@@ -64,7 +64,7 @@ def test_no_order_of_calls_leads_astray(learnt: list[int], used: list[int]) -> N
 
 @given(learnt=parts)
 def test_the_last_use_of_a_part_is_known(learnt: list[int]) -> None:
-    order = Order(learnt)
+    order = ExecutionOrder(learnt)
     for part in set(learnt):
         position = order.last_position(part)
         assert learnt[position] == part

@@ -36,7 +36,7 @@ from drivetrain_dispatch import (
 )
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.offload.device_transfer import Moving
-from drivetrain_dispatch.offload.transfer import Arrival
+from drivetrain_dispatch.offload.transfer import PendingTransfer
 
 THREADS = ("drivetrain-", "load")
 
@@ -283,7 +283,7 @@ def test_weights_that_could_not_come_hold_nothing() -> None:
     """The error knows the frames it went through, and a frame whoever waited."""
     work: Future[object] = Future()
     work.set_exception(MemoryError("of a device"))
-    arrival = Arrival(work=work)
+    arrival = PendingTransfer(work=work)
     with contextlib.suppress(MemoryError):
         arrival.wait()
     held = weakref.ref(work)

@@ -16,8 +16,8 @@ from dispatch.offload.test_pages import resident
 from drivetrain_dispatch import disk_offload, dispatch_model, remove_hooks
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.offload import mapped_weights as in_place
-from drivetrain_dispatch.offload.execution_order import Order
-from drivetrain_dispatch.offload.page_reader import Bounds, Reading, Stretch
+from drivetrain_dispatch.offload.execution_order import ExecutionOrder
+from drivetrain_dispatch.offload.page_reader import Bounds, PageReader, Stretch
 from drivetrain_dispatch.offload.pages import Pages, can_give_back, some_missing
 
 LARGE = 256  # a layer of it is 64 pages
@@ -161,10 +161,10 @@ class TestAHostWithoutRoom:
     def model(self, tmp_path: Path) -> nn.Sequential:
         return disk_offload(layers(), tmp_path)
 
-    def reading(self, model: nn.Sequential, folder: Path, order: list[int], bounds: Bounds) -> Reading:
+    def reading(self, model: nn.Sequential, folder: Path, order: list[int], bounds: Bounds) -> PageReader:
         file = MappedFile(next(folder.iterdir()))
         stretches = [Stretch.each_of(layer.weight, file) for layer in model]
-        return Reading(list(model), stretches, Order(order), bounds, brings=True)
+        return PageReader(list(model), stretches, ExecutionOrder(order), bounds, brings=True)
 
     def test_the_first_ones_stay(self, model: nn.Sequential, tmp_path: Path) -> None:
         size_bytes = model[0].weight.nbytes

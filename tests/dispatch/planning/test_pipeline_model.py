@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from drivetrain_dispatch.planning.pipeline_model import (
     Bandwidths,
-    Turn,
+    PartTimes,
     Work,
     forward_seconds,
     play,
@@ -147,7 +147,7 @@ def test_the_time_alone_is_that_of_the_turns(parts: list[Work], window: tuple[in
     assert forward_seconds(parts, RATES, windows=window) == seconds_of(play(parts, RATES, windows=window))
 
 
-def used(turn: Turn, part: Work, lane: str) -> bool:
+def used(turn: PartTimes, part: Work, lane: str) -> bool:
     return lane == "computed" or part.source == "disk" or (part.source == "host" and lane == "copied")
 
 

@@ -260,10 +260,10 @@ class Checkpointer:
             FolderNotSharedError: The ranks see different checkpoints under the same path.
             PickleNotAllowedError: The checkpoint holds a pickle, and `settings.allow_pickle` is not set.
         """
-        from drivetrain_checkpoint.loading.load import Reading, holds_checkpoints, load_from, load_newest
+        from drivetrain_checkpoint.loading.load import LoadOptions, holds_checkpoints, load_from, load_newest
 
         self.wait()
-        how = Reading(like or _whole, self.settings.allow_pickle)
+        how = LoadOptions(like or _whole, self.settings.allow_pickle)
         folder = self.directory if path is None else storage.locate(path, self.settings.storage_options)
         newest = path is None or holds_checkpoints(self._context, folder)
         loaded = (load_newest if newest else load_from)(self._context, folder, how)

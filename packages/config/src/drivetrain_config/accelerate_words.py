@@ -52,7 +52,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class CombinedMeaning:
     """The combined meaning of several options.
 
     Attributes:
@@ -68,10 +68,10 @@ class Reading:
     refused: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def read_words(family: Family, given: Mapping[str, Any]) -> Reading:
+def read_words(family: Family, given: Mapping[str, Any]) -> CombinedMeaning:
     """Read the options of a family; a value is text or what a file's parser returns."""
     meanings = {word: family.words[word](value) for word, value in given.items() if value is not None}
-    reading = Reading()
+    reading = CombinedMeaning()
     for word, meaning in {**meanings, **family.together(given)}.items():
         first, value = reading.settings.get(meaning.setting or ("", ""), (word, meaning.value))
         if meaning.refused:

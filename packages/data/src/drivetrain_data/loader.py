@@ -9,7 +9,7 @@ from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.base import Source
+from drivetrain_data.sources.base import BatchSource
 from drivetrain_data.state.loader_state import check_state, make_state
 
 Batch = TypeVar("Batch")
@@ -41,7 +41,7 @@ class ShardedLoader(Generic[Batch]):
 
     def __init__(
         self,
-        source: Source,
+        source: BatchSource,
         *,
         dataset: Any,
         shard: Shard,

@@ -14,7 +14,7 @@ from drivetrain_data.sampling.block_shuffle import IndexFunction
 from drivetrain_data.sampling.torch_samplers import check_undivided
 from drivetrain_data.settings import DataSettings, ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.base import Source
+from drivetrain_data.sources.base import BatchSource
 from drivetrain_data.sources.build import ReadPlan, is_stock, source_of
 from drivetrain_data.sources.rank0_dispatch import DispatchSource
 from drivetrain_data.state.integrations import check_undivided_stream
@@ -128,12 +128,12 @@ def _is_dispatched(loader: Any, shard: Shard, dispatch: bool | None, group: dist
 
 
 def _handed_out(
-    source: Source,
+    source: BatchSource,
     plan: ReadPlan,
     group: dist.ProcessGroup | None,
     device: torch.device | str | None,
     read_ahead: bool,
-) -> Source:
+) -> BatchSource:
     """Return a source that distributes what the group's first rank reads to all of its ranks."""
     assert group is not None
     place = None if device is None else torch.device(device)

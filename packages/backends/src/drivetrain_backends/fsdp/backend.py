@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_backends.fsdp.applied import read_back
-from drivetrain_backends.fsdp.block_order import BlockOrder
+from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.dtypes import plan_dtypes
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
@@ -97,7 +97,7 @@ class FSDPBackend(TorchBackend):
             offload=own.offload,
             pin_memory=own.offload and (has_accelerator if own.pin_memory is None else own.pin_memory),
         )
-        self._order = BlockOrder(
+        self._order = CollectiveOrder(
             context, self._sharding.mesh.mesh.reshape(-1, self._shape.shard_size).tolist()
         )
         self._buffers = SharedBuffers(context, enabled=own.broadcast_buffers)
@@ -275,7 +275,7 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
     return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
 
 
-def _after_forward_without_gradients(sharded: ShardedModel, order: BlockOrder) -> Callable[..., None]:
+def _after_forward_without_gradients(sharded: ShardedModel, order: CollectiveOrder) -> Callable[..., None]:
     """Return a hook for the end of a forward that no backward follows.
 
     It compares the gathered blocks across ranks, because there may be no later step that would. It also frees what

@@ -26,7 +26,7 @@ _PASSES = 4  # forward, backward, reduction, and one spare: the first use of eve
 _MASK = (1 << 61) - 1
 
 
-class BlockOrder:
+class CollectiveOrder:
     """The order of this rank's collectives, and its comparison with that of the other ranks.
 
     Called on all ranks in the same order. The checksums are exchanged between CPUs in a separate process group, so

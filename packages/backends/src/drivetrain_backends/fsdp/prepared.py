@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
-from drivetrain_backends.fsdp.block_order import BlockOrder
+from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guard import AssignmentGuard
@@ -57,7 +57,7 @@ class FSDPPrepared(TorchPrepared):
         successors: Mapping[Tensor, nn.Parameter],
         guard: AssignmentGuard,
         gradients: ShardedGradients,
-        order: BlockOrder,
+        order: CollectiveOrder,
         buffers: SharedBuffers,
     ) -> None:
         super().__init__(model, context=context, ledger=ledger)

@@ -20,7 +20,7 @@ from drivetrain_backends.modules.wrap_policy import BlockPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ParameterSlot:
     """A module attribute that holds a parameter; a tied parameter has several places.
 
     Attributes:
@@ -55,7 +55,7 @@ class ShardedModel:
     module: nn.Module
     plan: BlockPlan
     blocks: tuple[FSDPModule, ...]
-    places: tuple[Place, ...]
+    places: tuple[ParameterSlot, ...]
     upcast: tuple[str, ...] = ()
     parameters: dict[str, nn.Parameter] = field(init=False)
     plain: dict[str, nn.Parameter] = field(init=False)
@@ -130,9 +130,9 @@ class ShardedModel:
 _NEITHER = "the new tensor is neither sharded, nor averaged over ranks, nor what the optimizer holds"
 
 
-def find_places(model: nn.Module) -> Iterator[Place]:
+def find_places(model: nn.Module) -> Iterator[ParameterSlot]:
     """Yield the places of a model's parameters, in the order of its modules."""
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{prefix}.{attribute}" if prefix else attribute
-            yield Place(module=module, attribute=attribute, name=name, parameter=parameter)
+            yield ParameterSlot(module=module, attribute=attribute, name=name, parameter=parameter)

@@ -56,7 +56,7 @@ class TinyModel(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PlainStep:
     """The results of a step of the plain loop.
 
     Attributes:
@@ -124,11 +124,11 @@ def loss_and_count(case: Case, output: Tensor, target: Tensor) -> tuple[Tensor, 
     return (output - target).square().sum(), int(real[:, 0].sum())
 
 
-def train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Step]:
+def train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[PlainStep]:
     """Train on the micro-batches of all ranks at once and return every step."""
     model = tiny_model(case, dtype, seed=0)
     optimizer = make_optimizer(model)
-    steps: list[Step] = []
+    steps: list[PlainStep] = []
     for window in make_windows(case, num_ranks, dtype):
         found = [[loss_and_count(case, model(x), y) for x, y in by_rank] for by_rank in window]
         losses = torch.stack([loss for by_rank in found for loss, _ in by_rank])
@@ -139,7 +139,7 @@ def train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Step]:
         norm = None if case.clip is None else nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         steps.append(
-            Step(
+            PlainStep(
                 losses=[[loss.detach() for loss, _ in by_rank] for by_rank in found],
                 norm=norm,
                 gradients={n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},

@@ -23,7 +23,7 @@ _SHARD = re.compile(r"-\d{5,}-of-\d{5,}(\.[^.]+)?\.safetensors$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TensorLocation:
     """The location of a stored tensor.
 
     Attributes:
@@ -48,7 +48,7 @@ class ExportedTensors(Mapping[str, Tensor]):
         places: The location of each tensor.
     """
 
-    def __init__(self, readers: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+    def __init__(self, readers: Mapping[str, Any], places: Mapping[str, TensorLocation]) -> None:
         self.places = places
         self._readers = readers
 
@@ -102,7 +102,7 @@ def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> Ex
     if not weight_map:
         ties = _ties_of_header(single, readers[single.name].metadata())
     places = {
-        name: Place(file=file, name=name, info=_info(folder / file, name, reader))
+        name: TensorLocation(file=file, name=name, info=_info(folder / file, name, reader))
         for file, reader in readers.items()
         for name in reader.offset_keys()
         if weight_map.get(name, file) == file
@@ -134,7 +134,7 @@ def open_tensor_file(path: Path | str, *, device: torch.device | str = "cpu") ->
     path = Path(path)
     reader = _open_file(path, device, listed_in=None)
     places = {
-        name: Place(file=path.name, name=name, info=_info(path, name, reader))
+        name: TensorLocation(file=path.name, name=name, info=_info(path, name, reader))
         for name in reader.offset_keys()
     }
     return ExportedTensors({path.name: reader}, places)

@@ -21,7 +21,7 @@ FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredBox:
     """The location of a box of a tensor.
 
     Attributes:
@@ -47,7 +47,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredBox, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -214,7 +214,7 @@ def _tensor_from_json(content: dict[str, Any]) -> StoredTensor:
         dtype=content["dtype"],
         shape=tuple(content["shape"]),
         pieces=tuple(
-            Piece(file, start, Box(offsets=tuple(offsets), sizes=tuple(sizes)))
+            StoredBox(file, start, Box(offsets=tuple(offsets), sizes=tuple(sizes)))
             for file, start, offsets, sizes in content["pieces"]
         ),
     )

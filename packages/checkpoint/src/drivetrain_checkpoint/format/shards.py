@@ -76,7 +76,7 @@ Leaf: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shard:
+class TensorShard:
     """A box of a tensor, and its elements in the shape of the box."""
 
     box: Box
@@ -93,7 +93,7 @@ def is_dtensor(leaf: Leaf) -> bool:
     return hasattr(leaf, "to_local")
 
 
-def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[Shard, ...]:
+def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[TensorShard, ...]:
     """Return the shards of a tensor that this rank holds, without a copy.
 
     A plain tensor counts as held by rank 0 only, since its values may differ between ranks.
@@ -102,7 +102,7 @@ def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[Shard, ...]:
         StateError: The sharding of the tensor does not consist of boxes.
     """
     if isinstance(leaf, Replicated):
-        return (Shard(whole(leaf.tensor.shape), leaf.tensor),)
+        return (TensorShard(whole(leaf.tensor.shape), leaf.tensor),)
     if is_flat_shard(leaf):
         start, elements = cast("FlatShard", leaf).flat_range()
         return tuple(_of_range(leaf.shape, start, elements))
@@ -113,11 +113,11 @@ def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[Shard, ...]:
                 f"a DTensor of shape {tuple(leaf.shape)} placed as {leaf.placements} has {tuple(local.shape)} on "
                 f"this rank, where torch's even division gives {box.sizes}: redistribute() or full_tensor() it"
             )
-        return (Shard(box, local),) if box.num_elements else ()
-    return (Shard(whole(leaf.shape), leaf),) if is_main else ()
+        return (TensorShard(box, local),) if box.num_elements else ()
+    return (TensorShard(whole(leaf.shape), leaf),) if is_main else ()
 
 
-def piece_of(shards: Sequence[Shard], box: Box) -> Tensor:
+def piece_of(shards: Sequence[TensorShard], box: Box) -> Tensor:
     """Return the elements of a box that lies inside one of the shards, as a view. An empty box needs no shard."""
     if not box.num_elements:
         return torch.empty(box.sizes, dtype=torch.uint8)
@@ -130,7 +130,7 @@ def piece_of(shards: Sequence[Shard], box: Box) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class ReadTarget:
     """The memory to read a tensor into.
 
     Attributes:
@@ -139,28 +139,28 @@ class Room:
     """
 
     value: Leaf
-    shards: tuple[Shard, ...]
+    shards: tuple[TensorShard, ...]
 
 
-def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> Room:
+def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
     """Allocate CPU memory for a tensor: for this rank's shard if `like` is sharded and of its shape, else for all."""
     if like is not None and tuple(like.shape) == tuple(shape):
         if is_flat_shard(like):
             start, elements = cast("FlatShard", like).flat_range()
             part = LoadedFlatShard(torch.Size(shape), start, torch.empty(elements.numel(), dtype=dtype))
-            return Room(part, tuple(_of_range(shape, start, part.elements)))
+            return ReadTarget(part, tuple(_of_range(shape, start, part.elements)))
         if is_dtensor(like):
             value = torch.empty_like(like.detach(), dtype=dtype, device="cpu")
-            return Room(value, shards_of(value, is_main=False))
+            return ReadTarget(value, shards_of(value, is_main=False))
     tensor = torch.empty(tuple(shape), dtype=dtype)
-    return Room(tensor, (Shard(whole(shape), tensor),))
+    return ReadTarget(tensor, (TensorShard(whole(shape), tensor),))
 
 
 def box_of_dtensor(dtensor: Leaf) -> Box:
     """Return the box of a DTensor that this rank holds.
 
     Raises:
-        StateError: A placement is neither `Shard` nor `Replicate`.
+        StateError: A placement is neither `TensorShard` nor `Replicate`.
     """
     offsets, sizes = [0] * len(dtensor.shape), list(dtensor.shape)
     for axis, placement in enumerate(dtensor.placements):
@@ -179,11 +179,11 @@ def box_of_dtensor(dtensor: Leaf) -> Box:
     return Box(offsets=tuple(offsets), sizes=tuple(sizes))
 
 
-def _of_range(shape: Sequence[int], start: int, elements: Tensor) -> list[Shard]:
+def _of_range(shape: Sequence[int], start: int, elements: Tensor) -> list[TensorShard]:
     """Return the boxes of a range of elements, as views of it."""
-    shards: list[Shard] = []
+    shards: list[TensorShard] = []
     at = 0
     for box in boxes_of_range(shape, start, start + elements.numel()):
-        shards.append(Shard(box, elements[at : at + prod(box.sizes)].view(box.sizes)))
+        shards.append(TensorShard(box, elements[at : at + prod(box.sizes)].view(box.sizes)))
         at += box.num_elements
     return shards

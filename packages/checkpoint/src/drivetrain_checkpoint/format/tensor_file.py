@@ -65,7 +65,7 @@ def item_bytes_of(name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file: its key, the name of its dtype in the format, and its shape."""
 
     key: str
@@ -93,7 +93,7 @@ class FileLayout:
     starts: tuple[int, ...]
 
 
-def plan_file(entries: Sequence[Entry]) -> FileLayout:
+def plan_file(entries: Sequence[TensorEntry]) -> FileLayout:
     """Return the layout of a file of tensors, whose keys must differ. Pure."""
     # Widest dtype first, as in the library: every tensor starts at a multiple of its item size.
     order = sorted(range(len(entries)), key=lambda index: -_DTYPES[entries[index].dtype].itemsize)

@@ -32,7 +32,7 @@ Like: TypeAlias = Callable[[str], Leaf | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LoadOptions:
     """The options of a load.
 
     Attributes:
@@ -72,7 +72,7 @@ class LoadResult:
     plan: Mapping[str, Any] | None
 
 
-def load_newest(context: Context, directory: Place, how: Reading) -> LoadResult:
+def load_newest(context: Context, directory: Place, how: LoadOptions) -> LoadResult:
     """Load the newest checkpoint that is valid on every rank; skip damaged ones with a warning on rank 0.
 
     Called on all ranks.
@@ -92,7 +92,7 @@ def load_newest(context: Context, directory: Place, how: Reading) -> LoadResult:
     raise NoCheckpointError(f"no checkpoint to load in {directory}: {why}")
 
 
-def load_from(context: Context, folder: Place, how: Reading) -> LoadResult:
+def load_from(context: Context, folder: Place, how: LoadOptions) -> LoadResult:
     """Load the checkpoint in a folder. Called on all ranks.
 
     Raises:
@@ -159,7 +159,7 @@ def _candidates(context: Context, directory: Place, problems: list[str]) -> list
     return [directory / name for name in names]
 
 
-def _try(context: Context, folder: Place, how: Reading) -> LoadResult | CorruptCheckpointError:
+def _try(context: Context, folder: Place, how: LoadOptions) -> LoadResult | CorruptCheckpointError:
     """Read the states of this rank; if any rank fails, return this rank's error or the first of another rank."""
     loaded: LoadResult | None = None
     damage: CorruptCheckpointError | None = None
@@ -192,7 +192,7 @@ def _try(context: Context, folder: Place, how: Reading) -> LoadResult | CorruptC
     return loaded
 
 
-def _read(context: Context, folder: Place, manifest: Manifest, how: Reading) -> LoadResult:
+def _read(context: Context, folder: Place, manifest: Manifest, how: LoadOptions) -> LoadResult:
     topology = context.topology
     parts = [*map(model_part, manifest.models), STATE_PART]
     prefixes = {STATE_PART: "replicated", **{model_part(name): f"models/{name}" for name in manifest.models}}

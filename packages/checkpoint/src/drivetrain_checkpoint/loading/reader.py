@@ -11,7 +11,7 @@ from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.format.checksummed_io import HashedReader
 from drivetrain_checkpoint.format.layout import tree_file
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor
-from drivetrain_checkpoint.format.shards import Leaf, Room, make_room
+from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_room
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
 from drivetrain_checkpoint.format.tensor_file import bytes_of, dtype_of
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
@@ -93,7 +93,7 @@ def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callabl
         return cast("Json", json.loads(reader.read_all()))
 
 
-def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> Room:
+def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> ReadTarget:
     dtype = dtype_of(tensor.dtype)
     if dtype is None:
         raise CorruptCheckpointError(
@@ -105,7 +105,7 @@ def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> Room:
 def _fill_rooms(
     folder: Place,
     manifest: Manifest,
-    stored: Iterable[tuple[StoredTensor, Room]],
+    stored: Iterable[tuple[StoredTensor, ReadTarget]],
     on_block: Callable[[], None],
 ) -> None:
     reads = plan_reads((tensor.pieces, room.shards) for tensor, room in stored)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from drivetrain_checkpoint.format.boxes import whole
 from drivetrain_checkpoint.format.layout import tensor_file
-from drivetrain_checkpoint.format.manifest import Piece, StoredTensor
-from drivetrain_checkpoint.format.tensor_file import Entry as FileEntry
+from drivetrain_checkpoint.format.manifest import StoredBox, StoredTensor
 from drivetrain_checkpoint.format.tensor_file import FileLayout, plan_file
-from drivetrain_checkpoint.planning.write_plan import Entry, TensorName, WritePlan
+from drivetrain_checkpoint.format.tensor_file import TensorEntry
+from drivetrain_checkpoint.planning.write_plan import WrittenBox, TensorName, WritePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PlannedFile:
 
     part: str
     rank: int
-    entries: tuple[Entry, ...]
+    entries: tuple[WrittenBox, ...]
     layout: FileLayout
 
     def name(self, attempt: int) -> str:
@@ -46,7 +46,7 @@ class Catalogue:
     def files_of(self, rank: int) -> tuple[PlannedFile, ...]:
         """Return the tensor files of a rank: one for each part of the checkpoint of which it writes any tensor."""
         if rank not in self._files:
-            by_part: dict[str, list[Entry]] = {}
+            by_part: dict[str, list[WrittenBox]] = {}
             for entry in self._plan.entries[rank]:
                 by_part.setdefault(entry.tensor.part, []).append(entry)
             self._files[rank] = tuple(
@@ -62,14 +62,14 @@ class Catalogue:
             parts: The names of all parts of the checkpoint.
             attempt: The attempt number in the names of the files.
         """
-        pieces: dict[str, dict[str, list[Piece]]] = {part: {} for part in parts}
+        pieces: dict[str, dict[str, list[StoredBox]]] = {part: {} for part in parts}
         for part, name in self._plan.tensors:
             pieces[part][name] = []
         for rank in range(len(self._plan.entries)):
             for file in self.files_of(rank):
                 name = file.name(attempt)
                 for entry, start in zip(file.entries, file.layout.starts, strict=True):
-                    pieces[file.part][entry.tensor.name].append(Piece(name, start, entry.box))
+                    pieces[file.part][entry.tensor.name].append(StoredBox(name, start, entry.box))
         described = self._plan.tensors
         return {
             part: {
@@ -84,16 +84,16 @@ class Catalogue:
         }
 
 
-def _described(plan: WritePlan, entries: Iterable[Entry]) -> list[FileEntry]:
+def _described(plan: WritePlan, entries: Iterable[WrittenBox]) -> list[TensorEntry]:
     """Return the entries of a file; the key is the tensor's name, with the box in brackets unless it is the whole."""
-    described: list[FileEntry] = []
+    described: list[TensorEntry] = []
     taken = {entry.tensor.name for entry in entries}
     for entry in entries:
         tensor = plan.tensors[entry.tensor]
         key = entry.tensor.name
         if entry.box != whole(tensor.shape):
             key = _free(f"{key}[{', '.join(f'{s.start}:{s.stop}' for s in entry.box.slices())}]", taken)
-        described.append(FileEntry(key, tensor.dtype, entry.box.sizes))
+        described.append(TensorEntry(key, tensor.dtype, entry.box.sizes))
     return described
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.format.boxes import Box, overlap
-from drivetrain_checkpoint.format.manifest import Piece
-from drivetrain_checkpoint.format.shards import Shard
+from drivetrain_checkpoint.format.manifest import StoredBox
+from drivetrain_checkpoint.format.shards import TensorShard
 
 _MOST_BYTES = 64 * 2**20  # of the buffer for rows of which only some columns are wanted
 
@@ -35,7 +35,7 @@ class Read:
     part: Box | None = None
 
 
-def plan_reads(wanted: Iterable[tuple[Sequence[Piece], Sequence[Shard]]]) -> dict[str, list[Read]]:
+def plan_reads(wanted: Iterable[tuple[Sequence[StoredBox], Sequence[TensorShard]]]) -> dict[str, list[Read]]:
     """Return the reads by file, in byte order.
 
     Args:
@@ -50,7 +50,7 @@ def plan_reads(wanted: Iterable[tuple[Sequence[Piece], Sequence[Shard]]]) -> dic
     return {file: sorted(found, key=lambda read: read.start) for file, found in sorted(reads.items())}
 
 
-def _reads(piece: Piece, shard: Shard, common: Box) -> list[Read]:
+def _reads(piece: StoredBox, shard: TensorShard, common: Box) -> list[Read]:
     """Return the reads that cover the overlap of a piece and a shard."""
     target = shard.data[common.slices(within=shard.box)]
     # Contiguous in the file: the wanted range of the first dimension longer than 1, and the inner ones in full.
@@ -68,7 +68,7 @@ def _reads(piece: Piece, shard: Shard, common: Box) -> list[Read]:
     ]
 
 
-def _read(piece: Piece, run: Box, target: Tensor, part: Box | None = None) -> Read:
+def _read(piece: StoredBox, run: Box, target: Tensor, part: Box | None = None) -> Read:
     strides = [prod(piece.box.sizes[axis + 1 :]) for axis in range(len(piece.box.sizes))]
     first = sum(
         (a - b) * stride for a, b, stride in zip(run.offsets, piece.box.offsets, strides, strict=True)

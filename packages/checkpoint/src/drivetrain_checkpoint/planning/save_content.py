@@ -9,10 +9,10 @@ from torch import Tensor
 
 from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.format.layout import STATE_PART, check_model_names, model_part, rank_part
-from drivetrain_checkpoint.format.shards import Leaf, Shard, piece_of, shards_of
+from drivetrain_checkpoint.format.shards import Leaf, TensorShard, piece_of, shards_of
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, encode
 from drivetrain_checkpoint.format.tensor_file import name_of_dtype
-from drivetrain_checkpoint.planning.write_plan import Entry, Holding, TensorName
+from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WrittenBox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class Holdings:
         aliases: On rank 0, further names of tensors of `shared`, such as those of tied weights; empty elsewhere.
     """
 
-    shared: dict[TensorName, Holding] = field(default_factory=dict[TensorName, Holding])
-    own: dict[TensorName, Holding] = field(default_factory=dict[TensorName, Holding])
+    shared: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
+    own: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
     aliases: set[TensorName] = field(default_factory=set[TensorName])
 
     def digest(self) -> str:
@@ -69,9 +69,11 @@ class OwnContent:
 
     trees: dict[str, Json] = field(default_factory=dict[str, Json])
     holdings: Holdings = field(default_factory=Holdings)
-    shards: dict[TensorName, tuple[Shard, ...]] = field(default_factory=dict[TensorName, tuple[Shard, ...]])
+    shards: dict[TensorName, tuple[TensorShard, ...]] = field(
+        default_factory=dict[TensorName, tuple[TensorShard, ...]]
+    )
 
-    def tensor(self, entry: Entry) -> Tensor:
+    def tensor(self, entry: WrittenBox) -> Tensor:
         """Return the elements of an entry to write, as a view."""
         return piece_of(self.shards[entry.tensor], entry.box)
 
@@ -121,13 +123,18 @@ def _check_kinds(content: Content) -> None:
 
 
 def _add(
-    own: OwnContent, name: TensorName, leaf: Leaf, holdings: dict[TensorName, Holding], *, is_main: bool
+    own: OwnContent,
+    name: TensorName,
+    leaf: Leaf,
+    holdings: dict[TensorName, AvailableBoxes],
+    *,
+    is_main: bool,
 ) -> None:
     shards = shards_of(leaf, is_main=is_main)
     if not shards and not is_main:
         return
     own.shards[name] = shards
-    holdings[name] = Holding(
+    holdings[name] = AvailableBoxes(
         name_of_dtype(leaf.dtype),
         leaf.dtype.itemsize,
         tuple(leaf.shape),

@@ -21,7 +21,7 @@ class TensorName(NamedTuple):
     name: str
 
 
-class Holding(NamedTuple):
+class AvailableBoxes(NamedTuple):
     """The boxes of a tensor that a rank can write.
 
     Attributes:
@@ -37,7 +37,7 @@ class Holding(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-class Entry(NamedTuple):
+class WrittenBox(NamedTuple):
     """A box of a tensor that a rank writes."""
 
     tensor: TensorName
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    entry: Entry
+    entry: WrittenBox
     size_bytes: int
     holders: tuple[int, ...]
 
@@ -60,12 +60,12 @@ class WritePlan:
         entries: The entries that each rank writes, by rank, in the order of the tensors.
     """
 
-    tensors: Mapping[TensorName, Holding]
-    entries: tuple[tuple[Entry, ...], ...]
+    tensors: Mapping[TensorName, AvailableBoxes]
+    entries: tuple[tuple[WrittenBox, ...], ...]
 
 
 def plan_writes(
-    tensors: Mapping[TensorName, Holding], ranks: Sequence[Mapping[TensorName, Holding]]
+    tensors: Mapping[TensorName, AvailableBoxes], ranks: Sequence[Mapping[TensorName, AvailableBoxes]]
 ) -> WritePlan:
     """Plan which boxes each rank writes.
 
@@ -84,13 +84,13 @@ def plan_writes(
         units += _units(name, tensor, _holders(name, tensor, ranks))
     shared_bytes = sum(unit.size_bytes for unit in units if len(unit.holders) > 1)
     most = max(_LEAST_CUT_BYTES, shared_bytes // (4 * len(ranks)))
-    chosen: list[list[Entry]] = [[] for _ in ranks]
+    chosen: list[list[WrittenBox]] = [[] for _ in ranks]
     load = [0] * len(ranks)
     for unit in units:
         if len(unit.holders) == 1:
             load[unit.holders[0]] += unit.size_bytes
     cut = [piece for unit in units for piece in _pieces(unit, most)]
-    writer: dict[Entry, int] = {}
+    writer: dict[WrittenBox, int] = {}
     for unit in sorted(cut, key=lambda unit: -unit.size_bytes):
         rank = unit.holders[0]
         if len(unit.holders) > 1:
@@ -103,7 +103,7 @@ def plan_writes(
 
 
 def _holders(
-    name: TensorName, tensor: Holding, ranks: Sequence[Mapping[TensorName, Holding]]
+    name: TensorName, tensor: AvailableBoxes, ranks: Sequence[Mapping[TensorName, AvailableBoxes]]
 ) -> dict[Box, list[int]]:
     holders: dict[Box, list[int]] = {}
     for rank, described in enumerate(ranks):
@@ -122,7 +122,7 @@ def _holders(
     return holders
 
 
-def _check_whole(name: TensorName, tensor: Holding, boxes: Sequence[Box]) -> None:
+def _check_whole(name: TensorName, tensor: AvailableBoxes, boxes: Sequence[Box]) -> None:
     """Check that boxes cover a tensor without gaps or overlaps.
 
     Raises:
@@ -145,9 +145,9 @@ def _check_whole(name: TensorName, tensor: Holding, boxes: Sequence[Box]) -> Non
             open_boxes.append(box)
 
 
-def _units(name: TensorName, tensor: Holding, holders: Mapping[Box, Iterable[int]]) -> list[_Unit]:
+def _units(name: TensorName, tensor: AvailableBoxes, holders: Mapping[Box, Iterable[int]]) -> list[_Unit]:
     return [
-        _Unit(Entry(name, box), box.num_elements * tensor.item_bytes, tuple(ranks))
+        _Unit(WrittenBox(name, box), box.num_elements * tensor.item_bytes, tuple(ranks))
         for box, ranks in holders.items()
     ]
 
@@ -159,7 +159,7 @@ def _pieces(unit: _Unit, most_bytes: int) -> list[_Unit]:
     box = unit.entry.box
     item_bytes = unit.size_bytes // box.num_elements
     return [
-        _Unit(Entry(unit.entry.tensor, piece), piece.num_elements * item_bytes, unit.holders)
+        _Unit(WrittenBox(unit.entry.tensor, piece), piece.num_elements * item_bytes, unit.holders)
         for piece in box.cut(most_bytes // item_bytes)
     ]
 

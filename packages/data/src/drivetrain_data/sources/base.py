@@ -21,7 +21,7 @@ class Mark(NamedTuple):
 Reading: TypeAlias = tuple[BatchPlan, Any, Mark | None]
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """A source of a shard's batches and their plans. Every rank has one and makes the same calls.
 
     1. `open` starts an epoch at a position. Each step yields its plan, this rank's batch, and a mark if a resume

@@ -18,7 +18,7 @@ from drivetrain_data.sampling.samplers import ItemSampler, OrderSampler
 from drivetrain_data.sampling.torch_samplers import block_order_of, check_undivided, order_of
 from drivetrain_data.settings import ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.base import Source
+from drivetrain_data.sources.base import BatchSource
 from drivetrain_data.sources.external import ForeignSource
 from drivetrain_data.sources.iterable import DealingCollate, StreamSource
 from drivetrain_data.sources.map_style import IndexedSource
@@ -77,7 +77,7 @@ class ReadPlan:
             )
 
 
-def source_of(loader: Any, plan: ReadPlan) -> tuple[Source, int | None]:
+def source_of(loader: Any, plan: ReadPlan) -> tuple[BatchSource, int | None]:
     """Return the source of a loader's batches, and the batch size on each shard (None for whole batches)."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         check_undivided_stream(loader.dataset, alone=plan.shard.count == 1 and not plan.for_all)
@@ -106,7 +106,7 @@ def is_stock(loader: Any) -> bool:
     return not any({"__iter__", "_get_iterator"} & set(vars(one)) for one in own)
 
 
-def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int | None]:
+def _read_stream(loader: DataLoader[Any], plan: ReadPlan) -> tuple[BatchSource, int | None]:
     plan.check_interleaved("an iterable dataset is dealt out in turn")
     size = None if loader.batch_size is None else _size_on_each(loader.batch_size, plan)
     if size is None and plan.split:
@@ -180,7 +180,7 @@ def _check_seeded(dataset: Any, plan: ReadPlan) -> None:
         )
 
 
-def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[Source, int | None]:
+def _read_indexed(loader: DataLoader[Any], plan: ReadPlan) -> tuple[BatchSource, int | None]:
     dataset: Any = loader.dataset
     num_samples = length_of(dataset)
     reads = _reads_by(loader, drop_last=plan.even == "drop")

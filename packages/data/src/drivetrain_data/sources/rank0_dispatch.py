@@ -17,9 +17,9 @@ import torch.distributed as dist
 from drivetrain_data.errors import DispatchError
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.base import Mark, Reading, Source
+from drivetrain_data.sources.base import BatchSource, Mark, Reading
 from drivetrain_data.transport.channel import open_channel
-from drivetrain_data.transport.message import Incoming, Layout, Outgoing, Step, take_apart
+from drivetrain_data.transport.message import Incoming, Layout, Outgoing, SeparatedBatch, take_apart
 
 _NO_WORKER = -1
 _GROUP_BYTES = 2**18  # for each rank; larger messages cost no less per step
@@ -30,7 +30,7 @@ class _Read(NamedTuple):
     """A step as it was read, and its batches as they are sent."""
 
     reading: Reading
-    steps: list[Step]  # one for each batch
+    steps: list[SeparatedBatch]  # one for each batch
 
     @property
     def layouts(self) -> list[Layout]:
@@ -54,7 +54,7 @@ class DispatchSource:
 
     def __init__(
         self,
-        inner: Source,
+        inner: BatchSource,
         *,
         group: dist.ProcessGroup,
         shard: Shard,

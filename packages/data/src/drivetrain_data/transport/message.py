@@ -65,7 +65,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SeparatedBatch:
     """A batch separated into layout, tensors and objects.
 
     Attributes:
@@ -81,7 +81,7 @@ class Step:
     num_bytes: int
 
 
-def take_apart(note: Any, batch: Nested) -> Step:
+def take_apart(note: Any, batch: Nested) -> SeparatedBatch:
     """Separate a batch into its layout, tensors and other objects."""
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
@@ -98,7 +98,9 @@ def take_apart(note: Any, batch: Nested) -> Step:
         return _OBJECT
 
     places = map_leaves(batch, place)
-    return Step(Layout(note, places), tensors, objects, sum(_aligned(tensor.nbytes) for tensor in tensors))
+    return SeparatedBatch(
+        Layout(note, places), tensors, objects, sum(_aligned(tensor.nbytes) for tensor in tensors)
+    )
 
 
 class Outgoing:
@@ -114,7 +116,9 @@ class Outgoing:
         used: The size of the message in bytes.
     """
 
-    def __init__(self, steps: Sequence[Step], tags: Sequence[int], *, loop: int, with_layout: bool) -> None:
+    def __init__(
+        self, steps: Sequence[SeparatedBatch], tags: Sequence[int], *, loop: int, with_layout: bool
+    ) -> None:
         self._steps = steps
         self._tags = tags
         self._loop = loop

@@ -12,7 +12,7 @@ from drivetrain_dispatch.planning.solver import PlacePlan, plan_places, predicte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class DeviceUse:
     """The memory of a device at its peak.
 
     Attributes:
@@ -47,7 +47,7 @@ class Forecast:
     """
 
     device_map: DeviceMap
-    holdings: Mapping[Device, Holding]
+    holdings: Mapping[Device, DeviceUse]
     prefill_seconds: float
     token_seconds: float
 
@@ -85,7 +85,7 @@ def forecast(
             if where == source
         )
         if device not in holdings and (held or device in budgets):
-            holdings[device] = Holding(budget_bytes=budgets.get(device), weight_bytes=held)
+            holdings[device] = DeviceUse(budget_bytes=budgets.get(device), weight_bytes=held)
     return Forecast(
         device_map=map_of(plan, blocks, computing, token),
         holdings=holdings,
@@ -105,11 +105,11 @@ def _larger(token: BlockCost, prefill: BlockCost) -> BlockCost:
 
 def _holding(
     blocks: Sequence[Block], plan: PlacePlan, costs: Mapping[str, BlockCost], at: int, budget_bytes: int
-) -> Holding:
+) -> DeviceUse:
     """Return the memory of a device that computes."""
     mine = [index for index, device in enumerate(plan.devices) if device == at]
     each = [costs.get(blocks[index].name, BlockCost()) for index in mine]
-    return Holding(
+    return DeviceUse(
         budget_bytes=budget_bytes,
         weight_bytes=sum(
             blocks[index].size_bytes if plan.sources[index] == "device" else blocks[index].stay_bytes

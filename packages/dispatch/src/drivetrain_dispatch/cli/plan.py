@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from drivetrain_dispatch.cli.forecast import Forecast, Holding, forecast
+from drivetrain_dispatch.cli.forecast import DeviceUse, Forecast, forecast
 from drivetrain_dispatch.cli.huggingface import (
     build_empty,
     most_tokens,
@@ -306,7 +306,7 @@ def _limit(found: Forecast) -> str:
     return f"fits with weights that come and go: the {slow} is what takes the time"
 
 
-def _row(device: str, held: Holding) -> tuple[str, ...]:
+def _row(device: str, held: DeviceUse) -> tuple[str, ...]:
     parts = (held.weight_bytes, held.moving_bytes, held.kept_bytes, held.activation_bytes)
     budget = "no end" if held.budget_bytes is None else _gigabytes(held.budget_bytes)
     return (device, _gigabytes(held.peak_bytes), budget, *map(_gigabytes, parts))

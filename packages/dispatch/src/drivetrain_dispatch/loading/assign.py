@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.files.weight_source import WeightSource
-from drivetrain_dispatch.loading.load_plan import Arrival
+from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.loading.quantize_on_load import Packing
 from drivetrain_dispatch.model.dtensor import divided_like, is_divided, put_part
 from drivetrain_dispatch.model.sizes import named_tensors
@@ -15,7 +15,7 @@ from drivetrain_dispatch.model.tensor_subclass import takes
 from drivetrain_dispatch.quantization.protocol import Quantization
 
 
-class Change(NamedTuple):
+class Assignment(NamedTuple):
     """A change to a model: `kept` gets the value; if it is None, the value replaces the tensor or module `names`."""
 
     names: tuple[str, ...]
@@ -25,11 +25,11 @@ class Change(NamedTuple):
 
 def changes_of(
     model: nn.Module,
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[PlannedTensor],
     targets: Mapping[str, Tensor],
     files: Mapping[str, WeightSource],
     packing: Packing,
-) -> list[Change]:
+) -> list[Assignment]:
     """Return the changes that a load makes to a model.
 
     Args:
@@ -40,8 +40,8 @@ def changes_of(
         packing: The weights that were packed.
     """
     by_name = dict(named_tensors(model))
-    layers: list[Change] = []  # first, so that a layer's other tensors go into the layer that replaces it
-    changes: list[Change] = []
+    layers: list[Assignment] = []  # first, so that a layer's other tensors go into the layer that replaces it
+    changes: list[Assignment] = []
     for arrival in arrivals:
         if arrival.is_packed:
             weight = packing.weights[arrival.stored]
@@ -57,36 +57,36 @@ def changes_of(
     return layers + changes
 
 
-def _change(arrival: Arrival, old: Tensor, value: Tensor) -> Change:
+def _change(arrival: PlannedTensor, old: Tensor, value: Tensor) -> Assignment:
     """Return the change for one tensor: buffers, and parameters that cannot hold the value, are replaced."""
     if not isinstance(old, nn.Parameter):
-        return Change(arrival.names, None, value)
+        return Assignment(arrival.names, None, value)
     learns = old.requires_grad and (value.is_floating_point() or value.is_complex())
     if arrival.box is not None:
         if old.is_meta:
-            return Change(arrival.names, None, divided_like(old, value, requires_grad=learns))
-        return Change(arrival.names, old, value)
+            return Assignment(arrival.names, None, divided_like(old, value, requires_grad=learns))
+        return Assignment(arrival.names, old, value)
     if learns == old.requires_grad and takes(old, value):
-        return Change(arrival.names, old, value)
+        return Assignment(arrival.names, old, value)
     new = type(old)(value, requires_grad=learns)  # a subclass takes the arguments of nn.Parameter
     vars(new).update(vars(old))
-    return Change(arrival.names, None, new)
+    return Assignment(arrival.names, None, new)
 
 
 def _packed_change(
     model: nn.Module, names: tuple[str, ...], quantization: Quantization | None, weight: nn.Parameter
-) -> Change:
+) -> Assignment:
     """Return the change for a packed weight: a new weight, or a new layer that computes with it."""
     if quantization is None:
-        return Change(names, None, weight)
+        return Assignment(names, None, weight)
     layers = tuple(name.rpartition(".")[0] for name in names)
     linear = model.get_submodule(layers[0])
     assert isinstance(linear, nn.Linear)
     layer = quantization.layer(linear, weight)
-    return Change(names, None, weight) if layer is None else Change(layers, None, layer)
+    return Assignment(names, None, weight) if layer is None else Assignment(layers, None, layer)
 
 
-def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
+def apply_changes(model: nn.Module, changes: Sequence[Assignment]) -> None:
     """Apply changes to a model in place."""
     for names, kept, value in changes:
         if kept is not None and isinstance(value, Tensor):

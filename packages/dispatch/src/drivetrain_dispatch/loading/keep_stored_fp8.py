@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.files.weight_source import WeightSource
-from drivetrain_dispatch.loading.load_plan import Arrival, LoadPlan
+from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
 from drivetrain_dispatch.loading.quantize_on_load import Packing, Read
 from drivetrain_dispatch.loading.state_dict_diff import Stored
 from drivetrain_dispatch.loading.tensor_reader import no_room
@@ -59,12 +59,12 @@ class StoredPacking(Packing):
             )
         return replace(plan, arrivals=tuple(arrivals))
 
-    def check(self, arrivals: Sequence[Arrival]) -> None:
+    def check(self, arrivals: Sequence[PlannedTensor]) -> None:
         """Check nothing: weights on the disk are in files, the checkpoint's or one of converted tensors."""
 
     def pack(
         self,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[PlannedTensor],
         devices: Mapping[str, torch.device],  # noqa: ARG002 nothing is computed
         read: Read,
         *,

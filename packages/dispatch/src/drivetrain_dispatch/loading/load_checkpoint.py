@@ -14,7 +14,7 @@ from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.files.weight_files import MappedFile, open_weights
 from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.arguments import check_load
-from drivetrain_dispatch.loading.assign import Change, apply_changes, changes_of
+from drivetrain_dispatch.loading.assign import Assignment, apply_changes, changes_of
 from drivetrain_dispatch.loading.conversion import (
     check_folder,
     convert,
@@ -198,7 +198,7 @@ class _Load:
         def read(targets: Mapping[str, Tensor]) -> None:
             relay.fill(stored, targets, self._files, progress=progress)
 
-        def read_all() -> list[Change]:
+        def read_all() -> list[Assignment]:
             read(self._targets)
             self._packing.pack(plan.arrivals, self._devices(plan), read, together=relay.together)
             return self._changes(plan)
@@ -256,7 +256,7 @@ class _Load:
         places = present_places(self._model) if self._device_map is None else self._device_map
         return {name: placement.device for name, placement in placements_of(self._model, places).items()}
 
-    def _changes(self, plan: LoadPlan) -> list[Change]:
+    def _changes(self, plan: LoadPlan) -> list[Assignment]:
         for file in {id(file): file for file in self._files.values()}.values():
             file.check_unchanged()
         return changes_of(self._model, plan.arrivals, self._targets, self._held, self._packing)

@@ -18,7 +18,7 @@ from drivetrain_dispatch.quantization.protocol import Quantization, quantized_si
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class PlannedTensor:
     """A tensor of the model that gets values.
 
     Attributes:
@@ -81,7 +81,7 @@ class LoadPlan:
         unexpected: Names of the checkpoint, after renaming, that the model lacks.
     """
 
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[PlannedTensor, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
@@ -202,7 +202,7 @@ def _arrival(
     found: Mapping[str, str],
     misfits: Misfits,
     written: Collection[str],
-) -> Arrival | None:
+) -> PlannedTensor | None:
     """Return the arrival of a tensor of the model; None if the checkpoint has nothing for it.
 
     A tensor that a forward writes to cannot be converted at use: if its dtype is not the file's, it goes to memory.
@@ -221,7 +221,7 @@ def _arrival(
     if place == "disk" and names[0] in written and stored[first].dtype != described.dtype:
         place = torch.device("cpu")
     box = box_of(names[0], tensor) if is_divided(tensor) else None
-    return Arrival(
+    return PlannedTensor(
         names=names, stored=first, copies=tuple(copies), shape=described.shape if box is None else shape_of(box),
         stored_dtype=stored[first].dtype, dtype=described.dtype, place=place, box=box,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.files.weight_files import MappedFile
-from drivetrain_dispatch.loading.load_plan import Arrival, LoadPlan
+from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
 from drivetrain_dispatch.loading.state_dict_diff import Stored
 from drivetrain_dispatch.loading.tensor_reader import no_room
 from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts
@@ -44,7 +44,7 @@ class Packing:
         """Return the plan with the sizes of packed weights; here the plan has them already."""
         return plan
 
-    def check(self, arrivals: Sequence[Arrival]) -> None:
+    def check(self, arrivals: Sequence[PlannedTensor]) -> None:
         """Check that there is a folder for packed weights that stay on the disk.
 
         Raises:
@@ -59,7 +59,7 @@ class Packing:
 
     def pack(
         self,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[PlannedTensor],
         devices: Mapping[str, torch.device],
         read: Read,
         *,
@@ -98,7 +98,7 @@ class Packing:
         for file in self.files.values():
             file.path.unlink(missing_ok=True)
 
-    def _packed(self, quantization: Quantization, arrival: Arrival, full: Tensor) -> nn.Parameter:
+    def _packed(self, quantization: Quantization, arrival: PlannedTensor, full: Tensor) -> nn.Parameter:
         weight = quantization.pack(full)
         if arrival.place == "disk" and self._folder is not None:
             parts = parts_in_file(arrival.names[0], weight)

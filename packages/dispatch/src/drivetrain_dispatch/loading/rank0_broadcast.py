@@ -11,7 +11,13 @@ from torch import Tensor
 from drivetrain_dispatch.errors import LoadError
 from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.state_dict_diff import Stored
-from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, Piece, Progress, pieces_of, staging_buffer
+from drivetrain_dispatch.loading.tensor_reader import (
+    PIECE_BYTES,
+    Progress,
+    ReadRange,
+    pieces_of,
+    staging_buffer,
+)
 
 Result = TypeVar("Result")
 
@@ -122,7 +128,7 @@ class Relay:
         return {name for each in said for name in each}
 
     def _hand_on(
-        self, piece: Piece, targets: Mapping[str, Tensor], content: Tensor, reading: Future[None] | None
+        self, piece: ReadRange, targets: Mapping[str, Tensor], content: Tensor, reading: Future[None] | None
     ) -> None:
         """Broadcast a piece, followed by a byte that tells whether it could be read."""
         failure = None if reading is None else reading.exception()
@@ -148,7 +154,7 @@ def _failure_of(progress: Progress, done_bytes: int, all_bytes: int) -> Exceptio
     return None
 
 
-def _read(piece: Piece, files: Mapping[str, WeightSource], buffer: Tensor) -> None:
+def _read(piece: ReadRange, files: Mapping[str, WeightSource], buffer: Tensor) -> None:
     name = piece.name
     values = buffer[: piece.size_bytes].view(piece.dtype)
     files[name].copy(name, values, start=piece.start, buffer=buffer)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drivetrain_dispatch.errors import LoadError, TiedParametersError
 from drivetrain_dispatch.files.weight_source import WeightSource
-from drivetrain_dispatch.loading.load_plan import Arrival
+from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.loading.state_dict_diff import Stored
 from drivetrain_dispatch.model.dtensor import Box, range_of, shape_of
 from drivetrain_dispatch.planning.memory_budget import free_bytes
@@ -24,7 +24,7 @@ _MOST_THREADS = 4
 Progress = Callable[[int, int], None]
 
 
-class Piece(NamedTuple):
+class ReadRange(NamedTuple):
     """A range of a tensor's elements that are read at once, in the order of the tensor.
 
     Attributes:
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
         return (self.stop - self.start) * self.dtype.itemsize
 
 
-def allocate(arrivals: Sequence[Arrival], into: MutableMapping[str, Tensor]) -> None:
+def allocate(arrivals: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
     """Allocate all tensors that are read, before the first one is.
 
     Args:
@@ -104,7 +104,7 @@ def fill(
     for _ in range(threads):
         buffers.put(staging_buffer(targets.values()))
 
-    def read(piece: Piece) -> int:
+    def read(piece: ReadRange) -> int:
         name, buffer = piece.name, buffers.get()
         try:
             if piece.box is not None:
@@ -134,7 +134,7 @@ def fill(
                     progress(done_bytes, all_bytes)
 
 
-def _expect(piece: Piece, file: WeightSource) -> None:
+def _expect(piece: ReadRange, file: WeightSource) -> None:
     """Ask the system to begin reading a piece, if its position in the file is known."""
     if piece.box is None:
         file.expect(piece.name, start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
@@ -162,21 +162,21 @@ class WholeProgress:
 
 def pieces_of(
     stored: Mapping[str, Stored], wanted: Container[str], boxes: Mapping[str, Box] | None = None
-) -> list[Piece]:
+) -> list[ReadRange]:
     """Return the pieces of wanted tensors; a tensor that its file holds in another order is one piece. Pure."""
-    pieces: list[Piece] = []
+    pieces: list[ReadRange] = []
     for name, (shape, dtype, divisible) in stored.items():
         if name not in wanted:
             continue
         box = (boxes or {}).get(name)
         whole = (0, math.prod(shape)) if box is None else range_of(box, shape)
         if box is not None and (whole is None or not divisible):
-            pieces.append(Piece(name, dtype, 0, math.prod(shape_of(box)), box=box))
+            pieces.append(ReadRange(name, dtype, 0, math.prod(shape_of(box)), box=box))
         elif whole is not None:
             numel = whole[1] - whole[0]
             step = PIECE_BYTES // dtype.itemsize if divisible else max(1, numel)
             pieces += (
-                Piece(name, dtype, start, min(start + step, numel), skipped=whole[0])
+                ReadRange(name, dtype, start, min(start + step, numel), skipped=whole[0])
                 for start in range(0, numel, step)
             )
     return pieces
@@ -188,7 +188,7 @@ def staging_buffer(targets: Iterable[Tensor], *, size_bytes: int = PIECE_BYTES) 
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
-def check_copies(arrivals: Sequence[Arrival], files: Mapping[str, WeightSource]) -> None:
+def check_copies(arrivals: Sequence[PlannedTensor], files: Mapping[str, WeightSource]) -> None:
     """Check that a checkpoint's tensors for one tensor of the model are equal.
 
     Raises:
@@ -223,7 +223,7 @@ def _threads(count: int) -> Generator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-def _check_host(arrivals: Sequence[Arrival]) -> None:
+def _check_host(arrivals: Sequence[PlannedTensor]) -> None:
     """Check that the host has room for its tensors, as the system overcommits memory and kills the process later.
 
     Raises:
@@ -239,7 +239,11 @@ def _check_host(arrivals: Sequence[Arrival]) -> None:
 
 
 def no_room(
-    arrival: Arrival, before: Sequence[Arrival], planned: Sequence[Arrival], *, free: int | None = None
+    arrival: PlannedTensor,
+    before: Sequence[PlannedTensor],
+    planned: Sequence[PlannedTensor],
+    *,
+    free: int | None = None,
 ) -> LoadError:
     """Return the error for a tensor that a device has no room for.
 

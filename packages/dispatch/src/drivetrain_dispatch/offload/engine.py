@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.files.weight_files import MappedFile
-from drivetrain_dispatch.offload.execution_order import Cursor, Orders
+from drivetrain_dispatch.offload.execution_order import Cursor, ExecutionOrders
 from drivetrain_dispatch.offload.prefetch import Ahead
 from drivetrain_dispatch.offload.residency import Seat, Seats
 from drivetrain_dispatch.offload.saved_tensors import Backward
-from drivetrain_dispatch.offload.trace import OffloadTrace, Turn
+from drivetrain_dispatch.offload.trace import OffloadTrace, UnitUse
 
 
 class Streaming:
@@ -47,7 +47,7 @@ class Streaming:
         self._names = names
         self._units = units
         self._files = files
-        self._orders = Orders(range(len(units)))
+        self._orders = ExecutionOrders(range(len(units)))
         self._lock = threading.RLock()
         self._threads = _Threads()  # created before the seats, whose tensors call `inside`
         self._seats = Seats({seat: None for unit in units for seat in unit}, self, window_bytes=window_bytes)
@@ -214,7 +214,7 @@ class Streaming:
     def _write_down(self, trace: OffloadTrace, index: int, waited: tuple[float, float]) -> None:
         arrival = self._units[index][0].arrival
         came = waited if arrival is None else arrival.times()
-        trace.turns.append(Turn(self._names[index], came, waited, (waited[1], perf_counter())))
+        trace.turns.append(UnitUse(self._names[index], came, waited, (waited[1], perf_counter())))
 
 
 class _Own:

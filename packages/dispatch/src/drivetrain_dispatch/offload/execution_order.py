@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 
-class Order:
+class ExecutionOrder:
     """The order of the last complete forward; before the first one, the model's own order.
 
     Parts are indices from 0 on. A part may occur several times, and a forward may skip parts.
@@ -55,7 +55,7 @@ class Order:
         return places[-1] if places else len(self.parts)
 
 
-class Orders:
+class ExecutionOrders:
     """The order of each way to use a model: its forward, and its methods that use other parts.
 
     Args:
@@ -64,11 +64,11 @@ class Orders:
 
     def __init__(self, parts: Sequence[int]) -> None:
         self._parts = parts
-        self._of: dict[str, Order] = {}
+        self._of: dict[str, ExecutionOrder] = {}
 
-    def of(self, way: str) -> Order:
+    def of(self, way: str) -> ExecutionOrder:
         """Return the order of a method, by its name."""
-        return self._of.setdefault(way, Order(self._parts))
+        return self._of.setdefault(way, ExecutionOrder(self._parts))
 
 
 class Cursor:
@@ -83,12 +83,12 @@ class Cursor:
     __slots__ = ("_used", "depth", "order", "position")
 
     def __init__(self) -> None:
-        self.order = Order(())
+        self.order = ExecutionOrder(())
         self.position = 0
         self._used: list[int] = []
         self.depth = 0
 
-    def begin(self, order: Order) -> None:
+    def begin(self, order: ExecutionOrder) -> None:
         """Begin a forward in an order; a nested forward counts as part of the outer one's order."""
         if self.depth == 0:
             self.order = order

@@ -8,8 +8,8 @@ from weakref import ref
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.units import Unit
-from drivetrain_dispatch.offload.execution_order import Orders
-from drivetrain_dispatch.offload.page_reader import Bounds, Reading, Stretch
+from drivetrain_dispatch.offload.execution_order import ExecutionOrders
+from drivetrain_dispatch.offload.page_reader import Bounds, PageReader, Stretch
 from drivetrain_dispatch.offload.pages import can_give_back, some_missing, together
 from drivetrain_dispatch.planning.memory_budget import free_of_host
 
@@ -71,10 +71,10 @@ class InPlace:
         self._files = list(dict.fromkeys(files[name] for unit in units for name in unit.tensors))
         self._releases = releases
         self._next_check = 0.0
-        self._orders = Orders(range(len(units)))
+        self._orders = ExecutionOrders(range(len(units)))
         self._own = _Own()
         self._lock = threading.Lock()
-        self._reading: Reading | None = None
+        self._reading: PageReader | None = None
 
     def begin(self, way: str) -> None:
         """Begin a use of the model, by its forward or another method.
@@ -90,7 +90,7 @@ class InPlace:
                 missing = self._some_are_missing()
                 if missing or self._releases:
                     modules = [module() for module in self._modules]
-                    self._reading = self._own.reading = Reading(
+                    self._reading = self._own.reading = PageReader(
                         modules, self._units, self._orders.of(way), self._bounds(), brings=missing
                     )
 
@@ -151,4 +151,4 @@ class _Own(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.reading: Reading | None = None
+        self.reading: PageReader | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
-from drivetrain_dispatch.offload.execution_order import Order
+from drivetrain_dispatch.offload.execution_order import ExecutionOrder
 from drivetrain_dispatch.offload.pages import Pages, bring, give_back
 
 _TOGETHER_BYTES = 2 << 20  # the largest folio of the page cache
@@ -59,7 +59,7 @@ class Bounds(NamedTuple):
     leaves_cache: bool = False
 
 
-class Reading:
+class PageReader:
     """The threads that read the pages of one forward in order; pages are released behind it.
 
     Args:
@@ -78,7 +78,7 @@ class Reading:
         self,
         modules: Sequence[nn.Module | None],
         units: Sequence[Sequence[Stretch]],
-        order: Order,
+        order: ExecutionOrder,
         bounds: Bounds,
         *,
         brings: bool,

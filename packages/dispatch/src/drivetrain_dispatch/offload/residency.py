@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 from drivetrain_dispatch.model.bitsandbytes import lend_state, return_state
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.parameter import Fetcher, class_away, plainly, set_fetcher
-from drivetrain_dispatch.offload.transfer import Arrival, Carrier, Parcel
-from drivetrain_dispatch.offload.transfer_window import Room
+from drivetrain_dispatch.offload.transfer import Carrier, Parcel, PendingTransfer
+from drivetrain_dispatch.offload.transfer_window import TransferWindow
 
 
 class Owner(NamedTuple):
@@ -69,7 +69,7 @@ class Seat:
         self.tensor = tensor
         self.parcel = parcel
         self.owners = owners
-        self.arrival: Arrival | None = None
+        self.arrival: PendingTransfer | None = None
         self.value: Tensor | None = None
         self.shown: Tensor | None = None
         self.size_bytes = parcel.size_bytes
@@ -110,7 +110,7 @@ class Seats:
         self.stats = OffloadStats()
         self._carrier = Carrier()
         self._of_tensors = {id(seat.tensor): seat for seat in seats}
-        self._rooms = {device: Room(device, most) for device, most in window_bytes.items()}
+        self._rooms = {device: TransferWindow(device, most) for device, most in window_bytes.items()}
         self._here: dict[Seat, None] = {}  # the seats in use
         self._ordinary = finalize(self, _make_ordinary, list(self._of_tensors.values()))
         self._ordinary.atexit = False  # torch may be torn down by then, and nothing uses the tensors any more
@@ -304,7 +304,7 @@ def _make_ordinary(seats: Iterable[Seat]) -> None:
 
 
 # The bytes that are released, by device and, if nothing has used it, by arrival.
-_Given: TypeAlias = dict[tuple[torch.device, Arrival | None], int]
+_Given: TypeAlias = dict[tuple[torch.device, PendingTransfer | None], int]
 
 
 def _leave(seat: Seat, given: _Given) -> None:

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.offload.execution_order import Cursor, Order
+from drivetrain_dispatch.offload.execution_order import Cursor, ExecutionOrder
 from drivetrain_dispatch.offload.prefetch import Ahead
 from drivetrain_dispatch.offload.residency import Seat, Seats, version_of
 
@@ -58,7 +58,7 @@ class Backward:
     ) -> None:
         self._units = units
         self._seats = seats
-        self.order = Order(())
+        self.order = ExecutionOrder(())
         self._lock = lock
         self._unit_of: dict[Seat, int] = {}
         for index, unit in enumerate(units):
@@ -66,7 +66,7 @@ class Backward:
                 self._unit_of.setdefault(seat, index)
         self.ahead = Ahead(units, seats)
         self._current: int | None = None  # the unit that is claimed for its use
-        self._learnt = Order(())  # the order of the units in the last backward
+        self._learnt = ExecutionOrder(())  # the order of the units in the last backward
         self._opposite: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # an order and its reverse
         self._learnt_after: tuple[int, ...] | None = None  # the order of the forward before that backward
         self._cursor = Cursor()  # in a backward whose end torch reports by a callback

@@ -7,7 +7,7 @@ _WIDTH, _LEFT, _TOP, _LANE, _GAP = 900, 90, 40, 34, 12  # pixels
 _COLOURS = {"brought": "#4c78a8", "waited for": "#e45756", "computed": "#54a24b"}
 
 
-class Turn(NamedTuple):
+class UnitUse(NamedTuple):
     """A use of a unit; each time span is its begin and end in seconds.
 
     Attributes:
@@ -31,7 +31,7 @@ class OffloadTrace:
     """
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
+        self.turns: list[UnitUse] = []
 
     def svg(self) -> str:
         """Return an SVG plot over time, with a lane each for transfers, waits (in red) and computation."""

@@ -70,7 +70,7 @@ class Parcel(NamedTuple):
 _Brought = tuple[list[Tensor], torch.Event | None, tuple[float, float]]
 
 
-class Arrival:
+class PendingTransfer:
     """The tensors of one transfer.
 
     Args:
@@ -187,15 +187,15 @@ class Carrier:
         # Parameters cannot be made of inference tensors. Callers hold the lock, so one context does for all threads.
         self._ordinary = torch.inference_mode(mode=False)
 
-    def bring(self, parcels: Sequence[Parcel]) -> Arrival:
+    def bring(self, parcels: Sequence[Parcel]) -> PendingTransfer:
         """Begin to transfer tensors; a transfer that takes less time than a request to the thread is made at once."""
         for parcel in parcels:
             if not parcel.quick and self._thread is not None:
-                return Arrival(work=self._own_thread().submit(self._bring, parcels))
+                return PendingTransfer(work=self._own_thread().submit(self._bring, parcels))
         if torch.is_inference_mode_enabled():
             with self._ordinary:
-                return Arrival(self._bring(parcels))
-        return Arrival(self._bring(parcels))
+                return PendingTransfer(self._bring(parcels))
+        return PendingTransfer(self._bring(parcels))
 
     def close(self) -> None:
         """End the thread; later requests, of a backward for example, are served at once."""

@@ -25,7 +25,7 @@ class _Leaving(NamedTuple):
     size_bytes: int
 
 
-class Room:
+class TransferWindow:
     """The transfer window of one device. Callers hold the engine's lock.
 
     An accelerator runs behind the host: memory that the host releases is free once the device has done all work that

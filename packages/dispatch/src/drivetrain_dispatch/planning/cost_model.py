@@ -13,7 +13,7 @@ from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
-from drivetrain_dispatch.planning.op_recorder import FusedAttention, Recorder, kept_memories, peaks
+from drivetrain_dispatch.planning.op_recorder import FusedAttention, OpRecorder, kept_memories, peaks
 
 _BY_HAND = (
     "give what each part does by hand: costs={'layers.0': Cost(seconds=..., peak_bytes=..., kept_bytes=...)}"
@@ -87,7 +87,7 @@ def measure_costs(
         ) from error
     places = {block.name: index for index, block in enumerate(blocks)}
     owned = ((tensor, _owner(name, places)) for name, tensor in named_tensors(copied))
-    recorder = Recorder((tensor, place) for tensor, place in owned if place is not None)
+    recorder = OpRecorder((tensor, place) for tensor, place in owned if place is not None)
     _watch(copied, places, recorder)
     try:
         with torch.no_grad(), recorder, FusedAttention(recorder):
@@ -118,7 +118,7 @@ def _owner(name: str, places: Mapping[str, int]) -> int | None:
     return next((places[outer] for outer in enclosing_modules(name) if outer in places), None)
 
 
-def _watch(model: nn.Module, places: Mapping[str, int], recorder: Recorder) -> None:
+def _watch(model: nn.Module, places: Mapping[str, int], recorder: OpRecorder) -> None:
     """Register hooks that tell a recorder when each block's forward begins and ends."""
 
     def ended(*_: object) -> None:
@@ -132,7 +132,7 @@ def _watch(model: nn.Module, places: Mapping[str, int], recorder: Recorder) -> N
             module.register_forward_hook(ended, always_call=True)
 
 
-def _beginning(recorder: Recorder, block: int) -> Callable[..., None]:
+def _beginning(recorder: OpRecorder, block: int) -> Callable[..., None]:
     def begun(*_: object) -> None:
         recorder.begin(block)
 
@@ -140,7 +140,7 @@ def _beginning(recorder: Recorder, block: int) -> Callable[..., None]:
 
 
 def _costs(
-    recorder: Recorder, results: set[int], names: Sequence[str], rate: ComputeRate
+    recorder: OpRecorder, results: set[int], names: Sequence[str], rate: ComputeRate
 ) -> dict[str, BlockCost]:
     """Return the cost of each block from what a recorder noted."""
     changes = list(recorder.changes)

@@ -20,7 +20,7 @@ _GROUPED = "_grouped_mm"  # each expert's rows times its matrix; torch 2.15 does
 _NO_MEMORY = -1
 
 
-class Operation(NamedTuple):
+class MeasuredOperation(NamedTuple):
     """An operation of a forward.
 
     Attributes:
@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     size_bytes: int
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """An allocation or release of memory, or, with a size of 0, the start of a block.
 
     Attributes:
@@ -48,7 +48,7 @@ class Change(NamedTuple):
     size_bytes: int
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """A mode that records every operation that runs under it and the memory that operations use, except weights.
 
     An operation belongs to the block whose forward is running; between two blocks, to the block whose weights it
@@ -64,8 +64,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, weights: Iterable[tuple[Tensor, int]]) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
-        self.changes: list[Change] = []
+        self.operations: list[MeasuredOperation] = []
+        self.changes: list[MemoryChange] = []
         self._flops = FlopCounterMode(display=False)
         self._owners = WeakIdKeyDictionary()  # the storage of a weight -> its block
         for tensor, block in weights:
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
         self._running: list[int] = []
         self._last = -1
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "OpRecorder":
         """Start to record; torch's FLOP counter is entered first, so that this mode sees operations before it."""
         self._flops.__enter__()
         return super().__enter__()
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         """Record that a block's forward begins."""
         self._running.append(block)
         self._last = block
-        self.changes.append(Change(block, _NO_MEMORY, 0))
+        self.changes.append(MemoryChange(block, _NO_MEMORY, 0))
 
     def end(self) -> None:
         """Record that the innermost running forward ends."""
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         for tensor in chain(inputs, outputs):
             self._see(tensor)
         if flops or size_bytes:
-            self.operations.append(Operation(self._last, flops, size_bytes))
+            self.operations.append(MeasuredOperation(self._last, flops, size_bytes))
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -121,11 +121,11 @@ class Recorder(TorchDispatchMode):
         number, size_bytes = self._num_memories, storage.nbytes()
         self._memories[storage] = number
         self._num_memories += 1
-        self.changes.append(Change(self._last, number, size_bytes))
+        self.changes.append(MemoryChange(self._last, number, size_bytes))
         weakref.finalize(storage, self._forget, number, size_bytes).atexit = False
 
     def _forget(self, number: int, size_bytes: int) -> None:
-        self.changes.append(Change(self._last, number, -size_bytes))
+        self.changes.append(MemoryChange(self._last, number, -size_bytes))
 
     def __torch_dispatch__(
         self,
@@ -157,7 +157,7 @@ class FusedAttention(TorchFunctionMode):
         recorder: The recorder of the operation.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -184,7 +184,7 @@ class FusedAttention(TorchFunctionMode):
         return result
 
 
-def kept_memories(changes: Iterable[Change], results: Collection[int]) -> set[int]:
+def kept_memories(changes: Iterable[MemoryChange], results: Collection[int]) -> set[int]:
     """Return the numbers of the storages that are still allocated at the end, without those of results."""
     left: set[int] = set()
     for change in changes:
@@ -195,7 +195,7 @@ def kept_memories(changes: Iterable[Change], results: Collection[int]) -> set[in
     return left.difference(results)
 
 
-def peaks(changes: Iterable[Change], kept: Collection[int]) -> dict[int, int]:
+def peaks(changes: Iterable[MemoryChange], kept: Collection[int]) -> dict[int, int]:
     """Return the most bytes that are allocated at once while each block runs, without kept storages."""
     live = 0
     most: dict[int, int] = {}

@@ -49,7 +49,7 @@ class Bandwidths:
                 )
 
 
-class Turn(NamedTuple):
+class PartTimes(NamedTuple):
     """The start and end of a part's read, copy and computation, in seconds; (0, 0) for a step that it skips.
 
     Attributes:
@@ -63,7 +63,7 @@ class Turn(NamedTuple):
     computed: tuple[float, float]
 
 
-def play(works: Sequence[Work], rates: Bandwidths, *, windows: Sequence[float]) -> list[Turn]:
+def play(works: Sequence[Work], rates: Bandwidths, *, windows: Sequence[float]) -> list[PartTimes]:
     """Return the timeline of one forward that begins without transfers in flight.
 
     Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
@@ -75,12 +75,12 @@ def play(works: Sequence[Work], rates: Bandwidths, *, windows: Sequence[float]) 
         rates: The transfer rates to the device and from the disk.
         windows: The most bytes of fetched weights that each device may hold at once.
     """
-    turns: list[Turn] = []
+    turns: list[PartTimes] = []
     _run(works, rates, windows, turns)
     return turns
 
 
-def seconds_of(turns: Sequence[Turn]) -> float:
+def seconds_of(turns: Sequence[PartTimes]) -> float:
     """Return the total time of a timeline, in seconds."""
     return turns[-1].computed[1] if turns else 0.0
 
@@ -105,7 +105,7 @@ def _run(
     works: Iterable[tuple[float, int, Source, int, int | None]],
     rates: Bandwidths,
     windows: Sequence[float],
-    turns: list[Turn] | None,
+    turns: list[PartTimes] | None,
 ) -> float:
     """Simulate a forward, append its turns to `turns` unless that is None, and return the time of its end."""
     disk = link = compute = 0.0
@@ -116,7 +116,7 @@ def _run(
     for seconds, size_bytes, source, device, left_bytes in works:
         if source == "device":
             if turns is not None:
-                turns.append(Turn((0.0, 0.0), (0.0, 0.0), (compute, compute + seconds)))
+                turns.append(PartTimes((0.0, 0.0), (0.0, 0.0), (compute, compute + seconds)))
             compute += seconds
         else:
             queue, most = leaving[device], windows[device]
@@ -134,7 +134,7 @@ def _run(
             start = max(compute, link)
             compute = start + seconds
             if turns is not None:
-                turns.append(Turn(read, (begin, link), (start, compute)))
+                turns.append(PartTimes(read, (begin, link), (start, compute)))
             if left_bytes is None:
                 left_bytes = size_bytes
         if left_bytes:

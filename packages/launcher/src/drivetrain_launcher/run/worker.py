@@ -21,7 +21,7 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         # Flush promptly, as with python -u, but in whole lines, so that lines of different ranks do not mix.
         sys.stdout.reconfigure(line_buffering=True)
-    recorder = Recorder()
+    recorder = ErrorRecorder()
     sys.excepthook = recorder.hook
     faulthandler.enable()
     watch_launcher(recorder.launcher)
@@ -33,7 +33,7 @@ def main() -> None:
         raise
 
 
-class Recorder:
+class ErrorRecorder:
     """A recorder of a rank's exception, in the file that the agent reads for the launcher to show."""
 
     def __init__(self) -> None:

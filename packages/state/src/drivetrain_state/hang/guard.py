@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.hang.rounds import Verdict
-from drivetrain_state.hang.stack import Frame, Place, find_place, thread_frames
+from drivetrain_state.hang.stack import Frame, RankPosition, find_place, thread_frames
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.store_probe import store_address
 from drivetrain_state.topology import Topology
@@ -132,7 +132,7 @@ class Guard(threading.Thread):
         """True if this process will end at the group's timeout unless it makes progress."""
         return self._verdict is not None and self._verdict.blocked
 
-    def stuck(self, place: Place) -> bool:
+    def stuck(self, place: RankPosition) -> bool:
         """Return whether this rank waits for another, with an unchanged stack for a third of its idle time.
 
         A loop that marks no progress, and is in a collective at the time of the check, is not stuck.

@@ -49,7 +49,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPosition:
     """The position of a rank, for one row of a table.
 
     Attributes:
@@ -82,19 +82,21 @@ def thread_frames(thread_id: int) -> tuple[Frame, ...]:
     return tuple(reversed(frames))
 
 
-def find_place(frames: Sequence[Frame]) -> Place:
+def find_place(frames: Sequence[Frame]) -> RankPosition:
     """Return the user's innermost line and the call that it executes, from a stack with the outermost call first.
 
     The user's own code takes precedence over that of installed packages, wherever they are on the stack.
     """
     if not frames:
-        return Place(where="(its thread has ended)", call="", waits_for="nothing")
+        return RankPosition(where="(its thread has ended)", call="", waits_for="nothing")
     owners = [frame_owner(frame) for frame in frames]
     wanted = next((owner for owner in ("user", "installed") if owner in owners), owners[0])
     index = len(owners) - 1 - owners[::-1].index(wanted)
     user, inside = frames[index], frames[index + 1 :]
     call, waits_for = _call(user, inside)
-    return Place(where=f"{Path(user.file).name}:{user.line} {user.function}", call=call, waits_for=waits_for)
+    return RankPosition(
+        where=f"{Path(user.file).name}:{user.line} {user.function}", call=call, waits_for=waits_for
+    )
 
 
 def frame_owner(frame: Frame) -> Owner:
