@@ -53,7 +53,10 @@ def main(arguments: Sequence[str], *, root: Path = ROOT, alone: Sequence[str] | 
     )
     parser.add_argument("--index", metavar="URL", help="where to upload to; uv's default if left out")
     parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, help="where to keep the built files; dist/VERSION if left out"
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        help="where to keep the built files; dist/VERSION if left out, nowhere in a dry run",
     )
     options = parser.parse_args(arguments)
     try:
@@ -68,15 +71,19 @@ def main(arguments: Sequence[str], *, root: Path = ROOT, alone: Sequence[str] | 
             tags=state.tags,
         )
         _say("plan", plan.described())
+        if not options.dry_run:
+            check_identity(root)
         kept = options.out.resolve() if options.out else root / "dist" / plan.version
         with tempfile.TemporaryDirectory(prefix="release-") as folder:
-            _try(plan, root=root, state=state, folder=Path(folder), kept=kept, alone=alone)
+            files = _try(plan, root=root, state=state, folder=Path(folder), alone=alone)
+            check_unchanged(root, state)
+            if options.out or not options.dry_run:
+                keep(files, kept)
+                _say("keep", f"the built files are in {kept}")
         if options.dry_run:
-            _say("dry run", "all steps but publish, commit and tag passed; the working tree is as it was")
-            return 0
-        _finish(
-            plan, root=root, state=state, kept=kept, publishes=not options.no_publish, index=options.index
-        )
+            _say("dry run", "all but publish, commit and tag is done; the working tree is as it was")
+        else:
+            _finish(plan, root, state, kept=kept, publishes=not options.no_publish, index=options.index)
     except (ReleaseError, ValueError) as error:
         print(f"\nrelease: {error}", file=sys.stderr)
         return 1
@@ -84,30 +91,27 @@ def main(arguments: Sequence[str], *, root: Path = ROOT, alone: Sequence[str] | 
 
 
 def _try(
-    plan: ReleasePlan, *, root: Path, state: TreeState, folder: Path, kept: Path, alone: Sequence[str] | None
-) -> None:
-    """Build, check and install everything in a copy of the repository."""
+    plan: ReleasePlan, *, root: Path, state: TreeState, folder: Path, alone: Sequence[str] | None
+) -> tuple[Path, ...]:
+    """Build, check and install everything in a copy of the repository, and return the built files."""
     copy, built = folder / "copy", folder / "built"
-    _say("copy", f"the commit {state.commit[:12]} with {len(plan.changes)} files changed")
+    _say("copy", f"commit {state.commit[:12]} with {len(plan.changes)} files changed")
     copy_with_changes(plan, root=root, commit=state.commit, copy=copy)
     _say("build", "the sdist and wheel of every package")
     files = build(copy, built)
     print("\n".join(f"  {file.name} ({file.stat().st_size / 1000:.0f} kB)" for file in files))
     _say("check", "contents and metadata of every file")
     refuse(check_distributions(copy, built, plan.packages, plan.version))
-    print(f"  {len(files)} files are as they must be")
-    _say("install", "each wheel alone, in a fresh environment, and import it")
+    print(f"  {len(files)} files: nothing missing, nothing strange, metadata valid")
+    _say("install", "each wheel alone in a fresh environment, and all its public names imported")
     refuse(try_alone(copy, built, plan.packages, plan.version, names=alone))
-    keep(files, kept)
-    _say("keep", f"the built files are in {kept}")
+    return files
 
 
 def _finish(
-    plan: ReleasePlan, *, root: Path, state: TreeState, kept: Path, publishes: bool, index: str | None
+    plan: ReleasePlan, root: Path, state: TreeState, *, kept: Path, publishes: bool, index: str | None
 ) -> None:
     """Publish, commit and tag what was tried."""
-    check_identity(root)
-    check_unchanged(root, state)
     if publishes:
         _say("publish", "each package behind what it depends on")
         publish(plan, kept, index=index)
