@@ -1,6 +1,7 @@
 """The sdists and wheels of a release: what each must hold, and whether each wheel installs and imports alone."""
 
 import os
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -39,7 +40,7 @@ def check_distributions(root: Path, folder: Path, packages: Sequence[Package], v
     """Check the contents and metadata of every sdist and wheel in a folder.
 
     Args:
-        root: The tree that was built, without files that git does not track.
+        root: The tree that was built.
         folder: The folder of the sdists and wheels.
         packages: The packages to find there.
         version: The version that all must have.
@@ -91,6 +92,7 @@ def try_alone(
         code = _TRY.format(module=package.module, distribution=package.distribution, version=version)
         command = [str(environment.scripts / "python"), "-P", "-c", code]
         found += _imports(requirement, command, cwd=build, environment=environment.variables())
+    shutil.rmtree(build / "environment", ignore_errors=True)
     return found
 
 
@@ -113,7 +115,7 @@ def _check_wheel(file: Path, package: Package, version: str, home: Path) -> list
         metadata = (
             archive.read(f"{information}METADATA") if f"{information}METADATA" in archive.namelist() else b""
         )
-    sources = _files(home / "src")
+    sources = {f"{package.module}/{name}" for name in _files(home / "src" / package.module)}
     found = _compared(file.name, names, sources)
     for needed in ("__init__.py", "py.typed"):
         if f"{package.module}/{needed}" not in names:
@@ -166,4 +168,5 @@ def _short(text: str | None) -> str:
 
 
 def _files(folder: Path) -> set[str]:
-    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    files = (file for file in folder.rglob("*") if file.is_file() and file.parent.name != "__pycache__")
+    return {file.relative_to(folder).as_posix() for file in files}
