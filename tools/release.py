@@ -9,6 +9,7 @@ release was refused or failed.
 
 import argparse
 import datetime
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str], *, root: Path = ROOT, alone: Sequence[str] | 
             _say("dry run", "all but publish, commit and tag is done; the working tree is as it was")
         else:
             _finish(plan, root, state, kept=kept, publishes=not options.no_publish, index=options.index)
-    except (ReleaseError, ValueError) as error:
+    except (ReleaseError, ValueError, subprocess.CalledProcessError) as error:
         print(f"\nrelease: {error}", file=sys.stderr)
         return 1
     return 0
