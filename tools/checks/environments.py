@@ -45,8 +45,21 @@ def fresh_environment(folder: Path) -> Environment:
     return Environment(folder=folder)
 
 
-def install(environment: Environment, requirements: Sequence[str], *, constraints: Path) -> None:
-    """Install requirements, at the versions that `constraints` names where it names one."""
+def install(
+    environment: Environment,
+    requirements: Sequence[str],
+    *,
+    constraints: Path,
+    find_links: Path | None = None,
+) -> None:
+    """Install requirements, at the versions that `constraints` names where it names one.
+
+    Args:
+        environment: The environment to install into.
+        requirements: The distributions to install, as an installer takes them.
+        constraints: The file of the versions to keep to.
+        find_links: A folder of distributions that are found beside those of the index.
+    """
     python = str(environment.scripts / "python")
     # No workspace sources: what is not given as a wheel comes from the index, as it does for a user.
     arguments = [
@@ -58,6 +71,7 @@ def install(environment: Environment, requirements: Sequence[str], *, constraint
         python,
         "--constraint",
         str(constraints),
+        *(["--find-links", str(find_links)] if find_links else []),
     ]
     _uv(*arguments, *requirements, cwd=environment.folder.parent)
 

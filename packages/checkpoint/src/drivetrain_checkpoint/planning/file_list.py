@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from drivetrain_checkpoint.format.boxes import whole
 from drivetrain_checkpoint.format.layout import tensor_file
 from drivetrain_checkpoint.format.manifest import StoredBox, StoredTensor
-from drivetrain_checkpoint.format.tensor_file import FileLayout, plan_file
-from drivetrain_checkpoint.format.tensor_file import TensorEntry
-from drivetrain_checkpoint.planning.write_plan import WrittenBox, TensorName, WritePlan
+from drivetrain_checkpoint.format.tensor_file import FileLayout, TensorEntry, plan_file
+from drivetrain_checkpoint.planning.write_plan import TensorName, WritePlan, WrittenBox
 
 
 @dataclass(frozen=True, slots=True)
