@@ -16,7 +16,7 @@ def check_version(version: str, *, previous: str) -> None:
     """Check that a version can follow another.
 
     Raises:
-        ValueError: The version is malformed, is not written in its normal form, is local, or is not newer.
+        ValueError: The version is malformed, is not written in its normal form, is local, or is older.
     """
     try:
         parsed = Version(version)
@@ -26,8 +26,8 @@ def check_version(version: str, *, previous: str) -> None:
         raise ValueError(f"VERSION={version!r} is not in its normal form: write {parsed}")
     if parsed.local is not None:
         raise ValueError(f"VERSION={version!r} is local, which no index takes: write {parsed.public}")
-    if parsed <= Version(previous):
-        raise ValueError(f"VERSION={version!r} is not newer than the present {previous}: choose a newer one")
+    if parsed < Version(previous):  # the present one has a tag once it is released
+        raise ValueError(f"VERSION={version!r} is older than the present {previous}: choose a newer one")
 
 
 def check_in_step(packages: Sequence[Package], *, version: str) -> None:

@@ -46,7 +46,7 @@ from pathlib import Path
 import torch.distributed as dist
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.topology import Topology
-from drivetrain_state.hang.progress_record import Watch
+from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.hang.watchdog import start_watchdog
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -54,7 +54,7 @@ TIMEOUT = float(os.environ.get("TEST_TIMEOUT", "100"))
 store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, is_master=rank == size - 1)
 settings = StateSettings(hang_timeout_seconds=2, timeout_seconds=TIMEOUT)
 topology = Topology(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
-watch = Watch()
+watch = ProgressRecord()
 shared = dist.PrefixStore("run", store)
 watchdog = start_watchdog(
     topology=topology, settings=settings, watch=watch, store=shared, report_directory=Path(sys.argv[1])

@@ -42,7 +42,7 @@ class Encoded:
 
     Attributes:
         json: The tagged JSON, which refers to tensors by name.
-        tensors: The tensors to store, by name; sharded ones as DTensors, `Replicated`s or `FlatShard`s. Tensors of
+        tensors: The tensors to store, by name; sharded ones as DTensor, `Replicated` or `FlatShard`. Tensors of
             the same memory share one entry.
         leaves: The same tensors and their aliases, each by the name of its own place in the state.
     """
@@ -56,10 +56,10 @@ def encode(state: StateTree, *, root: str, allow_pickle: bool = False) -> Encode
     """Split a state into tagged JSON and tensors; tensors are not copied.
 
     Tensors that are exactly the same memory are stored once and load as one tensor. Tensors that merely overlap are
-    each stored in full. `FlatShard`s are the same tensor if they are the same object.
+    each stored in full. Two `FlatShard` objects are the same tensor if they are the same object.
 
     Args:
-        state: Nested dicts, lists, tuples and sets of tensors, DTensors, `Replicated`s, `FlatShard`s, NumPy arrays
+        state: Nested dicts, lists, tuples and sets of tensors, DTensors, `Replicated`, `FlatShard`, NumPy arrays
             and plain values.
         root: The name of the state in error messages.
         allow_pickle: Whether to pickle any other value.
