@@ -89,8 +89,8 @@ class Checkpointer:
         waits for the thread and raises its error.
 
         A state may hold tensors, NumPy arrays and plain values in any nesting of dicts, lists, tuples and sets; also
-        DTensors, `FlatShard` and `Replicated` objects, of which each rank writes a part. Earlier checkpoints, including one of
-        the same step, stay untouched until the commit. Old checkpoints are deleted after it.
+        DTensors, `FlatShard` and `Replicated` objects, of which each rank writes a part. Earlier checkpoints,
+        including one of the same step, stay untouched until the commit. Old checkpoints are deleted after it.
 
         Args:
             step: The optimizer step, the same on all ranks; it names the folder.
