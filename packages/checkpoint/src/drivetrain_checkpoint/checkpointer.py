@@ -84,9 +84,8 @@ class Checkpointer:
         """Save a checkpoint. Called on all ranks, by the main thread.
 
         A foreground save returns once the checkpoint is committed and on the disk. A background save returns once
-        the tensors that this rank writes are copied to host memory, which takes as many bytes again and is kept for
-        the next save. A thread then writes and commits before the interpreter exits; the next call of any method
-        waits for the thread and raises its error.
+        this rank's tensors are copied to host memory: as many bytes again, kept for the next save. A thread then
+        writes and commits before the interpreter exits; the next call of a method waits for it and raises its error.
 
         A state may hold tensors, NumPy arrays and plain values in any nesting of dicts, lists, tuples and sets; also
         DTensors, `FlatShard` and `Replicated` objects, of which each rank writes a part. Earlier checkpoints,
@@ -100,9 +99,8 @@ class Checkpointer:
             plan: The effective plan of the run, without secrets: plain values, for the manifest.
             metrics: Metrics of the checkpoint by name, for `settings.keep_best`; the same on all ranks.
             background: Whether training continues while the checkpoint is written; None takes `settings.background`.
-            changes_in_step: A function that returns whether a tensor, by its name as in `load`, stays unchanged until
-                `wait_for_copies` is called. With `settings.staging="overlap"` the thread copies these tensors; one
-                that changes earlier fails the save.
+            changes_in_step: A function that returns whether a tensor, by its name as in `load`, is unchanged until
+                `wait_for_copies`: `settings.staging="overlap"` copies it in the thread, and fails if it changes.
 
         Returns:
             The checkpoint's folder, `DIRECTORY/step-STEP`.

@@ -51,13 +51,9 @@ def shard_loader(
             shard or node), or a function of (position, shard) that returns an index.
         num_nodes: The number of nodes, required for "node"; each node has equally many consecutive shards.
         split_batches: Whether the loader's batch size is the sum over shards; by default the size on each shard.
-        dispatch: Whether the first rank of the group reads for all ranks; None dispatches only loaders that cannot be
-            sharded by index.
-        group: The process group of the ranks that share the data; required to dispatch, and used to check at the
-            start of an epoch that all ranks draw the same samples.
-        seed: The seed from which, with the epoch, shuffled orders are derived. It must be the same on all ranks, so
-            it is not taken from the generators of the loader or torch; to use those, pass one rank's
-            `own_seed(loader)` or `torch.initial_seed()`.
+        dispatch: Whether the group's first rank reads for all; None only if a loader cannot be sharded by index.
+        group: The ranks' process group; required to dispatch, and used to check that all draw the same samples.
+        seed: The seed of shuffled orders, the same on all ranks, such as one rank's `own_seed(loader)`.
         seed_source: The origin of the seed, for `ShardedLoader.seed_source`.
         non_blocking: Whether to copy pinned memory to the device without waiting.
         copy_ahead: The number of batches to copy to the device before the loop asks for them.

@@ -53,18 +53,15 @@ def load_checkpoint_and_dispatch(
     Args:
         model: The model, usually from `init_empty_weights`; changed in place.
         checkpoint: A weight file, the index of several, or a folder that holds one of them.
-        device_map: A mapping from names to devices; or "auto", "balanced", "balanced_low_0" or "sequential" to plan
-            one. None loads the model without dispatching it.
+        device_map: Devices by name; or "auto", "balanced", "balanced_low_0", "sequential" to plan; None only loads.
         max_memory: The memory budget of each device for a planned map; None takes the free memory.
         no_split_module_classes: Names of module classes that a planned map keeps whole.
         dtype: The dtype in which floating-point tensors compute; None keeps the model's dtypes.
         keep_in_fp32_modules: Names of modules at any depth, such as "wo", whose tensors stay in fp32.
         strict: Whether the checkpoint must have exactly the model's names.
-        rename: A function from a name in the checkpoint to one in the model; where it returns None, the tensor is
-            skipped.
+        rename: A function from a checkpoint's name to the model's; a tensor for which it returns None is skipped.
         progress: A function called with the bytes read so far and the total.
-        offload_folder: The folder for weights that the map places on the disk and no file holds in their final form,
-            such as packed ones.
+        offload_folder: The folder for weights on the disk that no file holds in their final form, as packed ones.
         release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of module classes whose weights are fetched all at once.

@@ -59,8 +59,7 @@ def load_pretrained(
     Args:
         model_class: A model class, or one of transformers' Auto classes.
         folder: The model's folder, with `config.json` and weight files.
-        device_map: A mapping from names to devices; or "auto", "balanced", "balanced_low_0" or "sequential" to plan
-            one. None loads the model without dispatching it.
+        device_map: Devices by name; or "auto", "balanced", "balanced_low_0", "sequential" to plan; None only loads.
         max_memory: The memory budget of each device for a planned map; None takes the free memory.
         dtype: The dtype of floating-point weights; "auto" takes the configuration's, or fp32 if it has none.
         variant: The variant of the weights where the folder holds several: "fp16" for `model.fp16.safetensors`.
@@ -68,8 +67,7 @@ def load_pretrained(
         no_split_module_classes: Names of module classes that a planned map keeps whole; None takes the model's own.
         strict: Whether the checkpoint must have exactly the model's names.
         progress: A function called with the bytes read so far and the total.
-        offload_folder: The folder for weights that the disk keeps in another form than the checkpoint's; they are
-            written once.
+        offload_folder: The folder for weights that the disk keeps in another form than the checkpoint; written once.
         release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
         offload_buffers: Whether buffers are offloaded too.
         quantization: How weights are packed, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.

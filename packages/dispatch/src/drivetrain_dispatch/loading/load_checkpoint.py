@@ -97,19 +97,16 @@ def load_checkpoint_in_model(
         dtype: The dtype for floating-point and complex tensors; None keeps the model's dtypes.
         special_dtypes: The dtypes of single tensors by name, which override `dtype`.
         strict: Whether the checkpoint must have exactly the model's names.
-        rename: A function from a name in the checkpoint to one in the model; where it returns None, the tensor is
-            skipped.
+        rename: A function from a checkpoint's name to the model's; a tensor for which it returns None is skipped.
         num_threads: The number of threads that read; None takes one per processor, four at most.
         progress: A function called with the bytes read so far and the total.
         read_by: `"each"` if every rank reads for itself; `"rank 0"` if that rank reads and broadcasts to
             `process_group`, all ranks of which must call this function. The other ranks then need the checkpoint only
             for tensors that stay on the disk.
         process_group: The process group that rank 0 reads for; None for all ranks.
-        quantization: How the weights of linear layers are packed while they are read, on the device that computes
-            them, one at a time, so that only one is held in full. Packed weights are not trained. `StoredFP8()` keeps
-            fp8 weights.
-        offload_folder: The folder for packed weights that stay on the disk, each in a file of its own, which the user
-            deletes.
+        quantization: How weights of linear layers are packed while read, on the device that computes them, one at a
+            time, so that only one is held in full. They are not trained. `StoredFP8()` keeps fp8 weights.
+        offload_folder: The folder for packed and converted weights on the disk; its files are the user's to delete.
 
     Raises:
         WeightFilesError: A file is missing, damaged, or changed while it was read.

@@ -109,25 +109,21 @@ def dispatch_model(
     Args:
         model: The model with its weights; changed in place.
         device_map: A mapping from names of modules, parameters or buffers to devices; `""` covers the rest.
-        main_device: The accelerator that computes modules that the map names before any accelerator; by default the
-            first one in the map.
+        main_device: The accelerator for modules that the map names before any; by default the first in the map.
         offload_dir: The folder for weights that are placed on the disk and in no file yet.
         write_back: Whether training changes that file; otherwise changed weights take memory.
-        release_pages: Whether pages leave this process's memory once the host has used them; they stay in the page
-            cache.
+        release_pages: Whether pages that the host has used leave this process's memory; the page cache keeps them.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of module classes whose weights are fetched all at once, such as compiled ones.
         skip_keys: Keyword arguments that stay on their device.
         mapped: The files of weights that are mapped pages already, by name.
-        dtypes: The compute dtypes of weights that are stored in another dtype, by name. Running statistics of norms
-            keep theirs.
+        dtypes: The compute dtypes of weights stored in another one, by name; running statistics of norms keep theirs.
 
     Returns:
         The same model. Its attribute `hf_device_map` is the map in the form of `as_others_see_it`.
 
     Raises:
-        DeviceMapError: The map does not fit the model or the machine, a device has no room, or `offload_dir` is
-            missing.
+        DeviceMapError: The map does not fit model or machine, a device has no room, or `offload_dir` is missing.
         WeightFilesError: The weights could not be written to the disk.
         OffloadedError: The model is dispatched already.
         ValueError: The model lacks a named class or tensor, or a dtype is not a `torch.dtype`.

@@ -118,7 +118,7 @@ class Around(NotCopied):
         """An attribute that only torch.jit.script needs, which is refused; torch.fx does without it.
 
         Raises:
-            AttributeError: Always.
+            AttributeError: On every access; the message says what to do first.
         """
         raise AttributeError(
             "torch.jit.script cannot compile a dispatched model: call remove_hooks(model), or remove() of its "

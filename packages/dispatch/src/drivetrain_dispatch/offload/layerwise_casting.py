@@ -37,8 +37,7 @@ def apply_layerwise_casting(
         model: The model; changed in place.
         storage_dtype: The floating-point dtype that weights are stored in.
         compute_dtype: The dtype that weights are converted to at use, and skipped parameters now.
-        skip_modules_pattern: Regular expressions; a parameter stays in `compute_dtype` if one matches anywhere in its
-            name.
+        skip_modules_pattern: Regular expressions; a parameter whose name one matches stays in `compute_dtype`.
         skip_modules_classes: Module classes whose own parameters stay in `compute_dtype`.
 
     Returns:
