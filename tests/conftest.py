@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from preloaded import PreloadedPython
 from processes import Completed, RankPool, rank_environment, run_script
-from template import Template
 
 # Hundreds of processes start here. Where Python is told to keep no bytecode, each would compile torch for 3 seconds:
 # theirs is kept beside the sources, out of sight.
@@ -35,6 +35,14 @@ def deepspeed_operators() -> None:
 
 
 @pytest.fixture(scope="session")
+def python() -> Iterator[str]:
+    """A program that stands for `python` and has imported torch before it starts; see preloaded.py."""
+    python = PreloadedPython(rank_environment(0, 1, 0, {}))
+    yield python.executable
+    python.close()
+
+
+@pytest.fixture(scope="session")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
     """The pools of this session by their number of processes; each is started at its first use."""
     pools: dict[int, RankPool] = {}
@@ -44,7 +52,7 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def run_ranks(rank_pools: dict[int, RankPool]) -> Callable[..., list[object]]:
+def run_ranks(rank_pools: dict[int, RankPool], python: str) -> Callable[..., list[object]]:
     """Call a module-level function on every rank of a gloo group of long-lived processes.
 
     `run_ranks(function, *args, num_processes=2, timeout_seconds=60)` returns the ranks' results in rank order.
@@ -54,22 +62,14 @@ def run_ranks(rank_pools: dict[int, RankPool]) -> Callable[..., list[object]]:
     def run(
         function: Callable[..., object], *args: object, num_processes: int = 2, timeout_seconds: float = 60
     ) -> list[object]:
-        pool = rank_pools.setdefault(num_processes, RankPool(num_processes))
+        pool = rank_pools.setdefault(num_processes, RankPool(num_processes, python=python))
         return pool.call(function, *args, timeout_seconds=timeout_seconds)
 
     return run
 
 
-@pytest.fixture(scope="session")
-def template() -> Iterator[Template]:
-    """The process that the ranks of scripts are forked off."""
-    template = Template(rank_environment(0, 1, 0, {}))
-    yield template
-    template.close()
-
-
 @pytest.fixture
-def run_ranks_script(tmp_path: Path, template: Template) -> Callable[..., list[Completed]]:
+def run_ranks_script(tmp_path: Path, python: str) -> Callable[..., list[Completed]]:
     """Run Python source as a process of its own per rank (torchrun's variables set), for tests that kill or hang."""
 
     def run(
@@ -87,7 +87,7 @@ def run_ranks_script(tmp_path: Path, template: Template) -> Callable[..., list[C
             num_processes=num_processes,
             timeout_seconds=timeout_seconds,
             environment=environment or {},
-            template=template,
+            python=python,
         )
 
     return run

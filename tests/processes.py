@@ -18,8 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
-from template import Ends, Order, Template
-
 TESTS = Path(__file__).parent
 
 
@@ -83,13 +81,13 @@ def run_script(
     num_processes: int,
     timeout_seconds: float,
     environment: dict[str, str],
-    template: Template,
+    python: str,
 ) -> list[Completed]:
     """Run `script` once per rank; kill whatever is left at the deadline and fail with every rank's output."""
     port = free_port()
     environments = [rank_environment(rank, num_processes, port, environment) for rank in range(num_processes)]
     return run_processes(
-        script, *args, environments=environments, timeout_seconds=timeout_seconds, template=template
+        script, *args, environments=environments, timeout_seconds=timeout_seconds, python=python
     )
 
 
@@ -98,30 +96,32 @@ def run_processes(
     *args: str,
     environments: Sequence[dict[str, str]],
     timeout_seconds: float,
-    template: Template,
+    python: str = sys.executable,
 ) -> list[Completed]:
-    """Run `script` in each environment, forked off the template, or fresh where that would not do."""
+    """Run `script` in each environment with a Python, or kill what still runs at the deadline and fail."""
+    deadline = time.monotonic() + timeout_seconds
     with TemporaryDirectory() as folder:
-        orders = [
-            Order(
-                script=script,
-                arguments=args,
-                environment=environment,
-                stdout=Path(folder, f"{rank}.out"),
-                stderr=Path(folder, f"{rank}.err"),
-            )
-            for rank, environment in enumerate(environments)
+        processes: list[subprocess.Popen[bytes]] = []
+        outputs = [
+            (Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(len(environments))
         ]
-        for order in orders:
-            order.stdout.touch()
-            order.stderr.touch()
-        run = template.run if all(map(template.suits, orders)) else run_fresh
-        codes, late = run(orders, time.monotonic() + timeout_seconds)
+        for environment, (stdout, stderr) in zip(environments, outputs, strict=True):
+            with stdout.open("w") as out, stderr.open("w") as err:
+                processes.append(
+                    subprocess.Popen(
+                        [python, str(script), *args],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                    )
+                )
+        late = [rank for rank, process in enumerate(processes) if not _ends(process, deadline)]
+        for rank in late:
+            processes[rank].kill()
         results = [
-            Completed(
-                rank=rank, returncode=code, stdout=_printed(order.stdout), stderr=_printed(order.stderr)
-            )
-            for rank, (code, order) in enumerate(zip(codes, orders, strict=True))
+            Completed(rank=rank, returncode=process.wait(), stdout=_printed(stdout), stderr=_printed(stderr))
+            for rank, (process, (stdout, stderr)) in enumerate(zip(processes, outputs, strict=True))
         ]
     if late:
         shown = "\n".join(f"--- rank {r.rank} (exit {r.returncode})\n{r.stdout}{r.stderr}" for r in results)
@@ -129,26 +129,13 @@ def run_processes(
     return results
 
 
-def run_fresh(orders: Sequence[Order], deadline: float) -> Ends:
-    """Run each order in an interpreter of its own to its end, or kill it at a deadline of the monotonic clock."""
-    processes: list[subprocess.Popen[bytes]] = []
-    for order in orders:
-        with order.stdout.open("w") as out, order.stderr.open("w") as err:
-            command = [sys.executable, str(order.script), *order.arguments]
-            processes.append(
-                subprocess.Popen(
-                    command, env=order.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-                )
-            )
-    late: list[int] = []
-    for rank, process in enumerate(processes):
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late.append(rank)
-    for rank in late:
-        processes[rank].kill()
-    return [process.wait() for process in processes], late
+def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Whether a process ends before a deadline of the monotonic clock."""
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _printed(file: Path) -> str:
@@ -165,11 +152,15 @@ class RankPool:
 
     Args:
         num_processes: How many.
+        python: The program that starts them.
         accelerated: Whether they have the accelerator of `accelerator/device.py`; one process has no group then.
     """
 
-    def __init__(self, num_processes: int, *, accelerated: bool = False) -> None:
+    def __init__(
+        self, num_processes: int, *, python: str = sys.executable, accelerated: bool = False
+    ) -> None:
         self.num_processes = num_processes
+        self._python = python
         self._arguments = ("accelerated",) if accelerated else ()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -206,7 +197,7 @@ class RankPool:
                 environment = rank_environment(
                     rank, self.num_processes, port, {"DRIVETRAIN_STATE__WATCHDOG": "false"}
                 )
-                command = [sys.executable, str(Path(__file__)), address, *self._arguments]
+                command = [self._python, str(Path(__file__)), address, *self._arguments]
                 self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             accepted = [listener.accept() for _ in range(self.num_processes)]
         by_rank = {connection.recv(): connection for connection in accepted}

@@ -30,7 +30,7 @@ def accelerated_pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def on_accelerators(accelerated_pools: dict[int, RankPool]) -> Callable[..., list[object]]:
+def on_accelerators(accelerated_pools: dict[int, RankPool], python: str) -> Callable[..., list[object]]:
     """Call a module-level function on every rank of processes with the device; see `run_ranks`.
 
     Rank 0 computes on the first device, rank 1 on the second. One process has no group.
@@ -39,7 +39,9 @@ def on_accelerators(accelerated_pools: dict[int, RankPool]) -> Callable[..., lis
     def run(
         function: Callable[..., object], *args: object, num_processes: int = 1, timeout_seconds: float = 120
     ) -> list[object]:
-        pool = accelerated_pools.setdefault(num_processes, RankPool(num_processes, accelerated=True))
+        pool = accelerated_pools.setdefault(
+            num_processes, RankPool(num_processes, python=python, accelerated=True)
+        )
         return pool.call(function, *args, timeout_seconds=timeout_seconds)
 
     return run

@@ -1,13 +1,12 @@
 import subprocess
-import sys
 
 import pytest
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_drivetrain_test_checks_the_installation(num_processes: int) -> None:
+def test_drivetrain_test_checks_the_installation(num_processes: int, python: str) -> None:
     command = [
-        sys.executable,
+        python,
         "-m",
         "drivetrain_launcher",
         "test",

@@ -6,11 +6,10 @@ import pytest
 
 from examples.launching import EXAMPLES
 from processes import Completed, run_script
-from template import Template
 
 
 @pytest.fixture
-def run_example(template: Template) -> Callable[..., Completed]:
+def run_example(python: str) -> Callable[..., Completed]:
     """`run_example(name, *args, num_processes=2)` runs an example to its end; what its first rank left."""
 
     def run(example: str, *args: str, num_processes: int) -> Completed:
@@ -20,7 +19,7 @@ def run_example(template: Template) -> Callable[..., Completed]:
             num_processes=num_processes,
             timeout_seconds=150,
             environment={},
-            template=template,
+            python=python,
         )
         assert [rank.returncode for rank in ranks] == [0] * num_processes, ranks
         return ranks[0]

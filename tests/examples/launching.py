@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def launch(
     example: str,
     *args: str,
+    python: str = sys.executable,
     num_processes: int,
     interrupt_at: str | None = None,
     timeout_seconds: float = 150,
@@ -20,9 +21,11 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run an example to its end, or press Ctrl-C once a line of its standard error contains `interrupt_at`.
 
+    Ctrl-C reaches every process of a group. Those that `PreloadedPython` forks are not in it: it wants a plain Python.
+
     Interrupted, a single process gives its own exit code, and the launcher of several 130, as a shell expects.
     """
-    command = [sys.executable, "-m", "drivetrain_launcher", "launch", "--num-processes", str(num_processes)]
+    command = [python, "-m", "drivetrain_launcher", "launch", "--num-processes", str(num_processes)]
     command += launcher  # further flags of its own
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DRIVETRAIN_")}
     with subprocess.Popen(

@@ -17,8 +17,8 @@ def number(pattern: str, text: str) -> float:
     return float(found[1])
 
 
-def test_minimal_fits_the_line(num_processes: int) -> None:
-    shown = launch("minimal.py", num_processes=num_processes).stdout
+def test_minimal_fits_the_line(python: str, num_processes: int) -> None:
+    shown = launch("minimal.py", python=python, num_processes=num_processes).stdout
     assert number(r"loss ([\d.]+) on", shown) < 0.01
     assert f"on {num_processes} process(es)" in shown
 
@@ -41,7 +41,9 @@ def test_two_models_learn_the_ring(run_example: Callable, num_processes: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
-def test_two_models_learn_the_ring_by_any_backend(num_processes: int, backend: str) -> None:
+def test_two_models_learn_the_ring_by_any_backend(python: str, num_processes: int, backend: str) -> None:
     launcher = ("--backend", backend)
-    shown = launch("two_models.py", "--steps", "400", num_processes=num_processes, launcher=launcher).stdout
+    shown = launch(
+        "two_models.py", "--steps", "400", python=python, num_processes=num_processes, launcher=launcher
+    ).stdout
     assert number(r"lie ([\d.]+) from the ring", shown) < 0.5

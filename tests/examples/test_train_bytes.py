@@ -32,7 +32,7 @@ def logged(project_dir: Path, name: str) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, python: str) -> Path:
     """The project folder of a run of 20 steps on two processes, with a checkpoint at 10."""
     project_dir = tmp_path_factory.mktemp("runs") / "bytes"
     run = launch(
@@ -44,6 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "10",
         "--project-dir",
         str(project_dir),
+        python=python,
         num_processes=2,
     )
     assert "class " in run.stdout  # what the sample begins with
@@ -97,7 +98,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
 
 @pytest.mark.parametrize("backend", [("fsdp",), ("deepspeed", "--deepspeed-stage", "3")])
 def test_trains_alike_under_every_backend_with_no_change_to_the_file(
-    finished: Path, tmp_path: Path, backend: tuple[str, ...]
+    finished: Path, tmp_path: Path, python: str, backend: tuple[str, ...]
 ) -> None:
     launch(
         "train_bytes.py",
@@ -108,6 +109,7 @@ def test_trains_alike_under_every_backend_with_no_change_to_the_file(
         "10",
         "--project-dir",
         str(tmp_path / "run"),
+        python=python,
         num_processes=2,
         launcher=("--backend", *backend),
     )

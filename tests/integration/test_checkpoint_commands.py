@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,8 +57,8 @@ def test_a_mistake_is_a_line_and_exit_code_2(tmp_path: Path, capsys: pytest.Capt
     ]  # fmt: skip
 
 
-def test_a_shell_gets_the_exit_code(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "drivetrain_launcher", "checkpoint", "list", str(tmp_path)]
+def test_a_shell_gets_the_exit_code(tmp_path: Path, python: str) -> None:
+    command = [python, "-m", "drivetrain_launcher", "checkpoint", "list", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"drivetrain: error: {tmp_path} holds no checkpoints: ")

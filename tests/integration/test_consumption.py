@@ -7,7 +7,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ accelerator.end_training()
 """
 
 
-def consume(folder: Path, kind: str, *, rng: random.Random, num_kills: int) -> list[int]:
+def consume(folder: Path, kind: str, *, python: str, rng: random.Random, num_kills: int) -> list[int]:
     """Launch until the epochs are over, killing a rank in the first launches; the launches' exit codes."""
     script = folder / "train.py"
     source = SCRIPT
@@ -127,7 +126,7 @@ def consume(folder: Path, kind: str, *, rng: random.Random, num_kills: int) -> l
         chosen = (rng.randint(1, 4), rng.randint(1, 3), kill_step, rng.randrange(num_processes))
         moment = rng.choice(["received", "stepped", "saving"])
         command = [
-            sys.executable,
+            python,
             "-m",
             "drivetrain_launcher",
             "launch",
@@ -171,8 +170,10 @@ def check(kind: str, epochs: list[list[int]]) -> None:
     assert epochs == [torch.cat(list(alone)).tolist() for _ in range(NUM_EPOCHS)]
 
 
-def test_killed_epochs_go_on_with_every_sample_once(tmp_path: Path) -> None:
-    codes = consume(tmp_path, "interleaved", rng=random.Random("short interleaved"), num_kills=2)
+def test_killed_epochs_go_on_with_every_sample_once(tmp_path: Path, python: str) -> None:
+    codes = consume(
+        tmp_path, "interleaved", python=python, rng=random.Random("short interleaved"), num_kills=2
+    )
     check("interleaved", consumed(tmp_path))
     assert set(codes) & set(KILLED)
 
@@ -180,7 +181,9 @@ def test_killed_epochs_go_on_with_every_sample_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["interleaved", "block", "workers", "stream"])
-def test_epochs_killed_many_times_go_on_with_every_sample_once(tmp_path: Path, kind: str) -> None:
-    codes = consume(tmp_path, kind, rng=random.Random(f"long {kind}"), num_kills=5)
+def test_epochs_killed_many_times_go_on_with_every_sample_once(
+    tmp_path: Path, python: str, kind: str
+) -> None:
+    codes = consume(tmp_path, kind, python=python, rng=random.Random(f"long {kind}"), num_kills=5)
     check(kind, consumed(tmp_path))
     assert set(codes) & set(KILLED)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from processes import environment_alone, run_processes
-from template import Template
 
 # How many rounds must have met the fault at least: a disk is not always filled by what a round has left to save.
 CASES = [
@@ -30,7 +29,7 @@ def can_mount(directory: Path) -> bool:
 
 
 @pytest.fixture
-def play(template: Template) -> Callable[..., dict[str, int]]:
+def play(python: str) -> Callable[..., dict[str, int]]:
     """Run a drill; how many rounds it played, and how many of them met the fault."""
 
     def run(script: str, *arguments: object) -> dict[str, int]:
@@ -39,7 +38,7 @@ def play(template: Template) -> Callable[..., dict[str, int]]:
             *map(str, arguments),
             environments=[environment_alone()],
             timeout_seconds=3500,
-            template=template,
+            python=python,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,6 @@
 """Where a dispatched loader's rank is lost, the launcher names that rank, and none of the others waits for it."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,10 +32,10 @@ for number, batch in enumerate(loader):
 
 
 @pytest.mark.parametrize(("lost", "how"), [(0, "dies"), (1, "dies"), (0, "raises")])
-def test_the_rank_that_was_lost_is_named(tmp_path: Path, lost: int, how: str) -> None:
+def test_the_rank_that_was_lost_is_named(tmp_path: Path, python: str, lost: int, how: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "drivetrain_launcher", "launch", "--num-processes", "2"]
+    command = [python, "-m", "drivetrain_launcher", "launch", "--num-processes", "2"]
     done = subprocess.run(
         [*command, str(script), str(lost), how], capture_output=True, text=True, timeout=100, check=False
     )

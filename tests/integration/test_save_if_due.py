@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,13 +111,13 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_the_run(
     ("to_launcher", "number"), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGUSR1)]
 )
 def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
-    tmp_path: Path, to_launcher: bool, number: signal.Signals
+    tmp_path: Path, python: str, to_launcher: bool, number: signal.Signals
 ) -> None:
     script, project = tmp_path / "train.py", tmp_path / "project"
     # In one piece: both ranks write to one pipe.
     script.write_text(TRAIN.replace('print("trains", flush=True)', 'os.write(1, b"%d\\n" % os.getpid())'))
     launch = [
-        sys.executable,
+        python,
         "-m",
         "drivetrain_launcher",
         "launch",

@@ -20,14 +20,14 @@ def block_with(text: str) -> str:
     return block
 
 
-def run(script: str, *arguments: str, folder: Path, paths: tuple[Path, ...] = ()) -> str:
+def run(script: str, *arguments: str, python: str, folder: Path, paths: tuple[Path, ...] = ()) -> str:
     """Run Python source in a process of its own, with `paths` on its path; what it printed."""
     file = folder / "script.py"
     file.write_text(script)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DRIVETRAIN_")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     done = subprocess.run(
-        [sys.executable, str(file), *arguments],
+        [python, str(file), *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -51,7 +51,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = project / found["path"]
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(found["text"])
-    run("from setuptools import build_meta; build_meta.build_wheel('dist')", folder=project)
+    run(
+        "from setuptools import build_meta; build_meta.build_wheel('dist')",
+        python=sys.executable,
+        folder=project,
+    )
     (wheel,) = (project / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:  # all there is to installing a wheel of pure Python
         archive.extractall(target)
@@ -64,7 +68,7 @@ def test_the_page_gives_every_file_of_the_package(installed: Path) -> None:
 
 
 def test_an_accelerator_trains_with_the_installed_backend_and_its_settings(
-    installed: Path, tmp_path: Path
+    python: str, installed: Path, tmp_path: Path
 ) -> None:
     script = f"""
 import torch
@@ -76,19 +80,19 @@ print(train(accelerator).tolist())
 print(row.asked, row.applied, row.read_back, accelerator.plan.facts["backend"])
 print(train(Accelerator(backend="signed", cpu=True)).tolist())
 """
-    said = run(script, folder=tmp_path, paths=(installed,)).splitlines()
+    said = run(script, python=python, folder=tmp_path, paths=(installed,)).splitlines()
     assert said == ["[[-0.5, 0.5]]", "1.0 1.0 True SignedBackend", "[[-1.5, 2.0]]"]
 
 
-def test_the_installed_backend_passes_the_contract(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_backend_passes_the_contract(python: str, installed: Path, tmp_path: Path) -> None:
     script = "from drivetrain_signed import SignedBackend\n" + block_with("BackendContract")
-    said = run(script, folder=tmp_path, paths=(installed,))
+    said = run(script, python=python, folder=tmp_path, paths=(installed,))
     assert re.fullmatch(r"\d\d checks passed\n", said)
 
 
 @pytest.mark.parametrize(("share", "expected"), [("0.5", "[[-1.0, 1.25]]\n"), (None, "[[-1.5, 2.0]]\n")])
 def test_a_launched_script_takes_backend_and_settings_from_its_flags(
-    installed: Path, tmp_path: Path, share: str | None, expected: str
+    python: str, installed: Path, tmp_path: Path, share: str | None, expected: str
 ) -> None:
     train = tmp_path / "train.py"
     train.write_text(
@@ -97,11 +101,11 @@ def test_a_launched_script_takes_backend_and_settings_from_its_flags(
     flags = [] if share is None else ["--signed-share", share]
     command = ["launch", "--num-processes", "1", "--cpu", "--backend", "signed", *flags, str(train)]
     launch = "import sys\nfrom drivetrain_launcher.cli.main import main\nsys.exit(main())\n"
-    assert run(launch, *command, folder=tmp_path, paths=(installed,)).endswith(expected)
+    assert run(launch, *command, python=python, folder=tmp_path, paths=(installed,)).endswith(expected)
 
 
 def test_a_wrong_setting_of_the_installed_backend_is_refused_with_its_range(
-    installed: Path, tmp_path: Path
+    python: str, installed: Path, tmp_path: Path
 ) -> None:
     script = """
 from drivetrain import Accelerator, ConfigError
@@ -110,10 +114,12 @@ try:
 except ConfigError as error:
     print(error)
 """
-    assert "share=2.0: must lie between 0 and 1" in run(script, folder=tmp_path, paths=(installed,))
+    assert "share=2.0: must lie between 0 and 1" in run(
+        script, python=python, folder=tmp_path, paths=(installed,)
+    )
 
 
-def test_without_the_package_the_name_is_unknown(tmp_path: Path) -> None:
+def test_without_the_package_the_name_is_unknown(python: str, tmp_path: Path) -> None:
     script = """
 from drivetrain import Accelerator
 try:
@@ -121,4 +127,4 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert "backend='signed': must be 'auto' or one of" in run(script, folder=tmp_path)
+    assert "backend='signed': must be 'auto' or one of" in run(script, python=python, folder=tmp_path)

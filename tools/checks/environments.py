@@ -11,7 +11,7 @@ from pathlib import Path
 from checks.workspace import Package
 
 # What a test run itself needs; everything else must come from the package's own declarations.
-TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "sybil")
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "sybil")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

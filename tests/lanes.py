@@ -1,0 +1,42 @@
+"""Two lanes: the tests of whole folders run in two processes at once, and those that need the machine run alone.
+
+A file's tests stay in one lane, in their order, so that what a module or a session sets up is set up once a lane.
+"""
+
+import fcntl
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+# Every test that starts ranks has two or more: a third lane on two cores would only wait.
+NUM_LANES = 2
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of lanes: none for tests of single files, which start sooner in the first process."""
+    folder = config.invocation_params.dir
+    return NUM_LANES if any((folder / name.partition("::")[0]).is_dir() for name in config.args) else 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test that is marked `undisturbed` run while the other lane waits."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with _room(item.config.rootpath / "build" / "lanes", alone="undisturbed" in item.keywords):
+        return (yield)
+
+
+@contextmanager
+def _room(folder: Path, *, alone: bool) -> Iterator[None]:
+    """Hold the room for one test: together with other lanes' tests, or alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # A shared lock alone would never become free for the test that wants all of it. So all queue at the door, and
+    # whoever comes later waits there until that test is inside.
+    with (folder / "door").open("w") as door, (folder / "room").open("w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield

@@ -1,0 +1,265 @@
+"""A `python` that starts at once: its processes are forked off one that has imported torch.
+
+A fresh interpreter spends some seconds of a core on torch and on what is ours, and the tests start hundreds. What
+`PreloadedPython.executable` runs has that path as its own `sys.executable`, so that a launcher's ranks start the same
+way. Where only a fresh interpreter will do, because of its flags or of variables that an import here has read, it is
+one.
+
+    preloaded.py FOLDER         serves FOLDER/socket until stdin ends
+    FOLDER/python ARGUMENTS     is preloaded_shim.py
+"""
+
+import atexit
+import builtins
+import fcntl
+import gc
+import importlib
+import marshal
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+# What ranks import: torch, torch._dynamo at an optimizer's first step, and what is installed of ours and of numpy.
+IMPORTS = [
+    "torch", "torch._dynamo", "numpy", "drivetrain_state.connection", "drivetrain_checkpoint.saving.coordinator",
+    "drivetrain_checkpoint.loading.load", "drivetrain_backends.torch.ddp", "drivetrain_backends.torch.single_device",
+    "drivetrain_backends.fsdp.backend", "drivetrain_launcher.cli.main", "drivetrain_launcher.run.elastic",
+    "drivetrain.accelerator",
+]  # fmt: skip
+# No import above reads them: with others of these, a forked process is as good as a fresh one.
+_READ_LATE = (
+    "DRIVETRAIN_", "TEST_", "PYTEST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "PYTHONPATH", "COLUMNS", "LINES",
+)  # fmt: skip
+_SHIM = Path(__file__).with_name("preloaded_shim.py")
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class PreloadedPython:
+    """The process that others are forked off; it imports at once, in the background.
+
+    Args:
+        environment: Its variables.
+
+    Attributes:
+        executable: The path of the program that stands for `python`.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._folder = TemporaryDirectory(prefix="python-")
+        folder = Path(self._folder.name)
+        self.executable = str(folder / "python")
+        # Isolated and without site-packages, it starts in some milliseconds.
+        Path(self.executable).write_text(f"#!{sys.executable} -IS\n{_SHIM.read_text()}")
+        Path(self.executable).chmod(0o700)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(folder / "socket"))
+            server.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(server.fileno()), self.executable],
+                env=dict(environment),
+                stdin=subprocess.PIPE,  # the process ends when this does
+                stdout=subprocess.DEVNULL,
+                pass_fds=[server.fileno()],
+            )
+
+    def close(self) -> None:
+        """End the process; what it has forked goes on without it."""
+        self._process.communicate()
+        self._folder.cleanup()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A process that is wanted, as a program's start describes it.
+
+    Attributes:
+        arguments: What stands behind `python`.
+        folder: The working folder.
+        environment: The variables.
+        files: The open files, by the number that each is to have.
+    """
+
+    arguments: Sequence[str]
+    folder: str
+    environment: Mapping[str, str]
+    files: Mapping[int, int]
+
+    def needs_fresh_interpreter(self, started_with: Mapping[str, str]) -> bool:
+        """Whether its flags are not known here, or something imported here has read another variable."""
+        words = [word for word in self.arguments if word != "-u"]
+        is_known = bool(words) and (words[0] in ("-m", "-c") or not words[0].startswith("-"))
+        differing = {name for name, _ in started_with.items() ^ self.environment.items()}
+        return not is_known or not all(name.startswith(_READ_LATE) for name in differing)
+
+
+def serve(server: socket.socket, started_with: Mapping[str, str]) -> Order:
+    """Fork a keeper for each connection until stdin ends; comes back in each process that is to run."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the shims have it
+    while sys.stdin.fileno() not in wait([server, sys.stdin.fileno()]):
+        shim, _ = server.accept()
+        if not os.fork():
+            server.close()
+            return _keep(shim, started_with)
+        shim.close()
+    os._exit(0)
+
+
+def _keep(shim: socket.socket, started_with: Mapping[str, str]) -> Order:
+    """Fork the process of an order, hand signals on to it, tell how it ends; comes back in that process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    order = _receive(shim)
+    if order is None or order.needs_fresh_interpreter(started_with):
+        os._exit(0)
+    pid = os.fork()
+    if not pid:
+        shim.close()
+        return order
+    for file in order.files.values():
+        os.close(file)
+    end = os.pidfd_open(pid)
+    while end not in select.select([shim, end], [], [])[0]:
+        for number in shim.recv(1) or [signal.SIGKILL]:  # nothing: the shim was killed
+            os.kill(pid, number)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):
+        shim.sendall(code.to_bytes(8, "little", signed=True))
+    os._exit(0)
+
+
+def _receive(shim: socket.socket) -> Order | None:
+    size, files, _, _ = socket.recv_fds(shim, 8, 64)
+    text = b""
+    while size and len(text) < int.from_bytes(size, "little"):
+        if not (part := shim.recv(1 << 16)):
+            return None
+        text += part
+    if not text:
+        return None
+    arguments, folder, environment, numbers = marshal.loads(text)
+    return Order(
+        arguments=arguments,
+        folder=folder,
+        environment=environment,
+        files=dict(zip(numbers, files, strict=True)),
+    )
+
+
+def become(order: Order, executable: str) -> NoReturn:
+    """Be the process that `order` asks for, to the end of its script, module or code."""
+    os.setsid()  # what is typed at the terminal goes to the shim
+    _take(order.files)
+    os.chdir(order.folder)
+    search = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    sys.path[1:] = [path for path in sys.path[1:] if path not in search]
+    sys.path[1:1] = filter(None, order.environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.executable = executable
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "torch" in sys.modules:
+        # Before a second thread does: of two at once after a fork, torch loses its pool of threads.
+        sys.modules["torch"].set_num_threads(int(order.environment.get("OMP_NUM_THREADS", 1)))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as in every fresh process; Python's own is seeded anew at a fork
+    importlib.invalidate_caches()
+    words = list(order.arguments)
+    if words[0] == "-u":
+        del words[0]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)
+    try:
+        _run(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001 shown, as Python does
+        # Python keeps what it shows, and a watchdog tells other ranks of it.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(*sys.exc_info())
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    else:
+        code = 0
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End as Python does, but without freeing what modules hold, which copies every page and costs 20 forks."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _take(files: Mapping[int, int]) -> None:
+    """Give each open file the number it is to have."""
+    aside = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1000) for number, file in files.items()}
+    for file in files.values():
+        os.close(file)
+    for number, file in aside.items():
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _run(words: list[str]) -> None:
+    """Run `SCRIPT ...`, `-m MODULE ...` or `-c CODE ...` as this process's own program."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    namespace = vars(main)
+    namespace.update(__builtins__=builtins, __annotations__={}, __loader__=None, __cached__=None)
+    sys.excepthook = partial(_show, sys.excepthook, namespace)
+    if words[0] == "-m":
+        sys.argv, sys.path[0] = ["-m", *words[2:]], os.getcwd()
+        runpy._run_module_as_main(words[1])  # what `python -m` calls
+    elif words[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+        exec(compile(words[1], "<string>", "exec"), namespace)
+    else:
+        sys.argv, sys.path[0] = words, os.path.dirname(os.path.abspath(words[0]))
+        loader = SourceFileLoader("__main__", words[0])
+        namespace.update(__file__=words[0], __loader__=loader)
+        exec(loader.source_to_code(loader.get_data(words[0]), words[0]), namespace)
+
+
+def _show(
+    hook: Hook,
+    namespace: dict[str, Any],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """Show an exception as Python does, from the program's first frame on."""
+    while traceback is not None and traceback.tb_frame.f_globals is not namespace:
+        traceback = traceback.tb_next
+    hook(kind, error.with_traceback(traceback), traceback)
+
+
+if __name__ == "__main__":
+    own_variables = dict(os.environ)  # torch._dynamo adds one
+    for name in IMPORTS:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave this process's other threads behind"
+    gc.collect()
+    gc.freeze()  # no process collects what it shares with the others
+    become(serve(socket.socket(fileno=int(sys.argv[1])), own_variables), sys.argv[2])

@@ -1,0 +1,47 @@
+"""Stands for `python` where a `PreloadedPython` is: the process is forked elsewhere, with this one's files and end.
+
+Signals that this process gets go on to that one; if this one is killed, so is that one. It imports next to nothing,
+since it is a fresh interpreter itself.
+"""
+
+import marshal
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> None:
+    """Ask for the process, and end as it ends."""
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "socket"))
+    for number in _FORWARDED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: server.send(bytes([number])))
+    files = list(_inherited(server))
+    order = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ), files))
+    socket.send_fds(server, [len(order).to_bytes(8, "little")], files)
+    server.sendall(order)
+    # The exit code, negative for a signal; or nothing, where only a fresh interpreter will do.
+    answer = server.recv(8, socket.MSG_WAITALL)
+    if not answer:
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    code = int.from_bytes(answer, "little", signed=True)
+    if code < 0:
+        with suppress(OSError):  # SIGKILL has no other action
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _inherited(server: socket.socket):
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder's own file is closed by now
+            if int(name) != server.fileno() and os.get_inheritable(int(name)):
+                yield int(name)
+
+
+main()
