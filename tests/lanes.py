@@ -4,6 +4,7 @@ A file's tests stay in one lane, in their order, so that what a module or a sess
 """
 
 import fcntl
+import gc
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the number of lanes: none for tests of single files, which start sooner in the first process."""
     folder = config.invocation_params.dir
     return NUM_LANES if any((folder / name.partition("::")[0]).is_dir() for name in config.args) else 0
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of later collections of garbage: tests ask for hundreds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the end free what modules hold; some libraries count what is left."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

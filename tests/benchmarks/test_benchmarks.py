@@ -14,8 +14,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     ("name", "baseline"),
     [
         ("step_overhead", "raw PyTorch"),
-        ("collectives", "torch, one flat all_gather"),
-        ("loader", "raw DataLoader"),
+        pytest.param("collectives", "torch, one flat all_gather", marks=pytest.mark.slow),
+        pytest.param("loader", "raw DataLoader", marks=pytest.mark.slow),
         pytest.param("startup", "torchrun", marks=pytest.mark.slow),
         pytest.param("watchdog", "without the watchdog", marks=pytest.mark.slow),
         pytest.param("resume", "drivetrain, fresh", marks=pytest.mark.slow),

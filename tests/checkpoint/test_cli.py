@@ -3,7 +3,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -245,9 +244,9 @@ class TestPrune:
         with pytest.raises(ValueError, match=told):
             prune.PruneArguments(directory="a", **given)  # pyright: ignore[reportArgumentType]
 
-    def test_nothing_goes_while_a_run_writes_there(self, runs: Path, capsys) -> None:
+    def test_nothing_goes_while_a_run_writes_there(self, python: str, runs: Path, capsys) -> None:
         with subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(runs)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [python, "-c", HOLDER, str(runs)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as holder:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"held\n"

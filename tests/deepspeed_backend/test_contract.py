@@ -48,11 +48,15 @@ def passed(ran: list[object], num_processes: int) -> bool:
     return len(ran) == num_processes and all(checks <= set(names) for names in cast("list[list[str]]", ran))
 
 
-@pytest.mark.parametrize(("stage", "offload"), WAYS)
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [way if way == (3, True) else pytest.param(*way, marks=pytest.mark.slow) for way in WAYS],
+)
 def test_deepspeed_passes_the_contract(run_ranks, stage: int, offload: bool) -> None:
     assert passed(run_ranks(check, stage, offload, num_processes=2, timeout_seconds=170), 2)
 
 
+@pytest.mark.slow
 def test_deepspeed_passes_the_contract_with_activations_computed_again(run_ranks) -> None:
     assert passed(run_ranks(check, 3, False, "full", num_processes=2, timeout_seconds=170), 2)
 

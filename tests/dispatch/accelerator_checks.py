@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,9 @@ class Mixture(nn.Module):
         return x
 
 
+SOME_BUDGETS = [(1.0, "experts", 0.15), (0.2, "layers", 0.4), (0.2, "experts", 0.8)]
+
+
 def most_during(act: Callable[[], object]) -> int:
     """The bytes that the device holds at the peak of something."""
     gc.collect()
@@ -447,9 +451,13 @@ def most_during(act: Callable[[], object]) -> int:
     return toy.counts()["most"]
 
 
-@pytest.mark.parametrize("share", [0.15, 0.4, 0.8])
-@pytest.mark.parametrize("kind", ["layers", "experts"])
-@pytest.mark.parametrize("host_share", [1.0, 0.2])
+@pytest.mark.parametrize(
+    ("host_share", "kind", "share"),
+    [
+        pytest.param(*case, marks=() if case in SOME_BUDGETS else pytest.mark.slow)
+        for case in product([1.0, 0.2], ["layers", "experts"], [0.15, 0.4, 0.8])
+    ],
+)
 def test_what_is_on_the_device_keeps_to_what_stays_and_the_window(
     kind: str, share: float, host_share: float
 ) -> None:

@@ -22,7 +22,7 @@ from accelerator.device import CAN_BE_MADE
 from dispatch_sweep.cases import dispatched_cases
 from dispatch_sweep.table import EXACT, Table, read_inexact
 from dispatch_sweep.ways import ADDRESSES, WAYS, Subject, outcome_of
-from sweep.drawing import drawn_by_commit
+from drawing import drawn_by_commit
 
 NUM_DRAWN = 40  # for a commit
 FAST = "llama"  # the case of every run

@@ -21,7 +21,7 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run an example to its end, or press Ctrl-C once a line of its standard error contains `interrupt_at`.
 
-    Ctrl-C reaches every process of a group. Those that `PreloadedPython` forks are not in it: it wants a plain Python.
+    Ctrl-C reaches all processes of a group. Those that `PreloadedPython` forks are not in it: take a plain Python.
 
     Interrupted, a single process gives its own exit code, and the launcher of several 130, as a shell expects.
     """

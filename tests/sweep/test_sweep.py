@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from drawing import drawn_by_commit
 from sweep.comparison import WAYS, Outcome, compare
-from sweep.drawing import drawn_by_commit
 from sweep.model_cases import model_cases
 from sweep.optimizer_cases import optimizer_cases
 

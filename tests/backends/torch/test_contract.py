@@ -44,7 +44,7 @@ def check_ddp_with_unused_parameters() -> list[str]:
     return check(UnusedParametersContract)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize("num_processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ddp_passes_the_contract(run_ranks, num_processes: int) -> None:
     ran = run_ranks(check_ddp, num_processes=num_processes, timeout_seconds=120)
     assert ran == [[*BackendContract.cases, *ran[0][-9:]]] * num_processes

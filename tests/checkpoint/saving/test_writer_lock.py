@@ -31,10 +31,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(python: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the lease."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [python, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as process:
         yield process
         process.kill()

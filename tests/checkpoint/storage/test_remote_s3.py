@@ -1,7 +1,6 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -184,10 +183,12 @@ run_save(context, one, keep=Keep(), on_block=die_late)
 """
 
 
-def test_after_a_kill_the_earlier_one_loads_and_the_next_save_tidies_up(make, s3_options: Options) -> None:
+def test_after_a_kill_the_earlier_one_loads_and_the_next_save_tidies_up(
+    python: str, make, s3_options: Options
+) -> None:
     checkpointer = make()
     save(checkpointer, 1)
-    command = [sys.executable, "-c", KILLED, str(checkpointer.directory), json.dumps(s3_options)]
+    command = [python, "-c", KILLED, str(checkpointer.directory), json.dumps(s3_options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert unfinished(checkpointer) == ["run/step-2/weights-model.r0.safetensors"]
@@ -197,10 +198,12 @@ def test_after_a_kill_the_earlier_one_loads_and_the_next_save_tidies_up(make, s3
     assert checkpointer.load().step == 2
 
 
-def test_a_save_in_the_background_goes_on_while_the_program_ends(make, s3_options: Options) -> None:
+def test_a_save_in_the_background_goes_on_while_the_program_ends(
+    python: str, make, s3_options: Options
+) -> None:
     """What is begun then is no part of `concurrent.futures`, which takes no more calls."""
     checkpointer = make()
-    command = [sys.executable, "-c", ENDING, str(checkpointer.directory), json.dumps(s3_options)]
+    command = [python, "-c", ENDING, str(checkpointer.directory), json.dumps(s3_options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert [one.folder.name for one in find_checkpoints(checkpointer.directory)] == ["step-2"]

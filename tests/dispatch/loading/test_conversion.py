@@ -5,7 +5,6 @@ import os
 import random
 import resource
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -241,7 +240,7 @@ print(peak_above(before))
 """
 
 
-def test_the_peak_of_stacking_experts_is_the_model_and_a_buffer(tmp_path: Path) -> None:
+def test_the_peak_of_stacking_experts_is_the_model_and_a_buffer(python: str, tmp_path: Path) -> None:
     """Two layers of eight experts of 3 x 2 MiB, 96 MiB, and little else."""
     torch.manual_seed(0)
     shape = {"vocab_size": 97, "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -251,7 +250,7 @@ def test_the_peak_of_stacking_experts_is_the_model_and_a_buffer(tmp_path: Path) 
         )
     ).save_pretrained(tmp_path)
     run = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(Path(__file__).parents[2]), str(tmp_path)],
+        [python, "-c", _PEAK, str(Path(__file__).parents[2]), str(tmp_path)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -2,7 +2,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -428,11 +427,11 @@ print(model[5].weight.sum().item())
 """
 
 
-def test_memory_that_ends_on_the_way_names_the_tensor_and_what_fits(tmp_path: Path) -> None:
+def test_memory_that_ends_on_the_way_names_the_tensor_and_what_fits(python: str, tmp_path: Path) -> None:
     """The process may take the files' pages and less than four tensors of 64 MiB."""
     write(tmp_path, {f"{index}.weight": torch.full((2048, 4096), float(index)) for index in range(6)})
     run = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(tmp_path)],
+        [python, "-c", _LIMITED, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -480,13 +479,15 @@ print(peak_above(before))
 @pytest.mark.parametrize(
     ("dtype", "placed"), [("float32", 4 * 32), ("bfloat16", 4 * 16), ("float64", 4 * 64)]
 )
-def test_the_peak_is_what_is_placed_and_a_piece_a_thread(tmp_path: Path, dtype: str, placed: int) -> None:
+def test_the_peak_is_what_is_placed_and_a_piece_a_thread(
+    python: str, tmp_path: Path, dtype: str, placed: int
+) -> None:
     """Six tensors of 32 MiB, of which two stay on disk."""
     tensors = {f"{index}.weight": torch.full((2048, 4096), float(index)) for index in range(6)}
     write(tmp_path, tensors, num_shards=3)
     tests = Path(__file__).parents[2]
     run = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(tests), str(tmp_path), dtype],
+        [python, "-c", _PEAK, str(tests), str(tmp_path), dtype],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

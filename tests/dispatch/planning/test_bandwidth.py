@@ -2,7 +2,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +99,9 @@ for turn in range(50):
 """
 
 
-def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
+def test_processes_that_write_at_once_leave_a_whole_file(python: str, tmp_path: Path) -> None:
     cache = tmp_path / "rates.json"
-    workers = [
-        subprocess.Popen([sys.executable, "-c", REMEMBER, str(cache), str(number)]) for number in range(3)
-    ]
+    workers = [subprocess.Popen([python, "-c", REMEMBER, str(cache), str(number)]) for number in range(3)]
     assert [worker.wait(60) for worker in workers] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["rates.json"]
 

@@ -1,0 +1,75 @@
+"""What a commit draws: the cases of a sweep, and the order of the slow tests, which end when their time is over."""
+
+import random
+import subprocess
+import time
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SLOW_MINUTES = 10.0
+
+
+@cache
+def commit() -> str:
+    """The hash of the commit that is tested, which is the seed of every draw."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def drawn_by_commit(names: Collection[str], number: int) -> list[str]:
+    """Return some of these names, in their order; another commit has others.
+
+    Args:
+        names: Of the cases.
+        number: How many to draw.
+    """
+    return sorted(random.Random(commit()).sample(list(names), min(number, len(names))))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add how long slow tests are begun."""
+    parser.addoption(
+        "--slow-minutes",
+        type=float,
+        default=SLOW_MINUTES,
+        help="minutes after which no further slow test is begun (inf for all); the commit draws their order",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the slow tests their order and end, if they are what is run."""
+    if config.option.markexpr == "slow":
+        config.pluginmanager.register(_Draw(config.getoption("--slow-minutes")))
+
+
+class _Draw:
+    """The order of a run of the slow tests, and its end.
+
+    Args:
+        minutes: After these no further test begins.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self._minutes = minutes
+        self._begin = time.monotonic()
+
+    def pytest_report_header(self) -> str:
+        return (
+            f"slow tests: in the order that commit {commit()} draws, begun within {self._minutes:g} minutes"
+        )
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Order the files, since those of one file share what they set up, and the tests of each."""
+        order = {name: random.Random(commit() + name).random() for name in {item.nodeid for item in items}}
+        files = {str(item.path): random.Random(commit() + item.path.name).random() for item in items}
+        items.sort(key=lambda item: (files[str(item.path)], order[item.nodeid]))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if time.monotonic() - self._begin > 60 * self._minutes:
+            pytest.skip(f"{self._minutes:g} minutes are over; another commit begins with other slow tests")
