@@ -1,7 +1,8 @@
 """Every check of the repository behind one command: `uv run python tools/check.py [NAME ...]`.
 
 Without a name the fast checks run. `--list` says what each one looks at. `alone` takes packages' names too:
-`tools/check.py alone state data`. The exit code is 1 if anything was found.
+`tools/check.py alone state data`. `test --changed` runs the tests that the changes since the last commit can reach by
+imports, `test --changed main` those since main. The exit code is 1 if anything was found.
 """
 
 import argparse
@@ -68,12 +69,21 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools/check.py", description="Check the repository.")
     parser.add_argument("names", nargs="*", help="checks to run; after `alone`, packages to try")
     parser.add_argument("--list", action="store_true", help="say what each check looks at")
+    parser.add_argument(
+        "--changed",
+        nargs="?",
+        const="HEAD",
+        metavar="COMMIT",
+        help="with `test`: only the tests that the changes since a commit can reach (the last one by default)",
+    )
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(_described(check) for check in CHECKS))
         return 0
     try:
-        chosen = choose(options.names, known_packages=tuple(read_packages(ROOT)))
+        chosen = choose(
+            options.names, known_packages=tuple(read_packages(ROOT)), changed_since=options.changed
+        )
     except ValueError as error:
         parser.error(str(error))
     outcomes = [_run(check) for check in chosen]
@@ -81,13 +91,15 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(outcome.findings for outcome in outcomes) else 0
 
 
-def choose(names: Sequence[str], *, known_packages: Sequence[str]) -> tuple[Check, ...]:
+def choose(
+    names: Sequence[str], *, known_packages: Sequence[str], changed_since: str | None = None
+) -> tuple[Check, ...]:
     """The checks that the words of the command line ask for, in the order of CHECKS.
 
-    Words that name packages narrow `alone` down to these.
+    Words that name packages narrow `alone` down to these; a commit narrows `test` down to the changes since.
 
     Raises:
-        ValueError: A word is neither, or packages are named without `alone`.
+        ValueError: A word is neither, or packages are named without `alone`, or a commit without `test`.
     """
     by_name = {check.name: check for check in CHECKS}
     packages = tuple(name for name in names if name in known_packages)
@@ -96,9 +108,12 @@ def choose(names: Sequence[str], *, known_packages: Sequence[str]) -> tuple[Chec
         raise ValueError(f"{unknown[0]!r} is no check; there are {', '.join(by_name)}")
     if packages and "alone" not in names:
         raise ValueError(f"{packages[0]!r} is a package, which only `alone` takes")
+    if changed_since is not None and "test" not in names:
+        raise ValueError("--changed is for `test`: tools/check.py test --changed")
     if not names:
         return tuple(check for check in CHECKS if not check.slow)
     by_name["alone"] = replace(by_name["alone"], run=partial(alone.check, packages=packages))
+    by_name["test"] = replace(by_name["test"], run=partial(suite.check, base=changed_since))
     return tuple(check for name, check in by_name.items() if name in names)
 
 
