@@ -24,9 +24,9 @@ from drivetrain_dispatch import (
 )
 from drivetrain_dispatch.conversion.fp8_checkpoint import can_be_kept
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.loading.conversion import stored_sizes
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
+from drivetrain_weights import MappedFile
 
 transformers = pytest.importorskip("transformers")
 

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor, TensorInFile
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.files.aligned_file import create_aligned
-from drivetrain_dispatch.files.weight_files import MappedFile
+from drivetrain_weights import Box, MappedFile
+from drivetrain_weights.aligned_file import create_aligned
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ class ConvertedCheckpoint:
         for file, own_name in lazy.inputs():
             file.expect(own_name, start=0, size_bytes=file.tensor(own_name).nbytes)
 
-    def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by its start and end in each dim."""
-        target.copy_(self.tensor(name)[tuple(slice(begin, end) for begin, end in box)])
+    def copy_box(self, name: str, target: Tensor, box: Box) -> None:
+        """Copy a box of a tensor."""
+        target.copy_(self.tensor(name)[box.slices()])
 
     def file_of(self, name: str) -> MappedFile | None:
         """Return the file whose pages a tensor is; None if its values are computed."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.files.weight_files import MappedFile
+from drivetrain_weights import MappedFile
 
 _PIECE_BYTES = 8 << 20
 # Operations that change only the dims of a tensor, so that each part of the result is a part of the input.

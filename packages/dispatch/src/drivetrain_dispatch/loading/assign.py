@@ -6,13 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.loading.quantize_on_load import Packing
-from drivetrain_dispatch.model.dtensor import divided_like, is_divided, put_part
+from drivetrain_dispatch.loading.weight_source import WeightSource
+from drivetrain_dispatch.model.dtensor import divided_like, put_part
 from drivetrain_dispatch.model.sizes import named_tensors
 from drivetrain_dispatch.model.tensor_subclass import takes
 from drivetrain_dispatch.quantization.protocol import Quantization
+from drivetrain_weights.tensor_box import is_dtensor
 
 
 class Assignment(NamedTuple):
@@ -90,7 +91,7 @@ def apply_changes(model: nn.Module, changes: Sequence[Assignment]) -> None:
     """Apply changes to a model in place."""
     for names, kept, value in changes:
         if kept is not None and isinstance(value, Tensor):
-            if is_divided(kept):
+            if is_dtensor(kept):
                 put_part(kept, value)
             else:
                 kept.data = value

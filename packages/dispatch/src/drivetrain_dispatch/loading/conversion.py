@@ -11,12 +11,12 @@ from drivetrain_dispatch.conversion.converted_checkpoint import ConvertedCheckpo
 from drivetrain_dispatch.conversion.fp8_checkpoint import Fp8Weights, can_be_kept, dequantised, fp8_weights
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.conversion.transformers_tables import converted_names
-from drivetrain_dispatch.files.weight_files import MappedFile, open_weights
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.keep_stored_fp8 import stored_parts
 from drivetrain_dispatch.loading.load_plan import LoadPlan
 from drivetrain_dispatch.loading.state_dict_diff import Stored
+from drivetrain_dispatch.loading.weight_source import WeightSource
 from drivetrain_dispatch.model.sizes import named_tensors
+from drivetrain_weights import MappedFile, open_weights
 
 
 def convert(

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
 from drivetrain_dispatch.loading.quantize_on_load import Packing, Read
 from drivetrain_dispatch.loading.state_dict_diff import Stored
 from drivetrain_dispatch.loading.tensor_reader import no_room
+from drivetrain_dispatch.loading.weight_source import WeightSource
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 
 

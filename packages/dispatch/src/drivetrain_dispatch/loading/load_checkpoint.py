@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.files.weight_files import MappedFile, open_weights
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.arguments import check_load
 from drivetrain_dispatch.loading.assign import Assignment, apply_changes, changes_of
 from drivetrain_dispatch.loading.conversion import (
@@ -34,10 +32,12 @@ from drivetrain_dispatch.loading.tensor_reader import (
     fill,
     pieces_of,
 )
-from drivetrain_dispatch.model.dtensor import is_divided
+from drivetrain_dispatch.loading.weight_source import WeightSource
 from drivetrain_dispatch.planning.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.planning.placement import placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
+from drivetrain_weights import MappedFile, open_weights
+from drivetrain_weights.tensor_box import is_dtensor
 
 ReadBy = Literal["each", "rank 0"]
 
@@ -277,7 +277,7 @@ def _check_arguments(model: nn.Module, device_map: object, read_by: str, num_thr
         raise ValueError(f"read_by={read_by!r}: must be one of {', '.join(map(repr, get_args(ReadBy)))}")
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads={num_threads}: must be at least 1")
-    divided = [name for name, parameter in model.named_parameters() if is_divided(parameter)]
+    divided = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
     if divided and (device_map is not None or read_by != "each"):
         raise ValueError(
             f"{divided[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "

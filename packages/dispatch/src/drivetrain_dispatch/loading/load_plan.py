@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.loading.state_dict_diff import Misfits, Stored
-from drivetrain_dispatch.model.dtensor import Box, box_of, device_of, is_divided, shape_of
+from drivetrain_dispatch.model.dtensor import device_of
 from drivetrain_dispatch.model.sizes import dtype_after, named_tensors
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.planning.device_map import Place
 from drivetrain_dispatch.planning.placement import running_statistics
 from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
+from drivetrain_weights.tensor_box import Box, box_of_dtensor, is_dtensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ def present_places(model: nn.Module) -> dict[str, Place]:
     """
     places: dict[str, Place] = {}
     for name, tensor in named_tensors(model):
-        without = device_of(tensor) if is_divided(tensor) else torch.device("cpu")
+        without = device_of(tensor) if is_dtensor(tensor) else torch.device("cpu")
         places[name] = without if tensor.is_meta else tensor.device
     return places
 
@@ -220,9 +221,9 @@ def _arrival(
         misfits.compare_copies(there, stored[first], stored[copy])
     if place == "disk" and names[0] in written and stored[first].dtype != described.dtype:
         place = torch.device("cpu")
-    box = box_of(names[0], tensor) if is_divided(tensor) else None
+    box = box_of_dtensor(tensor, name=repr(names[0])) if is_dtensor(tensor) else None
     return PlannedTensor(
-        names=names, stored=first, copies=tuple(copies), shape=described.shape if box is None else shape_of(box),
+        names=names, stored=first, copies=tuple(copies), shape=described.shape if box is None else box.sizes,
         stored_dtype=stored[first].dtype, dtype=described.dtype, place=place, box=box,
     )  # fmt: skip
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
 from drivetrain_dispatch.loading.state_dict_diff import Stored
 from drivetrain_dispatch.loading.tensor_reader import no_room
 from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts
 from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloaded
 from drivetrain_dispatch.quantization.protocol import Quantization
+from drivetrain_weights import MappedFile
 
 # A function that reads the values of tensors, which it gets by the checkpoint's names.
 Read = Callable[[Mapping[str, Tensor]], None]

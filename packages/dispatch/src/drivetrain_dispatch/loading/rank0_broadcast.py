@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain_dispatch.errors import LoadError
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.state_dict_diff import Stored
 from drivetrain_dispatch.loading.tensor_reader import (
     PIECE_BYTES,
@@ -18,6 +17,7 @@ from drivetrain_dispatch.loading.tensor_reader import (
     pieces_of,
     staging_buffer,
 )
+from drivetrain_dispatch.loading.weight_source import WeightSource
 
 Result = TypeVar("Result")
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.errors import LoadError, TiedParametersError
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.loading.state_dict_diff import Stored
-from drivetrain_dispatch.model.dtensor import Box, range_of, shape_of
+from drivetrain_dispatch.loading.weight_source import WeightSource
 from drivetrain_dispatch.planning.memory_budget import free_bytes
+from drivetrain_weights import Box
 
 PIECE_BYTES = 8 * 2**20  # of a file: enough for a disk's full rate, and small beside large tensors
 _MOST_THREADS = 4
@@ -169,9 +169,9 @@ def pieces_of(
         if name not in wanted:
             continue
         box = (boxes or {}).get(name)
-        whole = (0, math.prod(shape)) if box is None else range_of(box, shape)
+        whole = (0, math.prod(shape)) if box is None else box.flat_range(shape)
         if box is not None and (whole is None or not divisible):
-            pieces.append(ReadRange(name, dtype, 0, math.prod(shape_of(box)), box=box))
+            pieces.append(ReadRange(name, dtype, 0, box.num_elements, box=box))
         elif whole is not None:
             numel = whole[1] - whole[0]
             step = PIECE_BYTES // dtype.itemsize if divisible else max(1, numel)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of, size_in_bytes
+from drivetrain_weights.tied_parameters import memory_key
 
 
 def compute_module_sizes(
@@ -99,11 +100,10 @@ def enclosing_modules(name: str) -> Iterator[str]:
 
 def identity(tensor: Tensor) -> object:
     """Return a key that tensors over the same elements of memory share; without memory, the object's identity."""
-    if tensor.is_meta or tensor.numel() == 0:
-        return id(tensor)
-    if is_packed(tensor):
+    has_memory = not tensor.is_meta and tensor.numel() > 0
+    if has_memory and is_packed(tensor):
         return tuple(map(identity, parts_of(tensor)))
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return memory_key(tensor)
 
 
 def dtype_after(tensor: Tensor, dtype: torch.dtype | None, special: torch.dtype | None) -> torch.dtype:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.bitsandbytes import KeptLayout, take_back
 from drivetrain_dispatch.model.sizes import named_tensors
 from drivetrain_dispatch.model.tensor_subclass import is_packed, takes, why_unready
@@ -41,6 +40,7 @@ from drivetrain_dispatch.planning.placement import (
     placements_of,
     running_statistics,
 )
+from drivetrain_weights import MappedFile
 
 _CPU = torch.device("cpu")
 _RECORD = "_drivetrain_dispatch"  # the name of the model's attribute

@@ -1,13 +1,12 @@
 """The protocol through which a load reads tensors, directly from files or converted on the fly."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.files.weight_files import MappedFile
+from drivetrain_weights import Box, MappedFile
 
 
 class WeightSource(Protocol):
@@ -46,8 +45,8 @@ class WeightSource(Protocol):
         """Ask the system to read ahead elements from `start` on; all elements if the tensor is not divisible."""
         ...
 
-    def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by its start and end in each dim."""
+    def copy_box(self, name: str, target: Tensor, box: Box) -> None:
+        """Copy a box of a tensor."""
         ...
 
     def file_of(self, name: str) -> MappedFile | None:
