@@ -2,9 +2,9 @@
 
     python template.py LISTENING_SOCKET
 
-Every run is a connection. A keeper is forked for it, which forks the run's ranks, tells how they end, and kills those
-that are left when it is told to or when the test is gone. A rank has variables, arguments and output of its own,
-and ends as Python does. It has no thread of the template's, but its hash seed.
+Every run is a connection. A keeper is forked for it, which forks the run's ranks, tells their process ids and how
+they end, and kills those that are left when it is told to or when the test is gone. A rank has variables, arguments
+and output of its own, and ends as Python does. It has no thread of the template's, but its hash seed.
 """
 
 import builtins
@@ -29,6 +29,7 @@ from types import ModuleType, TracebackType
 IMPORTS = [
     "torch", "torch._dynamo", "numpy", "drivetrain_state.connection", "drivetrain_checkpoint.saving.coordinator",
     "drivetrain_checkpoint.loading.load", "drivetrain_backends.torch.ddp", "drivetrain_backends.torch.single_device",
+    "drivetrain_launcher.run.elastic",
 ]  # fmt: skip
 # No import above reads them: a rank whose other variables are the template's is as good as a fresh interpreter.
 _READ_LATE = ("DRIVETRAIN_", "TEST_", "PYTEST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK")
@@ -77,15 +78,46 @@ class Template:
 
     def run(self, orders: Sequence[Order], deadline: float) -> Ends:
         """Run processes to their end, or kill them at a deadline of the monotonic clock."""
-        with Connection(socket.create_connection(self._address).detach()) as keeper:
-            keeper.send((os.getcwd(), orders))
-            if not keeper.poll(max(0.0, deadline - time.monotonic())):
-                keeper.send("kill them")
-            return keeper.recv()
+        running = self.start(orders)
+        try:
+            return running.wait(deadline)
+        finally:
+            running.close()
+
+    def start(self, orders: Sequence[Order]) -> "Running":
+        """Start processes and leave them running."""
+        keeper = Connection(socket.create_connection(self._address).detach())
+        keeper.send((os.getcwd(), orders))
+        return Running(keeper)
 
     def close(self) -> None:
         """End the template, and with it what it keeps."""
         self._process.communicate()
+
+
+class Running:
+    """The processes of a run.
+
+    Args:
+        keeper: The connection to their keeper.
+
+    Attributes:
+        pids: Their process ids.
+    """
+
+    def __init__(self, keeper: Connection) -> None:
+        self._keeper = keeper
+        self.pids: list[int] = keeper.recv()
+
+    def wait(self, deadline: float) -> Ends:
+        """Wait for their end, or kill them at a deadline of the monotonic clock."""
+        if not self._keeper.poll(max(0.0, deadline - time.monotonic())):
+            self._keeper.send("kill them")
+        return self._keeper.recv()
+
+    def close(self) -> None:
+        """Kill those that are left."""
+        self._keeper.close()
 
 
 def serve(server: socket.socket) -> Order:
@@ -113,6 +145,8 @@ def _keep(test: Connection) -> Order:
             test.close()
             return order
         places[pid] = place
+    with suppress(OSError):
+        test.send(list(places))
     codes = [0] * len(orders)
     late: list[int] = []
     while places:

@@ -1,13 +1,22 @@
-"""Launches for tests: the command as a user types it, in a folder and an environment of its own."""
+"""Launches for tests: the command as a user types it, in a folder and an environment of its own.
+
+A launch of several processes imports torch in the launcher. `drivetrain_with_torch` and `started_with_torch` fork
+that launcher off the template instead, and so save seconds; `drivetrain` and `started` are fresh interpreters.
+"""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+import drivetrain_launcher
+from processes import Completed, environment_alone, run_processes, without_libraries
+from template import Order, Template
 
 # What a shell that trains may have set, and a test must not inherit.
 _INHERITED = (
@@ -24,6 +33,40 @@ _INHERITED = (
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
+
+_COMMAND = Path(drivetrain_launcher.__file__).with_name("__main__.py")
+
+
+class Running:
+    """A `drivetrain` command that is forked off the template and runs; its output is one pipe."""
+
+    def __init__(self, template: Template, pipe: Path, *arguments: str) -> None:
+        os.mkfifo(pipe)
+        order = Order(
+            script=_COMMAND, arguments=arguments, environment=environment_alone(), stdout=pipe, stderr=pipe
+        )
+        self._running = template.start([order])
+        self.pid = self._running.pids[0]
+        self.stdout = pipe.open()  # as soon as the command has opened it
+
+    def rest_of_output(self) -> str:
+        """Read the output until the last process that holds it has ended."""
+        return without_libraries(self.stdout.read())
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the command a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_seconds: float) -> int:
+        """Wait for the command's end; returns its exit code."""
+        codes, late = self._running.wait(time.monotonic() + timeout_seconds)
+        assert not late, f"the command still ran after {timeout_seconds} s and was killed"
+        return codes[0]
+
+    def close(self) -> None:
+        """Kill the command if it still runs."""
+        self._running.close()
+        self.stdout.close()
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
@@ -49,6 +92,39 @@ def drivetrain(tmp_path: Path) -> Launch:
         )
 
     return run
+
+
+@pytest.fixture
+def drivetrain_with_torch(
+    tmp_path: Path, template: Template, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Completed]:
+    """Run `drivetrain ARGUMENTS...` in `tmp_path` to its end, in a process that has imported torch."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, environment: dict[str, str] | None = None) -> Completed:
+        environments = [{**environment_alone(), **(environment or {})}]
+        return run_processes(
+            _COMMAND, *arguments, environments=environments, timeout_seconds=150, template=template
+        )[0]
+
+    return run
+
+
+@pytest.fixture
+def started_with_torch(
+    tmp_path: Path, template: Template, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Running]]:
+    """Start `drivetrain ARGUMENTS...` in `tmp_path`, in a process that has imported torch, and leave it running."""
+    monkeypatch.chdir(tmp_path)
+    running: list[Running] = []
+
+    def start(*arguments: str) -> Running:
+        running.append(Running(template, tmp_path / f"output{len(running)}", *arguments))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.close()
 
 
 @pytest.fixture
