@@ -87,3 +87,8 @@ class RunSettings:
                 f"project_dir={str(self.project_dir)!r}: logs and the plan go into a folder, not to a URL; name a "
                 "folder here, and the URL as directory of the checkpoint section"
             )
+
+
+def automatic_backend(world_size: int) -> str:
+    """Return the name of the backend that `backend="auto"` selects."""
+    return "single" if world_size == 1 else "ddp"
