@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_launcher.errors import LaunchError as LaunchError
     from drivetrain_launcher.errors import RankFailedError as RankFailedError
-    from drivetrain_launcher.plan.build import plan_launch as plan_launch
-    from drivetrain_launcher.plan.host import Host as Host
-    from drivetrain_launcher.plan.host import detect_host as detect_host
+    from drivetrain_launcher.plan.host_detection import Host as Host
+    from drivetrain_launcher.plan.host_detection import detect_host as detect_host
+    from drivetrain_launcher.plan.launch_planner import plan_launch as plan_launch
     from drivetrain_launcher.plan.plan import LaunchPlan as LaunchPlan
     from drivetrain_launcher.plan.plan import LaunchTarget as LaunchTarget
     from drivetrain_launcher.plan.plan import RankPlan as RankPlan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
-    "Host": "plan.host",
+    "Host": "plan.host_detection",
     "LaunchError": "errors",
     "LaunchPlan": "plan.plan",
     "LaunchSettings": "settings",
@@ -30,9 +30,9 @@ _MODULES = {
     "RankPlan": "plan.plan",
     "LaunchTarget": "plan.plan",
     "debug_launcher": "run.notebook",
-    "detect_host": "plan.host",
+    "detect_host": "plan.host_detection",
     "notebook_launcher": "run.notebook",
-    "plan_launch": "plan.build",
+    "plan_launch": "plan.launch_planner",
     "run_plan": "run.run",
 }
 __all__ = [

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from drivetrain_config import environ
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
 from drivetrain_launcher.plan.plan import LaunchPlan
-from drivetrain_launcher.plan.rendezvous import rendezvous_of
 from drivetrain_launcher.run.failures import (
     RESUME_EXIT_CODE,
     RankFailure,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain_config import environ
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError, RankFailedError
-from drivetrain_launcher.plan.host import detect_host
+from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.run.failures import describe_root, read_failure
 from drivetrain_launcher.run.parent_watch import watch_launcher
 
@@ -176,7 +176,7 @@ def _hosted_store(port: int) -> Generator[int]:
     passed through, would keep the store; a later launch's ranks would inherit it without its thread, and could not
     free it.
     """
-    from drivetrain_launcher.plan.rendezvous import OneNode
+    from drivetrain_launcher.plan.agent_rendezvous import OneNode
 
     meeting = OneNode("127.0.0.1", port, "none").next_rendezvous()
     place = meeting.bootstrap_store_info

@@ -6,7 +6,7 @@ All functions are pure, so that a plan for ten thousand ranks can be built and r
 from dataclasses import replace
 
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.host import VISIBILITY_VARIABLES, Host
+from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.plan import LaunchPlan, LaunchTarget
 from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
 
