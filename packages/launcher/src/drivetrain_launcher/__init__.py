@@ -35,29 +35,16 @@ _MODULES = {
     "plan_launch": "plan.launch_planner",
     "run_plan": "run.run",
 }
-__all__ = [
-    "Host",
-    "LaunchError",
-    "LaunchPlan",
-    "LaunchSettings",
-    "LaunchTarget",
-    "RankFailedError",
-    "RankPlan",
-    "debug_launcher",
-    "detect_host",
-    "notebook_launcher",
-    "plan_launch",
-    "run_plan",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_launcher.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_launcher' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_launcher.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_launcher' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__
