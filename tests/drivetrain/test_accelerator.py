@@ -461,7 +461,7 @@ def test_a_save_whose_window_never_closes_is_told_of(tmp_path, caplog) -> None:
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 1)).sum())
             accelerator.save_state()
-    assert "the save asked for in it was not made" in caplog.text
+    assert "the save requested in it was not made" in caplog.text
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -38,7 +38,7 @@ def test_what_is_no_model_is_named() -> None:
     model = nn.Linear(1, 1)
     model, _ = accelerator.prepare(model, SGD(model.parameters()))
     for given in (3, (model, "critic"), 1.5):
-        with pytest.raises(TypeError, match="is no model: give what prepare"):
+        with pytest.raises(TypeError, match="is not a model: pass the model that prepare"):
             accelerator.backward(model(torch.ones(1, 1)).sum(), model=given)
     assert model.weight.grad is None
 

@@ -50,7 +50,7 @@ def _reasons(parts: Parts) -> dict[str, str]:
     reasons = {
         "state.deterministic": "switched on in torch by the program",
         "run.gradient_accumulation_steps": "set by the program since",
-        "run.log_with": "all trackers that installed packages bring",
+        "run.log_with": "all trackers of the installed packages",
     }
     if loaders := parts.prepared.loaders:
         reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"

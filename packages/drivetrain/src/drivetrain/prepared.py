@@ -75,7 +75,7 @@ class PreparedObjects:
         """
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
             raise TypeError(
-                f"{model!r} is no model: give what prepare() returned for one, or several in a tuple"
+                f"{model!r} is not a model: pass the model that prepare() returned, or several in a tuple"
             )
         for one in self.models:
             if any(given in (one.model, one.unwrap()) for given in (model, unwrap_compiled(model))):

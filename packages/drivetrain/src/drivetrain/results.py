@@ -107,8 +107,8 @@ class Results(HasParts):
         """
         if not isinstance(directory, Path | str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"profile({type(directory).__name__}): the first argument is a folder; what to note is said by name, "
-                "profile(record_shapes=True, profile_memory=True, with_stack=True, with_flops=True, schedule=...)"
+                f"profile({type(directory).__name__}): the first argument is a folder; select what to record by "
+                "name, such as profile(record_shapes=True, profile_memory=True, with_stack=True, schedule=...)"
             )
         project = self._parts.settings.project_dir
         default = None if project is None else project / "profile"

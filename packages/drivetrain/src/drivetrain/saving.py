@@ -155,7 +155,7 @@ class Saving(HasParts):
             return path
         if self.context.topology.is_main:
             logger.warning(
-                "%s: saved at step %s; the program ends, start it again to go on", due.signal, step
+                "%s: saved at step %s; the program ends; start it again to continue", due.signal, step
             )
         raise SystemExit(RESUME_EXIT_CODE)
 
@@ -214,7 +214,7 @@ class Saving(HasParts):
         """Drop the deferred saves, with a warning."""
         if self._deferred:
             logger.warning(
-                "training ended in an open accumulation window: the save asked for in it was not made"
+                "training ended in an open accumulation window: the save requested in it was not made"
             )
             self._deferred = []
 
@@ -226,9 +226,7 @@ class Saving(HasParts):
         """
         prepared = self._parts.prepared
         if not (prepared.models or prepared.loaders or self._registered):
-            raise RuntimeError(
-                f"{name}() before prepare(): there is nothing of this run yet; prepare models first"
-            )
+            raise RuntimeError(f"{name}() before prepare(): this run has no state yet; prepare models first")
 
     def _run_state(self) -> resume.RunState:
         parts = self._parts

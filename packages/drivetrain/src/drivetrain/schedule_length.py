@@ -41,7 +41,7 @@ class Schedules(HasParts):
         """
         if not isinstance(loader, ShardedLoader):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
             raise TypeError(
-                f"num_steps({type(loader).__name__}): give what prepare() returned for the loader; before it, the "
+                f"num_steps({type(loader).__name__}): pass the loader that prepare() returned; before prepare(), the "
                 "batches of all ranks are counted, and an epoch has fewer steps on more ranks"
             )
         if (epochs is None) == (samples is None):

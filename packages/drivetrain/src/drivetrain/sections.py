@@ -27,13 +27,13 @@ def sections_in_code(
     """
     if not isinstance(sections, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
         raise TypeError(
-            f"sections={sections!r}: they are a mapping of sections by name, such as "
+            f"sections={sections!r}: must be a mapping of sections by name, such as "
             '{"ddp": {"static_graph": True}}'
         )
     if data is None:
         return sections or {}
     if sections and "data" in sections:
-        raise ValueError("data= and sections['data'] are both given: say the section once")
+        raise ValueError("data= and sections['data'] are both given: give the section once")
     return {**(sections or {}), "data": data}
 
 
@@ -121,7 +121,7 @@ def _say_cpu(state: dict[str, object]) -> None:
     """
     if state.get("device") not in (None, "auto", "cpu"):
         raise ValueError(
-            f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: say one of them"
+            f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: give one of them"
         )
     state["device"] = "cpu"
 

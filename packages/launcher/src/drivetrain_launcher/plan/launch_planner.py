@@ -150,7 +150,7 @@ def _check_static(settings: LaunchSettings) -> None:
     if settings.node_rank is None:
         raise LaunchError(
             f"--num-nodes {settings.num_nodes}: say on each node which it is, --node-rank 0 to "
-            f"{settings.num_nodes - 1}; or use --rdzv-backend c10d, where they agree by themselves"
+            f"{settings.num_nodes - 1}; or use --rdzv-backend c10d, where they agree on their ranks"
         )
     if settings.max_restarts:
         raise LaunchError(
