@@ -363,7 +363,7 @@ def test_a_profile_without_a_folder_is_the_profilers_alone(tmp_path, monkeypatch
         pass
     assert (tmp_path / "profile" / "trace-rank-0.json").exists()
     with pytest.raises(
-        TypeError, match=r"profile\(dict\): the first argument is a folder; what to note is said by"
+        TypeError, match=r"profile\(dict\): the first argument is a folder; select what to record by"
     ):
         Accelerator(cpu=True).profile({"record_shapes": True})
 

@@ -318,7 +318,14 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         Raises:
             OtherRankFailedError, OSError: A background save failed.
         """
-        self._end(by_error=False)
+        with ExitStack() as stack:  # runs every callback even if one fails, the last first
+            stack.callback(self._parts.context.close)
+            stack.callback(self._parts.backend.close)
+            stack.callback(self._parts.trackers.finish)
+            stack.callback(self._parts.checkpointers.close)
+            stack.callback(self._end_schedules)
+            stack.callback(self._drop_deferred)
+            stack.callback(self._save_deferred)
 
     def __enter__(self) -> Self:
         return self
@@ -326,18 +333,10 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(by_error=error is not None)
-
-    def _end(self, *, by_error: bool) -> None:
-        with ExitStack() as stack:  # runs every callback even if one fails, the last first
-            stack.callback(self._parts.context.close)
-            stack.callback(self._parts.backend.close)
-            stack.callback(self._parts.trackers.finish)
-            stack.callback(self._parts.checkpointers.close)
-            stack.callback(self._end_schedules, by_error=by_error)
-            stack.callback(self._drop_deferred)
-            if not by_error:  # the other ranks may not reach this point
-                stack.callback(self._save_deferred)
+        if error is not None:  # the other ranks may not reach this point
+            self._drop_deferred()
+            self._end_schedules(by_error=True)
+        self.end_training()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects, release cached memory, and return a None for each argument."""

@@ -19,7 +19,7 @@ class Schedules(HasParts):
         super().__init__(parts)
         self._has_ended = False
 
-    def _end_schedules(self, *, by_error: bool) -> None:
+    def _end_schedules(self, *, by_error: bool = False) -> None:
         """Warn once of schedules that training did not complete, unless it ended with an error."""
         if not by_error and not self._has_ended and self.context.topology.is_main:
             tell_unreached(self._parts.prepared.schedulers)
