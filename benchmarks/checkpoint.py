@@ -204,7 +204,7 @@ def held_with_overlap(run: Run) -> float:
     run.accelerator.save_state(background=True)
     held = time.perf_counter() - start
     run.model(torch.ones(HELD_ITEMS, WIDTH)).square().mean().backward()
-    (checkpointer,) = run.accelerator._parts.checkpointers.values()
+    (checkpointer,) = run.accelerator._parts.checkpointers
     start = time.perf_counter()
     checkpointer.wait_for_copies()
     held += time.perf_counter() - start
@@ -263,7 +263,7 @@ def measure_steps(ours: Run, overlapping: Run, rounds: int) -> Mapping[str, list
         quiet.append(sum(step() for _ in range(50)) / 50)
         for name, run in runs.items():
             run.accelerator.save_state(background=True)
-            (checkpointer,) = run.accelerator._parts.checkpointers.values()
+            (checkpointer,) = run.accelerator._parts.checkpointers
             times = []
             while checkpointer._background.is_busy:
                 times.append(step())

@@ -171,7 +171,8 @@ def become(order: Order, executable: str) -> NoReturn:
     os.environ.update(order.environment)
     sys.path[1:] = [path for path in sys.path[1:] if path not in search]
     sys.path[1:1] = filter(None, order.environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.executable = executable
+    if "TEST_FRESH_RANKS" not in order.environment:  # else what it starts are its own children
+        sys.executable = executable
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "torch" in sys.modules:
         # Before a second thread does: of two at once after a fork, torch loses its pool of threads.

@@ -34,7 +34,7 @@ def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, 
         **{
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("DRIVETRAIN_", "TORCHELASTIC"))
+            if not name.startswith(("DRIVETRAIN_", "TORCHELASTIC", "PYTHONUNBUFFERED"))
         },
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -139,10 +139,13 @@ def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def _printed(file: Path) -> str:
-    """What a rank printed, without what libraries say of themselves."""
-    text = file.read_text().partition("nanobind: leaked")[
-        0
-    ]  # triton's last words where no collection frees it
+    """What a rank printed."""
+    return without_libraries(file.read_text())
+
+
+def without_libraries(text: str) -> str:
+    """What a process printed, without what libraries say of themselves."""
+    text = text.partition("nanobind: leaked")[0]  # triton's last words where no collection frees it
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("[Gloo]"))  # gloo greets up to torch 2.9
 

@@ -102,7 +102,9 @@ def test_a_secret_that_is_gone_from_the_file_is_missed(tmp_path: Path) -> None:
     file.write_text("probe:\n")
     with (
         environ.exported(DRIVETRAIN_CONFIG=text),
-        pytest.raises(ConfigError, match=r"probe\.api_key was there"),
+        pytest.raises(
+            ConfigError, match=r"probe\.api_key was set when the run was launched, and is no longer set"
+        ),
     ):
         resolve(Probe, section="probe")
 

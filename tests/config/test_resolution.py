@@ -148,9 +148,9 @@ def test_a_default_in_code_gives_way_to_every_other_layer_and_says_so(tmp_path: 
     assert (found.sources["rate"].kind, found.sources["name"].kind) == ("code", "environment")
     assert [str(each) for each in found.disagreements][:2] == [
         "probe.count=2 from DRIVETRAIN_PROBE__COUNT in the environment overrules 7 in code, which is the default and "
-        "so counts as not said",
+        "so counts as not given",
         "probe.fast=True from --probe-fast on the command line overrules False in code, which is the default and so "
-        "counts as not said",
+        "counts as not given",
     ]
     assert [each.field for each in found.disagreements] == [
         "probe.count",

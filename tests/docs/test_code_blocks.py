@@ -1,5 +1,6 @@
 """How the root's conftest.py runs a page's code blocks."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,15 @@ def run_text(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "conftest.py", folder)
     (folder / "page.md").write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "page.md"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}  # where conftest.py's plugins are
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
 
 

@@ -363,7 +363,7 @@ def test_a_profile_without_a_folder_is_the_profilers_alone(tmp_path, monkeypatch
         pass
     assert (tmp_path / "profile" / "trace-rank-0.json").exists()
     with pytest.raises(
-        TypeError, match=r"profile\(dict\): the first argument is a folder; what to note is said by"
+        TypeError, match=r"profile\(dict\): the first argument is a folder; select what to record by"
     ):
         Accelerator(cpu=True).profile({"record_shapes": True})
 
@@ -437,7 +437,7 @@ def test_the_end_lets_other_runs_write(tmp_path) -> None:
     with Accelerator(cpu=True, project_dir=tmp_path) as accelerator:
         parts(accelerator)
         accelerator.save_state()
-        checkpointer = accelerator._parts.checkpointer(None)
+        checkpointer = accelerator._parts.checkpointers.of(None)
     token = Lease(checkpointer.directory).take()
     assert json.loads((checkpointer.directory / "writer.json").read_text())["token"] == token
 
@@ -461,7 +461,7 @@ def test_a_save_whose_window_never_closes_is_told_of(tmp_path, caplog) -> None:
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 1)).sum())
             accelerator.save_state()
-    assert "the save asked for in it was not made" in caplog.text
+    assert "the save requested in it was not made" in caplog.text
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -641,6 +641,6 @@ def test_what_is_no_folder_and_what_are_no_metrics_is_said(tmp_path) -> None:
     with pytest.raises(NoCheckpointError, match=r"is no checkpoint, but .*/checkpoints holds some"):
         accelerator.load_state(tmp_path)
     (tmp_path / "export").mkdir()
-    accelerator.save_model(accelerator._prepared.all[0].model, tmp_path / "export")
+    accelerator.save_model(accelerator._parts.prepared.models[0].model, tmp_path / "export")
     with pytest.raises(NoCheckpointError, match=r"a model alone, which load_model\(\) loads"):
         accelerator.load_state(tmp_path / "export")

@@ -70,7 +70,7 @@ def test_a_backend_that_looks_at_no_gradients_is_refused_where_the_run_wants_it(
 
 
 def test_sections_that_are_no_mapping_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"sections=\[1\]: they are a mapping of sections by name"):
+    with pytest.raises(TypeError, match=r"sections=\[1\]: must be a mapping of sections by name"):
         Accelerator(cpu=True, sections=[1])
 
 
@@ -94,7 +94,7 @@ def test_every_section_can_be_given_in_code() -> None:
         ({"ddp": {"static": True}}, ConfigError, "section 'ddp' has no field 'static'"),
         ({"state": {"timeout_seconds": "long"}}, ConfigError, "timeout_seconds"),
         ({"state": 3}, TypeError, "a section is its dataclass or a mapping of its fields, not int"),
-        ({"data": {}}, ValueError, "both given: say the section once"),
+        ({"data": {}}, ValueError, "both given: give the section once"),
     ],
 )
 def test_a_section_in_code_is_checked_whether_it_is_used_or_not(sections, error, says: str) -> None:

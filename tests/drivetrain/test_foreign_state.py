@@ -124,7 +124,7 @@ class Tied(nn.Module):
 def test_a_tied_weight_is_taken_from_any_of_its_names() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Tied())
-    prepared = accelerator._prepared.of(model)
+    prepared = accelerator._parts.prepared.of(model)
     own = prepared.state_dict()["model"]
     for name in ("inner.weight", "outer.weight"):
         saved = {name: torch.ones(2, 2), "_orig_mod.outer.bias": torch.zeros(2)}

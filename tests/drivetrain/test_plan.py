@@ -97,5 +97,5 @@ def test_the_summary_says_what_runs_what_was_asked_and_what_was_chosen_and_why()
 def test_the_summary_of_a_run_of_which_nothing_is_said_says_so() -> None:
     plan = make_plan(resolved(), {}, reasons={}, facts={**FACTS, "data 1": "batches as they come"})
     lines = summarize(plan, whole="").splitlines()
-    assert "  asked        nothing: all stands at its default" in lines
+    assert "  asked        nothing: every setting has its default" in lines
     assert [line.split("  ")[1] for line in lines[3:5]] == ["data 0", "data 1"]

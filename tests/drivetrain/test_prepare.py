@@ -6,7 +6,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.prepare import PreparedModels, sort_objects
+from drivetrain.prepare import sort_objects
+from drivetrain.prepared import PreparedObjects
 
 
 def test_objects_are_sorted_by_kind_in_their_order() -> None:
@@ -27,9 +28,9 @@ def test_an_object_that_comes_twice_is_refused() -> None:
 
 def test_a_model_that_was_not_prepared_is_named() -> None:
     with pytest.raises(ValueError, match="Linear was not prepared by this Accelerator"):
-        PreparedModels(list).of(nn.Linear(1, 1))
+        PreparedObjects(list).of(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="the 0 parameters to clip belong to no prepared model"):
-        PreparedModels(list).holding([])
+        PreparedObjects(list).holding([])
 
 
 def test_what_is_no_model_is_named() -> None:
@@ -37,7 +38,7 @@ def test_what_is_no_model_is_named() -> None:
     model = nn.Linear(1, 1)
     model, _ = accelerator.prepare(model, SGD(model.parameters()))
     for given in (3, (model, "critic"), 1.5):
-        with pytest.raises(TypeError, match="is no model: give what prepare"):
+        with pytest.raises(TypeError, match="is not a model: pass the model that prepare"):
             accelerator.backward(model(torch.ones(1, 1)).sum(), model=given)
     assert model.weight.grad is None
 

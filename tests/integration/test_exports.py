@@ -56,7 +56,9 @@ def there_and_back(folder: str, backend: str) -> list[dict[str, list[float]]]:
 
         def look() -> None:
             state = accelerator.get_state_dict(model, everywhere=True)
-            kept = full_state_dict(accelerator._prepared.of(model).state_dict()["optimizers"])[0]["state"]
+            kept = full_state_dict(accelerator._parts.prepared.of(model).state_dict()["optimizers"])[0][
+                "state"
+            ]
             moments = {
                 f"{name}.{key}": value
                 for name, of_one in kept.items()

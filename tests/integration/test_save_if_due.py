@@ -98,7 +98,9 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_the_run(
     ended = run_ranks_script(source, str(project), num_processes=num_ranks)
     assert [rank.returncode for rank in ended] == [RESUME_EXIT_CODE] * num_ranks, ended
     (step,) = steps_of(project)
-    said = f"{signal.Signals(number).name}: saved at step {step}; the program ends, start it again to go on"
+    said = (
+        f"{signal.Signals(number).name}: saved at step {step}; the program ends; start it again to continue"
+    )
     assert [said in rank.stderr for rank in ended] == [True] + [False] * (num_ranks - 1)
     assert step >= 3
     with Accelerator(cpu=True, project_dir=project) as accelerator:
@@ -141,7 +143,7 @@ def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
         finally:
             launcher.kill()
     assert launcher.returncode == RESUME_EXIT_CODE, err
-    assert "all ranks have saved; run the same command again to go on (exit code 75)" in err
+    assert "all ranks have saved; run the same command again to continue (exit code 75)" in err
     assert out == ""
     assert len(steps_of(project)) == 1
 

@@ -261,7 +261,9 @@ def test_steps_are_counted_in_epochs_and_samples() -> None:
     uneven = accelerator.prepare(DataLoader(torch.randn(100, 4), batch_size=16))
     accelerator.gradient_accumulation_steps = 1
     assert [accelerator.num_steps(uneven, samples=n) for n in (16, 17, 96, 97, 116)] == [1, 2, 6, 7, 8]
-    with pytest.raises(TypeError, match=r"num_steps\(DataLoader\): give what prepare\(\) returned"):
+    with pytest.raises(
+        TypeError, match=r"num_steps\(DataLoader\): pass the loader that prepare\(\) returned"
+    ):
         accelerator.num_steps(plain, epochs=1)
     with pytest.raises(TypeError, match="give one of the two"):
         accelerator.num_steps(loader)

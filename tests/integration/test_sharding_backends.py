@@ -39,7 +39,7 @@ def one_step_more(project_dir: str, backend: str, position: int) -> dict[str, li
                 optimizer.zero_grad()
             break
         accelerator.save_state()
-        state = full_state_dict(accelerator._prepared.of(model).state_dict()["model"])
+        state = full_state_dict(accelerator._parts.prepared.of(model).state_dict()["model"])
         return {key: value.flatten().tolist() for key, value in state.items()}
 
 

@@ -1,10 +1,15 @@
-"""Launches for tests: the command as a user types it, in a folder and an environment of its own."""
+"""Launches for tests: the command as a user types it, in a folder and an environment of its own.
+
+A launch of several processes imports torch in the launcher. `drivetrain_with_torch` and `started_with_torch` fork the
+launcher off a process that has it, and so save seconds; `drivetrain` and `started` are fresh interpreters.
+"""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,32 +40,53 @@ def clean_environment(**variables: str) -> dict[str, str]:
 @pytest.fixture
 def drivetrain(tmp_path: Path) -> Launch:
     """Run `drivetrain ARGUMENTS...` in `tmp_path` to its end."""
-
-    def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "drivetrain_launcher", *arguments],
-            cwd=tmp_path,
-            env=clean_environment(**(environment or {})),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
-
-    return run
+    return partial(_run, sys.executable, tmp_path)
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Start:
+def drivetrain_with_torch(tmp_path: Path, python: str) -> Launch:
+    """Run `drivetrain ARGUMENTS...` in `tmp_path` to its end, in processes that have imported torch."""
+    return partial(_run, python, tmp_path)
+
+
+def _run(
+    python: str, folder: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, "-m", "drivetrain_launcher", *arguments],
+        cwd=folder,
+        env=clean_environment(**(environment or {})),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Start]:
     """Start `drivetrain ARGUMENTS...` in `tmp_path` and leave it running; its output is one pipe."""
+    yield from _start(sys.executable, tmp_path, clean_environment())
+
+
+@pytest.fixture
+def started_with_torch(tmp_path: Path, python: str) -> Iterator[Start]:
+    """Start `drivetrain ARGUMENTS...`, in a process that has imported torch; its ranks are fresh interpreters.
+
+    They are its children, as those of a user's launcher are, and notice its end.
+    """
+    yield from _start(python, tmp_path, clean_environment(TEST_FRESH_RANKS="1", OMP_NUM_THREADS="1"))
+
+
+def _start(python: str, folder: Path, environment: dict[str, str]) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "drivetrain_launcher", *arguments],
-            cwd=tmp_path,
-            env=clean_environment(),
+            [python, "-m", "drivetrain_launcher", *arguments],
+            cwd=folder,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from drivetrain_memory import PeakMemory
-from drivetrain_memory.host import peak_resident_bytes, reset_peak, resident_bytes
+from drivetrain_memory.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 MB = 2**20
 resettable = pytest.mark.skipif(

@@ -43,15 +43,12 @@ FILES_MEANT = (
     | frozenset(
         # The same concept in packages that do not know each other.
         {
-            "build",
             "collective_errors",
             "conversion",
             "dtensor",
             "engine",
             "guard",
-            "host",
             "meta_init",
-            "rendezvous",
         }
     )
     | frozenset({"scatter", "shard"})

@@ -1,5 +1,7 @@
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from drivetrain_launcher import LaunchError, RankFailedError, debug_launcher, notebook_launcher
 
+torch.set_num_threads(2)
 (torch.ones(512, 512, requires_grad=False) @ torch.ones(512, 512)).sum()
 
 def train(scale):
@@ -108,6 +111,7 @@ def test_a_launch_after_one_that_failed_ends(run_source: Callable) -> None:
     source = """
 import gc, time
 gc.disable()
+gc.unfreeze()  # what this process was forked with
 def fail(): raise ValueError("boom")
 def collect():
     gc.collect()
@@ -131,30 +135,31 @@ print(time.monotonic() - began < 30, gc.get_freeze_count())
     assert done.stdout == "[0, 0] [0, 0]\nTrue 0\n", done.stderr
 
 
-def test_ranks_of_a_function_end_when_their_parent_is_killed(run_source: Callable) -> None:
-    source = """
-import signal, subprocess, sys, time
+def test_ranks_of_a_function_end_when_their_parent_is_killed(
+    started_with_torch: Callable, script: Callable
+) -> None:
+    script(
+        NOTEBOOK
+        + """
+import signal, time
 def wait_for_each_other():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch has the kernel send it when the parent dies
     dist.init_process_group("gloo")
-    print(os.getpid(), flush=True)
+    os.write(1, b"ready\\n")
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
     dist.barrier()  # in native code, where no handler of Python's runs
-
-if len(sys.argv) > 1:
-    debug_launcher(wait_for_each_other)
-child = subprocess.Popen([sys.executable, sys.argv[0], "launch"], stdout=subprocess.PIPE, text=True)
-ranks = [int(child.stdout.readline()) for _ in range(2)]
-began = time.monotonic()
-child.stdout.read()  # ends when the last rank has closed it
-print(len(ranks), child.wait(), time.monotonic() - began < 20)
+debug_launcher(wait_for_each_other)
 """
-    done = run_source(NOTEBOOK + source)
-    assert done.stdout == "2 -9 True\n", (done.stdout, done.stderr)
-    assert done.stderr.count("of this rank died; the rank stops") >= 1, done.stderr
+    )
+    process = started_with_torch("launch", "--num-processes", "1", "script.py")
+    began = time.monotonic()
+    output = process.stdout.read()  # ends when the last rank has closed it
+    assert (output.count("ready\n"), process.wait(60)) == (2, -signal.SIGKILL), output
+    assert time.monotonic() - began < 20
+    assert output.count("of this rank died; the rank stops") >= 1, output
 
 
 @pytest.mark.parametrize("number", [0, -1, "2", True])
@@ -173,9 +178,9 @@ def test_an_accelerator_in_use_cannot_be_forked(run_source: Callable) -> None:
 
 
 @pytest.fixture
-def run_source(drivetrain: Callable, script: Callable) -> Callable:
+def run_source(drivetrain_with_torch: Callable, script: Callable) -> Callable:
     def run(source: str) -> object:
         script(source)
-        return drivetrain("launch", "--num-processes", "1", "script.py")
+        return drivetrain_with_torch("launch", "--num-processes", "1", "script.py")
 
     return run

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.torch.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.torch.single_device import SingleBackend as SingleBackend
 
+# Public name -> the module that defines it.
 _MODULES = {
     "full_state_dict": "state_dict.full_state_dict",
     "strip_wrapper_prefix": "modules.compile",
@@ -95,59 +96,16 @@ _MODULES = {
     "restore_forward": "modules.autocast_forward",
     "unwrap_compiled": "modules.compile",
 }
-__all__ = [
-    "AccumulationError",
-    "AccumulationWindow",
-    "AutoValue",
-    "Backend",
-    "BackendContract",
-    "BackendNotInstalledError",
-    "BackendRegistry",
-    "BatchMismatchError",
-    "DDPBackend",
-    "DDPSettings",
-    "DeepSpeedBackend",
-    "DeepSpeedSettings",
-    "DriftedReplicasError",
-    "EngineConfigError",
-    "FSDPBackend",
-    "FSDPSettings",
-    "NonFiniteGradientError",
-    "OptimizerStateError",
-    "PairingError",
-    "Prepared",
-    "PreparedOptimizer",
-    "PreparedScheduler",
-    "ReplacedParameterError",
-    "ReplicatesWeights",
-    "Scheduler",
-    "SchedulerError",
-    "SecondDerivativeError",
-    "SingleBackend",
-    "StepResult",
-    "UnknownBackendError",
-    "UnreducedGradientError",
-    "UnshardedParameterError",
-    "full_model",
-    "full_state_dict",
-    "full_tensor",
-    "iter_full_tensors",
-    "load_full_state_dict",
-    "register_backend",
-    "restore_forward",
-    "strip_wrapper_prefix",
-    "tied_weights",
-    "unwrap_compiled",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_backends.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_backends' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_backends.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_backends' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

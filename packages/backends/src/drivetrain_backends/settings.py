@@ -12,43 +12,51 @@ class DDPSettings:
     reduce: Literal["overlap", "at_close"] | None = field(
         default=None,
         metadata={
-            "help": "when gradients are averaged: overlap, while backward runs, what comes around it at the close; "
-            "at_close, all at once when the window closes, whatever the order of calls; overlap if not said"
+            "help": "When gradients are averaged: overlap averages them while backward runs, at_close all at "
+            "once when the window closes, independent of the order of calls; unset: overlap."
         },
     )
     find_unused_parameters: bool = field(
         default=False,
-        metadata={"help": "search each forward for parameters that get no gradient (costs time)"},
+        metadata={"help": "Whether to search each forward for parameters that get no gradient; slower."},
     )
     static_graph: bool = field(
         default=False,
-        metadata={"help": "the same parameters are used in every step; lets DDP optimise for it"},
+        metadata={"help": "Whether every step uses the same parameters, which lets DDP optimise for it."},
     )
     gradient_as_bucket_view: bool = field(
-        default=True, metadata={"help": "gradients live in the communication buckets; saves a copy of them"}
+        default=True,
+        metadata={
+            "help": "Whether gradients are views of the communication buckets, which saves a copy of them."
+        },
     )
-    bucket_size_mb: float = field(default=25.0, metadata={"help": "size of a communication bucket in MB"})
+    bucket_size_mb: float = field(default=25.0, metadata={"help": "Size of a communication bucket in MB."})
     broadcast_buffers: bool = field(
         default=True,
-        metadata={"help": "rank 0's buffers (batch norm statistics) reach all ranks at each forward"},
+        metadata={
+            "help": "Whether rank 0's buffers (batch norm statistics) are broadcast to all ranks at each "
+            "forward."
+        },
     )
     sync_batch_norm: bool = field(
         default=False,
         metadata={
-            "help": "batch normalisation over the batches of all ranks, by torch's SyncBatchNorm (GPU only)"
+            "help": "Whether to normalise over the batches of all ranks, by torch's SyncBatchNorm (GPU only)."
         },
     )
     communication_hook: Literal["none", "fp16", "bf16", "power_sgd"] = field(
-        default="none", metadata={"help": "compress gradients while they travel"}
+        default="none", metadata={"help": "Compression of gradients during communication."}
     )
-    power_sgd_rank: int = field(default=1, metadata={"help": "rank of PowerSGD's approximation"})
+    power_sgd_rank: int = field(default=1, metadata={"help": "Rank of PowerSGD's approximation."})
     power_sgd_start_step: int = field(
-        default=1000, metadata={"help": "optimizer steps with plain all-reduce before PowerSGD begins"}
+        default=1000,
+        metadata={"help": "Number of optimizer steps with plain all-reduce before PowerSGD begins."},
     )
     check_drift_every: int | None = field(
         default=None,
         metadata={
-            "help": "compare the replicas' weights every so many optimizer steps; at saves alone if not said"
+            "help": "Interval in optimizer steps at which the replicas' weights are compared; unset: only at "
+            "saves."
         },
     )
 
@@ -93,75 +101,79 @@ class FSDPSettings:
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = field(
         default=None,
         metadata={
-            "help": "full_shard gathers parameters for forward and again for backward, shard_grad_op keeps them in "
-            "between, hybrid_shard shards within groups of ranks and replicates over them, no_shard replicates; "
-            "full_shard if not said"
+            "help": "full_shard gathers parameters for forward and again for backward, shard_grad_op keeps "
+            "them in between, hybrid_shard shards within groups of ranks and replicates across "
+            "groups, no_shard replicates; unset: full_shard."
         },
     )
     shard_size: int | None = field(
         default=None,
-        metadata={"help": "ranks that share a copy (hybrid_shard); the ranks of a node if not said"},
+        metadata={"help": "Number of ranks in a sharding group of hybrid_shard; unset: the ranks of a node."},
     )
     wrap: tuple[str, ...] | None = field(
         default=None,
         metadata={
-            "help": "class names of the modules that are gathered one at a time, such as LlamaDecoderLayer"
+            "help": "Class names of the modules that are gathered one at a time, such as LlamaDecoderLayer."
         },
     )
     min_num_params: int | None = field(
-        default=None, metadata={"help": "modules of at least so many parameters are gathered one at a time"}
+        default=None,
+        metadata={"help": "Minimum number of parameters of the modules that are gathered one at a time."},
     )
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "dtype of forward and backward; the run's precision if not said"}
+        default=None, metadata={"help": "Dtype of forward and backward; unset: the run's precision."}
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "dtype in which gradients are reduced; fp32 if not said"}
+        default=None, metadata={"help": "Dtype in which gradients are reduced; unset: fp32."}
     )
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "dtype that the model's outputs are cast to; as computed if not said"}
+        default=None, metadata={"help": "Dtype to cast the model's outputs to; unset: as computed."}
     )
     upcast: bool | None = field(
         default=None,
         metadata={
-            "help": "keep trainable parameters in fp32 where the model comes in half precision; so it is under fp16 "
-            "and bf16 if not said"
+            "help": "Whether to keep trainable parameters in fp32 where the model is given in half precision; "
+            "unset: under fp16 and bf16."
         },
     )
     broadcast_buffers: bool = field(
         default=True,
         metadata={
-            "help": "rank 0's buffers (batch norm statistics) reach all ranks at each step that finds one changed"
+            "help": "Whether rank 0's buffers (batch norm statistics) are broadcast to all ranks at each step "
+            "that finds one changed."
         },
     )
     check_optimizers: bool = field(
         default=True,
         metadata={
-            "help": "try optimizers that are not known to go element by element on tiny shards at prepare, and "
-            "refuse those that step otherwise there"
+            "help": "Whether prepare tries optimizers that are not known to be element-wise on tiny shards, "
+            "and refuses those whose steps differ."
         },
     )
     offload: bool = field(
         default=False,
-        metadata={"help": "keep shards, gradients and optimizer states on the CPU between uses"},
+        metadata={"help": "Whether to keep shards, gradients and optimizer states on the CPU between uses."},
     )
     pin_memory: bool | None = field(
-        default=None, metadata={"help": "offload to pinned memory; with an accelerator if not said"}
+        default=None, metadata={"help": "Whether to offload to pinned memory; unset: with an accelerator."}
     )
     prefetch: int | None = field(
         default=None,
         metadata={
-            "help": "blocks gathered ahead, in forward and backward; as torch does by itself if not said"
+            "help": "Number of blocks to gather ahead in forward and backward; unset: torch's default."
         },
     )
     activation_checkpointing: Literal["none", "full", "selective"] = field(
         default="none",
         metadata={
-            "help": "compute activations again in backward: full for each block, selective all but matrix products "
-            "and attention"
+            "help": "Recomputation of activations in backward: full for each block, selective for all but "
+            "matrix products and attention."
         },
     )
-    compile_regions: bool = field(default=False, metadata={"help": "torch.compile each block on its own"})
-    compile_backend: str = field(default="inductor", metadata={"help": "the backend of torch.compile"})
+    compile_regions: bool = field(
+        default=False, metadata={"help": "Whether to compile each block separately with torch.compile."}
+    )
+    compile_backend: str = field(default="inductor", metadata={"help": "Backend of torch.compile."})
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -194,53 +206,57 @@ class DeepSpeedSettings:
     config: dict[str, Any] | Path | None = field(
         default=None,
         metadata={
-            "help": 'a DeepSpeed configuration, as a JSON file or a mapping; its "auto" values are filled in'
+            "help": "DeepSpeed configuration, as a JSON file or a mapping; the run fills in values of 'auto'."
         },
     )
     stage: Literal[0, 1, 2, 3] | None = field(
         default=None,
         metadata={
-            "help": "what ZeRO partitions: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters; 2 if "
-            "not said"
+            "help": "Parts of the training state that ZeRO partitions: 0 none, 1 optimizer states, 2 also "
+            "gradients, 3 also parameters; unset: 2."
         },
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] | None = field(
-        default=None, metadata={"help": "where optimizer states and master weights are kept (stages 1 to 3)"}
+        default=None, metadata={"help": "Location of optimizer states and master weights (stages 1 to 3)."}
     )
     offload_param: Literal["none", "cpu", "nvme"] | None = field(
-        default=None, metadata={"help": "where parameters are kept between their uses (stage 3)"}
+        default=None, metadata={"help": "Location of parameters between their uses (stage 3)."}
     )
     nvme_path: Path | None = field(
-        default=None, metadata={"help": "folder on a fast local disk, for offloading to nvme"}
+        default=None, metadata={"help": "Folder on a fast local disk, for offloading to nvme."}
     )
     reduce_bucket_size: int | None = field(
         default=None,
-        metadata={"help": "gradient elements reduced at a time; the model's own number if fewer"},
+        metadata={
+            "help": "Number of gradient elements to reduce at a time; the model's own number if that is "
+            "smaller."
+        },
     )
     allgather_bucket_size: int | None = field(
-        default=None, metadata={"help": "parameter elements gathered at a time (stages 1 and 2)"}
+        default=None, metadata={"help": "Number of parameter elements to gather at a time (stages 1 and 2)."}
     )
     overlap_comm: bool | None = field(
         default=None,
-        metadata={"help": "reduce gradients while backward goes on; on if not said, in stage 3 only"},
+        metadata={"help": "Whether to reduce gradients while backward continues; unset: in stage 3 only."},
     )
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "dtype in which gradients are added up; fp32 if not said"}
+        default=None, metadata={"help": "Dtype in which gradients are accumulated; unset: fp32."}
     )
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "dtype in which gradients are reduced over ranks; fp32 if not said"}
+        default=None, metadata={"help": "Dtype in which gradients are reduced over ranks; unset: fp32."}
     )
     activation_checkpointing: Literal["none", "full", "selective"] = field(
         default="none",
         metadata={
-            "help": "compute activations again in backward: full for each block, selective all but matrix products "
-            "and attention"
+            "help": "Recomputation of activations in backward: full for each block, selective for all but "
+            "matrix products and attention."
         },
     )
     blocks: tuple[str, ...] | None = field(
         default=None,
         metadata={
-            "help": "class names of those blocks; if not said, as the model says, or the items of its lists"
+            "help": "Class names of these blocks; unset: those that the model names, or the items of its "
+            "module lists."
         },
     )
 

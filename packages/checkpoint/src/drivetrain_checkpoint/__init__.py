@@ -96,59 +96,16 @@ _MODULES = {
     "write_export": "export.writer",
     "write_tensor_file": "export.writer",
 }
-__all__ = [
-    "RESUME_EXIT_CODE",
-    "AccelerateState",
-    "ChangedWhileCopiedError",
-    "CheckpointInfo",
-    "CheckpointLockedError",
-    "CheckpointSettings",
-    "Checkpointer",
-    "CorruptCheckpointError",
-    "CorruptRange",
-    "ExportMatch",
-    "ExportPlan",
-    "ExportedTensors",
-    "FlatShard",
-    "FolderNotSharedError",
-    "ForeignStateError",
-    "IncompatibleNames",
-    "LoadResult",
-    "LoadedFlatShard",
-    "Manifest",
-    "NoCheckpointError",
-    "OtherRankFailedError",
-    "PickleNotAllowedError",
-    "Replicated",
-    "SaveReason",
-    "SaveSchedule",
-    "StateError",
-    "StateTree",
-    "TensorInfo",
-    "find_accelerate_state",
-    "find_checkpoints",
-    "load_model",
-    "match_export",
-    "merge_shards",
-    "open_export",
-    "plan_export",
-    "read_accelerate_state",
-    "read_manifest",
-    "save_model",
-    "tied_names",
-    "verify_checkpoint",
-    "write_export",
-    "write_tensor_file",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_checkpoint.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_checkpoint' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_checkpoint.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_checkpoint' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

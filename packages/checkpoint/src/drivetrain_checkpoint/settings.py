@@ -15,33 +15,33 @@ class CheckpointSettings:
     directory: str | Path | None = field(
         default=None,
         metadata={
-            "help": "Folder of the checkpoints, seen by every host, or a URL such as s3://bucket/run; by default "
-            "below the project's folder."
+            "help": "Folder of the checkpoints, visible to every host, or a URL such as s3://bucket/run; "
+            "unset: below the project's folder."
         },
     )
     storage_options: Mapping[str, Any] | None = field(
         default=None,
         repr=False,  # may hold credentials
         metadata={
-            "help": "Options of the URL's file system, such as endpoint_url; by default what it finds by itself.",
+            "help": "Options of the URL's file system, such as endpoint_url; unset: its own defaults.",
             "secret": True,
         },
     )
     keep_last: int | None = field(
         default=None,
-        metadata={"help": "Number of checkpoints to keep, the newest ones; by default all."},
+        metadata={"help": "Number of newest checkpoints to keep; unset: all."},
     )
     keep_every: int | None = field(
         default=None,
-        metadata={"help": "Keep those of every so many steps too, such as 10000."},
+        metadata={"help": "Interval in steps of checkpoints to keep in addition, such as 10000."},
     )
     keep_best: int = field(
         default=0,
-        metadata={"help": "Number of checkpoints to keep besides, the best ones by best_metric."},
+        metadata={"help": "Number of best checkpoints by best_metric to keep in addition."},
     )
     best_metric: str | None = field(
         default=None,
-        metadata={"help": "Which of the metrics given with a save tells the best."},
+        metadata={"help": "Name of the metric, among those given to a save, that rates checkpoints."},
     )
     best_mode: Literal["min", "max"] = field(
         default="min",
@@ -49,43 +49,43 @@ class CheckpointSettings:
     )
     save_every_steps: int | None = field(
         default=None,
-        metadata={"help": "save_if_due() saves after every so many optimizer steps."},
+        metadata={"help": "Number of optimizer steps after which save_if_due() saves."},
     )
     save_every_minutes: float | None = field(
         default=None,
-        metadata={"help": "save_if_due() saves when the last save was so many minutes ago."},
+        metadata={"help": "Minutes since the last save after which save_if_due() saves."},
     )
     save_on_signals: tuple[str, ...] = field(
         default=("SIGTERM", "SIGUSR1"),
         metadata={
-            "help": "On these signals save_if_due() saves and ends the program with exit code 75: start it again."
+            "help": "Signals on which save_if_due() saves and ends the program with exit code 75, which "
+            "requests a restart."
         },
     )
     background: bool = field(
         default=False,
         metadata={
-            "help": "Whether training goes on while a checkpoint is written, from a copy in the host's memory."
+            "help": "Whether training continues while a checkpoint is written from a copy in host memory."
         },
     )
     staging: Staging = field(
         default="copy",
         metadata={
-            "help": "When a save in the background copies weights and optimizer states: before training goes on, or "
-            "while it does, until the next optimizer step, which alone may change them then."
+            "help": "When a background save copies weights and optimizer states: copy before training "
+            "continues, overlap while it continues, until the next optimizer step, which alone "
+            "changes them."
         },
     )
     allow_pickle: bool = field(
         default=False,
         metadata={
-            "help": "Whether objects of any kind may be saved, as pickles, and loaded, which runs code of whoever "
-            "saved them."
+            "help": "Whether objects of any kind may be saved as pickles, and loaded, which runs code of "
+            "whoever saved them."
         },
     )
     stall_seconds: float = field(
         default=600.0,
-        metadata={
-            "help": "Seconds without a byte written by any rank after which a save in the background is given up."
-        },
+        metadata={"help": "Seconds without a byte written by any rank after which a background save fails."},
     )
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from drivetrain_config.schema import questions as questions
     from drivetrain_config.source import Source as Source
 
+# Public name -> the module that defines it.
 _MODULES = {
     "Command": "registry",
     "ConfigError": "errors",
@@ -45,34 +46,16 @@ _MODULES = {
     "section_names": "registry",
     "sections": "registry",
 }
-__all__ = [
-    "Command",
-    "ConfigError",
-    "Flag",
-    "Layers",
-    "Prompt",
-    "RankEnvironment",
-    "Resolved",
-    "SettingConflict",
-    "Source",
-    "commands",
-    "flags",
-    "json_schema",
-    "markdown_table",
-    "questions",
-    "resolve",
-    "section_names",
-    "sections",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_config.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_config' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_config.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_config' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -224,7 +224,7 @@ def _handed_down(row: Mapping[str, Any]) -> Entry:
     values = read_file(path).data.get(row["section"]) or {}
     if row["field"] not in values:
         raise ConfigError(
-            f"{path}: {row['section']}.{row['field']} was there when the run was launched, and is gone; secrets are "
-            "read by each process: put it back, or launch again"
+            f"{path}: {row['section']}.{row['field']} was set when the run was launched, and is no longer set; "
+            "secrets are read by each process: put it back, or launch again"
         )
     return Entry(values[row["field"]], source, secret=True, file=path)

@@ -43,7 +43,7 @@ class SettingConflict:
             return f"{self.field}={self.taken!r} in code overrules {overruled}"
         return (
             f"{self.field}={self.taken!r} from {self.taken_from} overrules {self.overruled!r} in code, which is the "
-            "default and so counts as not said"
+            "default and so counts as not given"
         )
 
 

@@ -71,49 +71,16 @@ _MODULES = {
     "trim": "remainder",
     "trim_objects": "remainder",
 }
-__all__ = [
-    "ORDER_VERSION",
-    "AmbiguousLoaderError",
-    "BatchPlan",
-    "DataSettings",
-    "DataStateError",
-    "DispatchError",
-    "IndexFunction",
-    "IndexRangeError",
-    "InvertibleIndexFunction",
-    "LoaderTracker",
-    "Partition",
-    "Permutation",
-    "PermutationSampler",
-    "ResumedLoaderError",
-    "Shard",
-    "ShardedLoader",
-    "ShardingStrategy",
-    "SkippedBatches",
-    "TrimError",
-    "UnevenPolicy",
-    "UnpreparedLoaderError",
-    "batch_sizes",
-    "check_after_loop",
-    "divides_itself",
-    "holds_rows",
-    "is_loader",
-    "own_seed",
-    "seed_at",
-    "shard_loader",
-    "skip_first_batches",
-    "trim",
-    "trim_objects",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_data.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_data' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_data.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_data' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -14,43 +14,53 @@ class DataSettings:
     even: UnevenPolicy = field(
         default="uneven",
         metadata={
-            "help": "An epoch's tail: spread it unevenly without repeating a sample, pad it with repeats, or drop it."
+            "help": "Handling of an epoch's tail: distribute it unevenly without repeating a sample, pad it "
+            "with repeats, or drop it."
         },
     )
     strategy: ShardingStrategy = field(
         default="interleaved",
         metadata={
-            "help": "Ranks take turns over the whole order, or keep to a block of the data for each rank or node."
+            "help": "Whether ranks take turns over the whole order, or each rank or node reads its own block "
+            "of the data."
         },
     )
     split_batches: bool = field(
         default=False,
-        metadata={"help": "A loader's batch size is the sum over ranks, not the size on each rank."},
+        metadata={
+            "help": "Whether a loader's batch size is the sum over ranks instead of the size on each rank."
+        },
     )
     dispatch: bool | None = field(
         default=None,
         metadata={
-            "help": "One rank reads and hands out the batches; by default for iterable datasets and foreign loaders."
+            "help": "Whether one rank reads and distributes the batches; unset: for iterable datasets and "
+            "loaders of other libraries."
         },
     )
     seed: int | None = field(
         default=None,
         metadata={
-            "help": "Seed of the order of shuffled data and of workers; by default the run's seed, else torch's own."
+            "help": "Seed of the order of shuffled data and of workers; unset: the run's seed, or torch's "
+            "initial seed."
         },
     )
     non_blocking: bool = field(
-        default=True, metadata={"help": "Copy pinned batches to the device without waiting for the copy."}
+        default=True,
+        metadata={"help": "Whether to copy pinned batches to the device without waiting for the copy."},
     )
     copy_ahead: int = field(
         default=1,
         metadata={
-            "help": "Batches copied to an accelerator before the loop asks for them; each takes its memory there."
+            "help": "Number of batches to copy to an accelerator ahead of the loop; each occupies memory "
+            "there."
         },
     )
     read_ahead: bool = field(
         default=False,
-        metadata={"help": "With dispatch, send the next batch while ranks compute on the current one."},
+        metadata={
+            "help": "Whether to send the next batch while ranks compute on the current one, with dispatch."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -100,59 +100,18 @@ _MODULES = {
     "retie_parameters": "drivetrain_weights",
     "trace_offload": "offload.dispatch",
 }
-__all__ = [
-    "Bandwidths",
-    "BitsAndBytes4Bit",
-    "BitsAndBytes8Bit",
-    "BlockCost",
-    "CostError",
-    "DeviceMap",
-    "DeviceMapError",
-    "LoadError",
-    "LoadReport",
-    "OffloadHook",
-    "OffloadStats",
-    "OffloadTrace",
-    "OffloadedError",
-    "OptimizerOffload",
-    "Quantization",
-    "StoredFP8",
-    "TiedParametersError",
-    "TorchAO",
-    "WeightFilesError",
-    "WeightsMismatchError",
-    "apply_layerwise_casting",
-    "compute_module_sizes",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "disk_offload_optimizer",
-    "dispatch_model",
-    "find_tied_parameters",
-    "get_max_memory",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "load_pretrained",
-    "offload_stats",
-    "quantized_sizes",
-    "remove_hooks",
-    "retie_parameters",
-    "trace_offload",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        home = _MODULES[name]
-        module = home if home == "drivetrain_weights" else f"drivetrain_dispatch.{home}"
-        return getattr(import_module(module), name)
-    raise AttributeError(f"module 'drivetrain_dispatch' has no attribute {name!r}")
+            home = _MODULES[name]
+            module = home if home == "drivetrain_weights" else f"drivetrain_dispatch.{home}"
+            return getattr(import_module(module), name)
+        raise AttributeError(f"module 'drivetrain_dispatch' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -117,74 +117,20 @@ _HOMES = {
     "supported_modes": "drivetrain_precision",
     "synchronize_rng_states": "drivetrain_state",
 }
-__all__ = [
-    "Accelerator",
-    "AccumulationError",
-    "BackendRegistry",
-    "BatchMismatchError",
-    "CheckpointHook",
-    "CheckpointSettings",
-    "Checkpointer",
-    "ConfigError",
-    "Context",
-    "DDPSettings",
-    "DataSettings",
-    "EffectivePlan",
-    "JSONLTracker",
-    "Layers",
-    "PairingError",
-    "ParallelDims",
-    "PeakMemory",
-    "PlanMismatchError",
-    "PlanRow",
-    "PrecisionError",
-    "PrecisionSettings",
-    "RunSettings",
-    "Shard",
-    "ShardedLoader",
-    "StateSettings",
-    "Tracker",
-    "UnknownBackendError",
-    "compute_module_sizes",
-    "connect",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "debug_launcher",
-    "disk_offload",
-    "dispatch_model",
-    "find_executable_batch_size",
-    "find_tied_parameters",
-    "free_memory",
-    "get_logger",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "notebook_launcher",
-    "register_backend",
-    "remove_hooks",
-    "resolve",
-    "retie_parameters",
-    "set_seed",
-    "shard_loader",
-    "skip_first_batches",
-    "supported_modes",
-    "synchronize_rng_states",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_HOMES)
 
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            from importlib import import_module
 
-        return getattr(import_module(_HOMES[name]), name)
-    if not name.startswith("_"):
-        from drivetrain.foreign_names import refuse_import
+            return getattr(import_module(_HOMES[name]), name)
+        if not name.startswith("_"):
+            from drivetrain.foreign_names import refuse_import
 
-        refuse_import(name)
-    raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+            refuse_import(name)
+        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -1,11 +1,11 @@
 """The Accelerator, the one object between a training loop and the hardware it runs on.
 
-It delegates every method to the part that implements it; `compose.py` builds the parts.
+`compose.py` builds its parts. Every method hands its arguments to the part that implements it; methods that belong
+together stand in a base class each.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, Self
@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from drivetrain import metrics
 from drivetrain.accumulate import MicroBatch
 from drivetrain.choose_trackers import LogWith, split_log_with
-from drivetrain.compose import compose, read_layers, sections_in_code
-from drivetrain.effective import plan_of, show_plan, store_plan
+from drivetrain.compose import compose
 from drivetrain.exports import Exports
 from drivetrain.foreign_names import ForeignNames, refuse_arguments
-from drivetrain.loaders import shard
-from drivetrain.plan import EffectivePlan
-from drivetrain.prepare import PreparedModels, prepare_objects
+from drivetrain.parts import Parts
+from drivetrain.prepare import prepare_objects
 from drivetrain.ranks import Ranks
-from drivetrain.registered import Registered
 from drivetrain.results import Results
 from drivetrain.saving import Saving
-from drivetrain.schedule_length import Schedules, tell_unsharded_lengths
+from drivetrain.schedule_length import Schedules
+from drivetrain.sections import read_layers, sections_in_code
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
 from drivetrain_config import Layers
@@ -94,7 +92,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
             "cpu": cpu,
             "seed": seed,
         }
-        self._parts = compose(
+        parts = compose(
             run=said,
             sections=sections_in_code(data, sections),
             parallelism=parallelism,
@@ -103,23 +101,17 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
             layers=read_layers(config),
             trackers=trackers,
         )
-        super().__init__(self._parts.context, self._parts.loaders, self._parts.readers)
-        self._prepared = PreparedModels(self._parts.loaders.mark_stepped)
-        self._loaders: list[ShardedLoader[Any]] = []
-        self._custom = Registered()
-        self._put_off = []
-        self._schedule = None
-        self._hooks = []
-        self._micro_batch = MicroBatch(self._parts.backend.window, self._parts.loaders, self._prepared)
+        super().__init__(parts)
+        self._micro_batch = MicroBatch(parts.backend.window, parts.reading, parts.prepared)
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
 
     def __del__(self) -> None:
-        prepared: PreparedModels | None = getattr(self, "_prepared", None)  # None: the constructor failed
-        if prepared is not None:
-            prepared.untie()
+        parts: Parts | None = getattr(self, "_parts", None)  # None: the constructor failed
+        if parts is not None:
+            parts.prepared.untie()
 
-    # Settings and plan
+    # Settings
 
     @property
     def settings(self) -> RunSettings:
@@ -130,15 +122,6 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
     def mixed_precision(self) -> str:
         """The precision in use, such as "bf16"."""
         return self._parts.policy.mode
-
-    @property
-    def plan(self) -> EffectivePlan:
-        """The current effective plan: the requested and the applied value of each setting, and its source.
-
-        Raises:
-            PlanMismatchError: An applied value differs from the requested one.
-        """
-        return plan_of(self._parts, self._loaders)
 
     # Preparing
 
@@ -158,18 +141,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
             PairingError: An optimizer belongs to no prepared model, or a scheduler to no prepared optimizer.
             PlanMismatchError: A setting could not be applied as requested.
         """
-        results, prepared, loaders = prepare_objects(objects, self._parts.backend, self._shard)
-        self._prepared.add(prepared, results)
-        self._loaders.extend(loaders)
-        pairs = [
-            (old, new) for old, new in zip(objects, results, strict=True) if isinstance(new, ShardedLoader)
-        ]
-        tell_unsharded_lengths(self._prepared.schedulers, pairs, self._parts)
-        plan = self.plan
-        if self.is_main_process:
-            store_plan(plan, self.settings)
-            if prepared:
-                show_plan(plan, self.settings)
+        results = prepare_objects(objects, self._parts)
         return results[0] if len(results) == 1 else tuple(results)
 
     def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:
@@ -181,7 +153,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
             keep_autocast: Whether its forward computes in the run's precision. If false, the result is a shallow copy
                 of the user's own class on the same parameters; the model in training is unchanged.
         """
-        return self._prepared.unwrap(model, keep_autocast=keep_autocast)
+        return self._parts.prepared.unwrap(model, keep_autocast=keep_autocast)
 
     def gathered(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
         """Run the block with a model's full parameters on every rank, also under a backend that shards them.
@@ -194,8 +166,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
                 write is undefined.
         """
         if write:
-            self._wait_for_copies()
-        return self._prepared.of(model).gathered(write=write)
+            self._parts.checkpointers.wait_for_copies()
+        return self._parts.prepared.of(model).gathered(write=write)
 
     def get_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Return a model's full weights and buffers on the CPU, as one process would have. Called on all ranks.
@@ -204,7 +176,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
             model: A prepared model.
             everywhere: Whether all ranks get the state; otherwise all but the main process get an empty dict.
         """
-        return full_model(self._prepared.of(model), self.context, everywhere=everywhere)
+        return full_model(self._parts.prepared.of(model), self.context, everywhere=everywhere)
 
     def building(self) -> AbstractContextManager[None]:
         """Run the block so that models are constructed as the backend requires, directly on its device."""
@@ -229,8 +201,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         micro_batch = self._micro_batch
         if micro_batch.is_open:
             raise AccumulationError("accumulate() inside accumulate(): one micro-batch is open already")
-        if self._put_off:
-            self._save_what_was_put_off()
+        if self._deferred:
+            self._save_deferred()
         micro_batch.models, micro_batch.last = models, last
         return micro_batch
 
@@ -257,7 +229,9 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
     def no_sync(self, *models: nn.Module) -> Generator[None]:
         """Run the block without reducing the gradients of the models (all by default), as DDP's `no_sync` does."""
         with ExitStack() as stack:
-            for prepared in [self._prepared.of(model) for model in models] or self._prepared.all:
+            for prepared in [
+                self._parts.prepared.of(model) for model in models
+            ] or self._parts.prepared.models:
                 stack.enter_context(prepared.no_sync())
             yield
 
@@ -288,19 +262,21 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         parts = self._parts
         if not self._micro_batch.is_open:
             parts.backend.window.begin_alone()
-        batch = parts.loaders.plan(loader)
+        batch = parts.reading.plan(loader)
         if batch is not None and not batch.even:
             loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
         if model is None:
             parts.backend.backward(loss, count=count)
         else:
             owners = model if isinstance(model, Sequence) else [model]
-            parts.backend.backward_of([self._prepared.of(one) for one in owners], loss, count=count)
+            parts.backend.backward_of([parts.prepared.of(one) for one in owners], loss, count=count)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if an optimizer's last step was skipped because a gradient was not finite (fp16, or as requested)."""
-        return any(optimizer.was_skipped for one in self._prepared.all for optimizer in one.optimizers)
+        return any(
+            optimizer.was_skipped for one in self._parts.prepared.models for optimizer in one.optimizers
+        )
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -311,12 +287,12 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
             The norm before clipping, shape (); None while the window is open.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return self._prepared.holding(chosen).clip(chosen, norm=max_norm, norm_type=norm_type)
+        return self._parts.prepared.holding(chosen).clip(chosen, norm=max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient element to [-clip_value, clip_value] once the window is closed. Called on all ranks."""
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._prepared.holding(chosen).clip(chosen, value=clip_value)
+        self._parts.prepared.holding(chosen).clip(chosen, value=clip_value)
 
     def autocast(self, *, enabled: bool = True) -> AbstractContextManager[object]:
         """Run the block in the run's precision, as prepared models do by themselves."""
@@ -346,10 +322,10 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
             stack.callback(self._parts.context.close)
             stack.callback(self._parts.backend.close)
             stack.callback(self._parts.trackers.finish)
-            stack.callback(self._close_checkpointers)
-            stack.callback(self._tell_unreached)
-            stack.callback(self._forget_what_was_put_off)
-            stack.callback(self._save_what_was_put_off)
+            stack.callback(self._parts.checkpointers.close)
+            stack.callback(self._end_schedules)
+            stack.callback(self._drop_deferred)
+            stack.callback(self._save_deferred)
 
     def __enter__(self) -> Self:
         return self
@@ -358,26 +334,18 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:  # the other ranks may not reach this point
-            self._forget_what_was_put_off()
-            self._ends_early = True
+            self._drop_deferred()
+            self._end_schedules(by_error=True)
         self.end_training()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects, release cached memory, and return a None for each argument."""
-        self._wait_for_copies()
+        self._parts.checkpointers.wait_for_copies()
         self._parts.backend.close()
-        self._prepared.clear()
-        self._loaders = []
+        self._parts.prepared.clear()
         free_memory()
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> list[None]:
         """Free memory as `free_memory` does."""
         return self.free_memory(*objects)
-
-    # Internals
-
-    def _shard(self, loader: Any, place: int) -> ShardedLoader[Any]:
-        # Not a bound method: a loader that held this object would form a reference cycle with it.
-        on_batch = partial(self.context.watch.mark, "batch")
-        return shard(loader, self._parts, place=len(self._loaders) + place, on_batch=on_batch)

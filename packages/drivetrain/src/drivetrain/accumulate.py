@@ -6,7 +6,7 @@ from types import TracebackType
 
 from torch import nn
 
-from drivetrain.prepare import PreparedModels
+from drivetrain.prepared import PreparedObjects
 from drivetrain_backends import AccumulationWindow
 from drivetrain_data import BatchPlan, LoaderTracker
 
@@ -18,8 +18,8 @@ class MicroBatch:
 
     Args:
         window: The accumulation window of the micro-batches.
-        loaders: The loaders being read; the last batch of a loader closes the window early.
-        prepared: The prepared models.
+        reading: The loaders being read; the last batch of a loader closes the window early.
+        prepared: The prepared objects.
 
     Attributes:
         models: The models whose gradients are not reduced in an open window, all if empty; set before entry.
@@ -28,14 +28,14 @@ class MicroBatch:
         is_open: Whether the loop is inside the context.
     """
 
-    __slots__ = ("_ended", "_held", "_loaders", "_prepared", "_window", "is_open", "last", "models")
+    __slots__ = ("_ended", "_held", "_prepared", "_reading", "_window", "is_open", "last", "models")
 
-    def __init__(self, window: AccumulationWindow, loaders: LoaderTracker, prepared: PreparedModels) -> None:
+    def __init__(self, window: AccumulationWindow, reading: LoaderTracker, prepared: PreparedObjects) -> None:
         self.models: Sequence[nn.Module] = ()
         self.last: bool | None = None
         self.is_open = False
         self._window = window
-        self._loaders = loaders
+        self._reading = reading
         self._prepared = prepared
         self._held: ExitStack | None = None
         self._ended: BatchPlan | None = (
@@ -43,7 +43,7 @@ class MicroBatch:
         )
 
     def __enter__(self) -> None:
-        ending = self._loaders.ending
+        ending = self._reading.ending
         ends = ending is not None and ending is not self._ended
         if self._window.next_num_micro_batches > 1:
             self._look_at_rates()
@@ -73,7 +73,7 @@ class MicroBatch:
                 optimizer.check_window()
 
     def _hold(self) -> None:
-        chosen = [self._prepared.of(model) for model in self.models] if self.models else self._prepared.all
+        chosen = [self._prepared.of(model) for model in self.models] if self.models else self._prepared.models
         self._held = ExitStack()
         for prepared in chosen:
             self._held.enter_context(prepared.no_sync())

@@ -4,32 +4,32 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.compose import Parts, automatic_backend
+from drivetrain.parts import Parts
 from drivetrain.plan import EffectivePlan, make_plan
 from drivetrain.plan_summary import summarize
-from drivetrain.settings import RunSettings
+from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain_data import ShardedLoader
 
 _PRECISIONS = {"no": "the model's own precision"}
 
 
-def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePlan:
+def plan_of(parts: Parts) -> EffectivePlan:
     """Read back the values in force and compare them with the requested ones.
 
     Raises:
         PlanMismatchError: A value in force differs from the requested one.
     """
-    topology = parts.context.topology
+    topology, loaders = parts.context.topology, parts.prepared.loaders
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
     facts = {
         "processes": f"{topology.world_size} on {nodes}",
         "device": str(parts.context.device),
         "backend": type(parts.backend).__name__,
         "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
-        **_data(parts, loaders),
+        **_data(parts),
         **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),
         **parts.facts,
     }
@@ -37,22 +37,22 @@ def plan_of(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> EffectivePla
     details |= {f"data seed {i}": f"{loader.seed}: {loader.seed_source}" for i, loader in enumerate(loaders)}
     return make_plan(
         parts.resolved,
-        _read_back(parts, loaders),
-        reasons=_reasons(parts, loaders),
+        _read_back(parts),
+        reasons=_reasons(parts),
         facts=facts,
         details=details,
     )
 
 
-def _reasons(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, str]:
+def _reasons(parts: Parts) -> dict[str, str]:
     """Return the reasons why the applied value of a setting may differ from the requested one."""
     world_size = parts.context.topology.world_size
     reasons = {
         "state.deterministic": "switched on in torch by the program",
         "run.gradient_accumulation_steps": "set by the program since",
-        "run.log_with": "all trackers that installed packages bring",
+        "run.log_with": "all trackers of the installed packages",
     }
-    if loaders:
+    if loaders := parts.prepared.loaders:
         reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"
     if parts.settings.backend == "auto":
         reasons["run.backend"] = "one process" if world_size == 1 else f"{world_size} processes"
@@ -63,7 +63,7 @@ def _reasons(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, s
     return reasons
 
 
-def _read_back(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, Mapping[str, object]]:
+def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
     """Return the values in force by section and field, as far as live objects expose them."""
     by_backend = parts.backend.applied()
     run: dict[str, object] = {}
@@ -77,15 +77,18 @@ def _read_back(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str,
     }
     if parts.backend.settings_section is not None:
         sections[parts.backend.settings_section] = by_backend
-    if loaders:
+    if loaders := parts.prepared.loaders:
         sections["data"] = {"seed": loaders[0].seed}
     return sections
 
 
-def _data(parts: Parts, loaders: Sequence[ShardedLoader[Any]]) -> dict[str, str]:
+def _data(parts: Parts) -> dict[str, str]:
     """Return a short description of each loader's batches and order."""
     steps = parts.backend.window.next_num_micro_batches
-    return {f"data {i}": f"{_batches(loader, steps)}; {_order(loader)}" for i, loader in enumerate(loaders)}
+    return {
+        f"data {i}": f"{_batches(loader, steps)}; {_order(loader)}"
+        for i, loader in enumerate(parts.prepared.loaders)
+    }
 
 
 def _batches(loader: ShardedLoader[Any], num_micro_batches: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from drivetrain.adapters import has_adapters, save_adapters
-from drivetrain.prepare import PreparedModels
+from drivetrain.parts import HasParts
 from drivetrain_backends import (
     Prepared,
     full_tensor,
@@ -31,11 +31,8 @@ from drivetrain_checkpoint.coordination.collective_errors import on_all_ranks, o
 from drivetrain_state import Context
 
 
-class Exports:
+class Exports(HasParts):
     """The part of an Accelerator that writes and reads models in the format of Hugging Face's libraries."""
-
-    context: Context
-    _prepared: PreparedModels
 
     def save_model(
         self,
@@ -68,7 +65,7 @@ class Exports:
                 is false, which would write names that no reader knows.
             RuntimeError: Another rank failed; the message holds its error. An earlier export is unchanged.
         """
-        prepared = self._prepared.of(model)
+        prepared = self._parts.prepared.of(model)
         if has_adapters(inner := unwrap_compiled(prepared.unwrap())):
             if not trained_only:
                 raise ValueError(
@@ -108,12 +105,8 @@ class Exports:
             RuntimeError: Another rank failed; the message holds its error. In all of these cases nothing was
                 loaded.
         """
-        self._wait_for_copies()
-        return load(self._prepared.of(model), self.context, Path(folder), strict=strict)
-
-    def _wait_for_copies(self) -> None:
-        """Wait until weights may change; overridden by `Saving`."""
-        raise NotImplementedError
+        self._parts.checkpointers.wait_for_copies()
+        return load(self._parts.prepared.of(model), self.context, Path(folder), strict=strict)
 
 
 def save(

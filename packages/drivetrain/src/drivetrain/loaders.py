@@ -1,27 +1,26 @@
 """Shard the user's loaders as the data section says, each with a seed that all ranks share."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 
-from drivetrain.compose import Parts
+from drivetrain.parts import Parts
 from drivetrain_data import DataSettings, ShardedLoader, own_seed, seed_at, shard_loader
 from drivetrain_state import broadcast_object
 
 logger = logging.getLogger(__name__)
 
 
-def shard(loader: Any, parts: Parts, *, place: int, on_batch: Callable[[], None]) -> ShardedLoader[Any]:
+def shard(loader: Any, parts: Parts, *, place: int) -> ShardedLoader[Any]:
     """Return this rank's shard of a loader. Called on all ranks.
 
     Args:
         loader: The loader as the user built it.
         parts: The parts of the Accelerator.
         place: The number of loaders that this run prepared before.
-        on_batch: A function called for every batch.
 
     Raises:
         TypeError, ValueError: The object is not a loader, or the settings do not fit it.
@@ -36,8 +35,8 @@ def shard(loader: Any, parts: Parts, *, place: int, on_batch: Callable[[], None]
         num_nodes=parts.context.topology.num_nodes,
         device=parts.context.device,
         group=parts.context.group,
-        activity=parts.loaders,
-        on_batch=on_batch,
+        activity=parts.reading,
+        on_batch=partial(parts.context.watch.mark, "batch"),
         seed_source=seed_source,
         **asked,
     )

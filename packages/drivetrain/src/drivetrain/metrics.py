@@ -1,6 +1,5 @@
 """Weigh losses and gather results in an epoch's tail, from what every rank knows without communication."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -8,10 +7,10 @@ import torch
 from torch import Tensor
 
 from drivetrain.call_site import CallSites
+from drivetrain.parts import Parts
 from drivetrain_data import (
     AmbiguousLoaderError,
     BatchPlan,
-    LoaderTracker,
     ShardedLoader,
     UnpreparedLoaderError,
     check_after_loop,
@@ -19,7 +18,7 @@ from drivetrain_data import (
     trim,
     trim_objects,
 )
-from drivetrain_state import Context, LeafError
+from drivetrain_state import LeafError
 from drivetrain_state.collectives import operations as collectives
 
 
@@ -46,55 +45,43 @@ def weigh(
     return (loss, count) if count is not None else (loss * batch.weight(shard), None)
 
 
-def gather(context: Context, data: Any, reading: LoaderTracker) -> Any:
+def gather(parts: Parts, data: Any) -> Any:
     """Gather over ranks; in an epoch's tail, where sizes may differ, exchange the sizes too."""
     try:
-        plan = reading.plan() or reading.left
+        plan = parts.reading.plan() or parts.reading.left
     except AmbiguousLoaderError:  # two loaders are being read, and one is in its tail: assume the tail
         uneven = True
     else:
         uneven = plan is not None and not plan.equal_sizes
-    return collectives.gather(context, data, uneven=uneven)
+    return collectives.gather(parts.context, data, uneven=uneven)
 
 
 def gather_for_metrics(
-    context: Context,
-    data: Any,
-    reading: LoaderTracker,
-    *,
-    readers: Sequence[int],
-    as_objects: bool,
-    loader: ShardedLoader[Any] | None,
-    sites: CallSites,
+    parts: Parts, data: Any, *, as_objects: bool, loader: ShardedLoader[Any] | None
 ) -> Any:
     """Gather results of the current batch, each sample once and in the dataset's order.
 
     Args:
-        context: The context of this process.
+        parts: The parts of the Accelerator.
         data: Nested tensors, or objects.
-        reading: The loaders being read.
-        readers: For each shard, in order, the rank whose data is taken: one of the ranks that share the shard.
         as_objects: Whether to gather a list of objects.
         loader: The loader of the batch, where it is ambiguous.
-        sites: The finder of the loop around the call.
     """
-    if loader is None and context.topology.world_size > 1:
-        _check_prepared(sites, data)
-    plan = reading.plan(loader)
+    plan = parts.reading.plan(loader)
     if loader is None:
-        check_after_loop(reading.left, data)  # also inside an outer loop
+        check_after_loop(parts.reading.left, data)  # also inside an outer loop
     if not as_objects:
         # Data with a leaf that is not a tensor has one on every rank: all ranks gather it as objects.
         with suppress(LeafError):
             # The user may have dropped rows, so that batch sizes do not give their number: always exchange sizes.
-            gathered, rows = collectives.gather_rows(context, data)
-            shared = len(readers) < context.topology.world_size
-            return trim(plan, gathered, rows=rows, readers=readers if shared else None)
-    by_rank = collectives.gather_object(context, data)
-    return trim_objects(plan, [by_rank[rank] for rank in readers])
+            gathered, rows = collectives.gather_rows(parts.context, data)
+            shared = len(parts.readers) < parts.context.topology.world_size
+            return trim(plan, gathered, rows=rows, readers=parts.readers if shared else None)
+    by_rank = collectives.gather_object(parts.context, data)
+    return trim_objects(plan, [by_rank[rank] for rank in parts.readers])
 
 
-def _check_prepared(sites: CallSites, data: Any) -> None:
+def check_prepared(sites: CallSites, data: Any) -> None:
     """Refuse rows computed in a loop over an unprepared loader, where each sample would count once per rank.
 
     Raises:

@@ -142,7 +142,7 @@ def _load_scale(run: RunState, saved: AccelerateState) -> list[str]:
     if own["scaler"] is not None and saved.scaler is not None:
         run.backend.load_state_dict({**own, "scaler": saved.scaler})
     elif own["scaler"] is not None:
-        return ["that run did not scale its loss: the scale starts anew"]
+        return ["that run did not scale its loss: the scale starts at its initial value"]
     elif saved.scaler is not None:
         return ["scaler.pt: this run does not scale its loss"]
     return []
@@ -173,7 +173,7 @@ def _restore_generators(run: RunState, saved: AccelerateState) -> str:
     if world_size == topology.world_size and all(gather_object(run.context, saved.generators is not None)):
         assert saved.generators is not None
         load_rng_state(saved.generators)
-        return "restored as Accelerate had saved them"
+        return "restored as Accelerate saved them"
     reseed(run.seed, rank=topology.rank, step=run.step)
     return (
         f"saved with world size {world_size}, resumed with {topology.world_size}: reseeded from seed {run.seed}, "

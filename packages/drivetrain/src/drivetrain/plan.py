@@ -76,7 +76,7 @@ class EffectivePlan:
             for r in shown
         ]
         widths = [max(len(row[i]) for row in table) for i in range(4)]
-        lines = ["effective plan (what is not listed stands at its default)"]
+        lines = ["effective plan (settings not listed have their defaults)"]
         told = {**self.facts, **{f"{name}, in detail": value for name, value in self.details.items()}}
         lines += [f"  {name}: {_short(value)}" for name, value in told.items()]
         lines += [
@@ -125,7 +125,7 @@ def make_plan(
             f"{row.setting}: asked {row.asked!r} ({row.source}), applied {row.applied!r}" for row in odd
         )
         raise PlanMismatchError(
-            f"what was asked is not what is applied: {listed}. Ask for what is possible instead"
+            f"applied values differ from the requested ones: {listed}. Request values that can be applied"
         )
     return EffectivePlan(rows=tuple(rows), facts=facts, details=details or {})
 

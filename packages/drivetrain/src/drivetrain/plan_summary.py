@@ -34,7 +34,7 @@ def summarize(plan: EffectivePlan, *, whole: str) -> str:
             lines += _entry("data" if name == "data 0" and "data 1" not in facts else name, str(fact))
     asked = {row.setting: row for row in plan.rows if row.source != "default"}
     items = [item.replace(" ", _UNBROKEN) for item in _asked(asked)]
-    lines += _entry("asked", ", ".join(items) or "nothing: all stands at its default")
+    lines += _entry("asked", ", ".join(items) or "nothing: every setting has its default")
     lines += _chosen([row for row in plan.rows if row.reason and row.applied != row.asked])
     return "\n".join([*lines, *_entry("whole plan", whole)])
 

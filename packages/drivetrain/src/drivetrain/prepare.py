@@ -1,22 +1,18 @@
 """Sort the arguments of `prepare` by kind, prepare each kind, and return the results in order."""
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain_backends import (
-    Backend,
-    Prepared,
-    PreparedOptimizer,
-    PreparedScheduler,
-    Scheduler,
-    unwrap_compiled,
-)
+from drivetrain.effective import plan_of, show_plan, store_plan
+from drivetrain.loaders import shard
+from drivetrain.parts import Parts
+from drivetrain.schedule_length import tell_unsharded_lengths
+from drivetrain_backends import PreparedOptimizer, PreparedScheduler, Scheduler
 from drivetrain_data import ShardedLoader, is_loader
 
 
@@ -47,32 +43,38 @@ def sort_objects(objects: Sequence[object]) -> Sorted:
     return found
 
 
-def prepare_objects(
-    objects: Sequence[object], backend: Backend, shard: Callable[[Any, int], ShardedLoader[Any]]
-) -> tuple[list[object], tuple[Prepared, ...], list[ShardedLoader[Any]]]:
-    """Prepare objects and return the results in the order of the originals.
+def prepare_objects(objects: Sequence[object], parts: Parts) -> list[object]:
+    """Prepare objects, and show and store the plan that results. Called on all ranks.
 
     Args:
         objects: Models, optimizers, schedulers and loaders, in any order.
-        backend: The backend that prepares models together with their optimizers and schedulers.
-        shard: A function that prepares a loader, given its index among the loaders.
+        parts: The parts of the Accelerator; the prepared objects are added to them.
 
     Returns:
-        The prepared objects in the order given, the models with their optimizers and schedulers, and the loaders.
+        The prepared objects in the order given.
     """
     found = sort_objects(objects)
     # Loaders first: they cannot fail half-way, and a bad one must not leave models changed.
-    loaders = [shard(loader, place) for place, loader in enumerate(found.loaders)]
+    first = len(parts.prepared.loaders)
+    loaders = [shard(loader, parts, place=first + i) for i, loader in enumerate(found.loaders)]
     sizes = {loader.batch_size for loader in loaders}
     if len(sizes) == 1:
-        backend.window.micro_batch_size = sizes.pop()
-    prepared = backend.prepare(found.models, found.optimizers, found.schedulers)
+        parts.backend.window.micro_batch_size = sizes.pop()
+    models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
     replaced: dict[int, object] = {id(old): new for old, new in zip(found.loaders, loaders, strict=True)}
-    for one in prepared:
+    for one in models:
         replaced[id(one.unwrap())] = one.model
         replaced |= {id(optimizer.optimizer): optimizer for optimizer in one.optimizers}
         replaced |= {id(scheduler.scheduler): scheduler for scheduler in one.schedulers}
-    return [replaced[id(obj)] for obj in objects], prepared, loaders
+    results = [replaced[id(obj)] for obj in objects]
+    parts.prepared.add(models, results)
+    tell_unsharded_lengths(parts, zip(found.loaders, loaders, strict=True))
+    plan = plan_of(parts)
+    if parts.context.topology.is_main:
+        store_plan(plan, parts.settings)
+        if models:
+            show_plan(plan, parts.settings)
+    return results
 
 
 def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:
@@ -99,104 +101,3 @@ def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:
         "step, state_dict and load_state_dict. Leave other objects out, and register what must be saved with "
         "register_for_checkpointing"
     )
-
-
-class PreparedModels:
-    """The models that an Accelerator has prepared, found by module or by parameters.
-
-    Args:
-        on_step: A function called whenever one of the optimizers ends a window.
-
-    Attributes:
-        all: The prepared models, in the order they were prepared.
-        optimizers: The prepared optimizers, in the order they were given to `prepare`.
-        schedulers: The prepared schedulers, in the order they were given to `prepare`.
-    """
-
-    def __init__(self, on_step: Callable[[], None]) -> None:
-        self.all: list[Prepared] = []
-        self.optimizers: list[PreparedOptimizer] = []
-        self.schedulers: list[PreparedScheduler] = []
-        self._holders: dict[Tensor, Prepared] = {}
-        self._on_step = on_step
-
-    def add(self, prepared: Sequence[Prepared], results: Sequence[object]) -> None:
-        """Add new models, and new optimizers of known models.
-
-        Args:
-            prepared: The models that are new, or that have gained an optimizer or scheduler.
-            results: The results of `prepare`, in its order.
-        """
-        self.optimizers += [one for one in results if isinstance(one, PreparedOptimizer)]
-        self.schedulers += [one for one in results if isinstance(one, PreparedScheduler)]
-        for one in prepared:
-            if one not in self.all:
-                self.all.append(one)
-                for parameter in one.unwrap().parameters():
-                    self._holders.setdefault(parameter, one)
-            for optimizer in one.optimizers:
-                optimizer.on_step = self._on_step
-
-    def clear(self) -> None:
-        """Forget all models, optimizers and schedulers."""
-        self.all.clear()
-        self.optimizers.clear()
-        self.schedulers.clear()
-        self._holders.clear()
-
-    def untie(self) -> None:
-        """Drop the models' references to their optimizers and schedulers, which would form reference cycles.
-
-        Objects that the user still holds keep working: an optimizer needs its model, but not the reverse.
-        """
-        for one in self.all:
-            one.optimizers.clear()
-            one.schedulers.clear()
-
-    def of(self, model: nn.Module) -> Prepared:
-        """Find a model by the module that `prepare` returned, or by the user's own module.
-
-        Raises:
-            TypeError: The argument is not a module.
-            ValueError: The model was not prepared by this Accelerator.
-        """
-        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
-            raise TypeError(
-                f"{model!r} is no model: give what prepare() returned for one, or several in a tuple"
-            )
-        for one in self.all:
-            if any(given in (one.model, one.unwrap()) for given in (model, unwrap_compiled(model))):
-                return one
-        raise ValueError(
-            f"{type(model).__name__} was not prepared by this Accelerator; pass it to prepare() first, and then "
-            "what prepare() returned"
-        )
-
-    def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
-        """Return the user's module; without autocast, a shallow copy of its own class on the same parameters."""
-        inner = model
-        while True:
-            given = (inner, unwrap_compiled(inner))  # the user may have compiled it after prepare()
-            found = next((one.unwrap() for one in self.all if one.model in given), inner)
-            inside = unwrap_compiled(found)
-            wraps = isinstance(inside, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-            inner = inside.module if wraps else found
-            if inner is found:
-                return inner if keep_autocast else copy(inner)
-
-    def holding(self, parameters: Sequence[Tensor]) -> Prepared:
-        """Find the model that parameters belong to, by the first parameter.
-
-        Raises:
-            ValueError: There are no parameters, or they belong to no prepared model.
-        """
-        if len(self.all) == 1:
-            return self.all[0]
-        if parameters and parameters[0] in self._holders:
-            return self._holders[parameters[0]]
-        for one in self.all:  # a gathered model has other parameter objects
-            if parameters and any(parameters[0] is parameter for parameter in one.unwrap().parameters()):
-                return one
-        raise ValueError(
-            f"the {len(parameters)} parameters to clip belong to no prepared model; pass model.parameters() of one"
-        )

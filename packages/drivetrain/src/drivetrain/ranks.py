@@ -1,6 +1,6 @@
 """The rank of a process, and collectives between ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TextIO
 
@@ -8,28 +8,17 @@ import torch
 
 from drivetrain import metrics
 from drivetrain.call_site import CallSites
-from drivetrain_data import LoaderTracker, ShardedLoader
-from drivetrain_state import Context
+from drivetrain.parts import HasParts, Parts
+from drivetrain_data import ShardedLoader
 from drivetrain_state.collectives import control
 from drivetrain_state.collectives import operations as collectives
 
 
-class Ranks:
-    """The part of an Accelerator that needs no model: the functions of drivetrain_state with the context filled in.
+class Ranks(HasParts):
+    """The part of an Accelerator that needs no model: drivetrain_state's functions with the context filled in."""
 
-    Args:
-        context: The ranks, device and process group.
-        reading: The loaders being read; the current one knows its epoch's tail.
-        readers: For each shard of the data, in order, the first of the ranks that read it.
-
-    Attributes:
-        context: The ranks, device and process group.
-    """
-
-    def __init__(self, context: Context, reading: LoaderTracker, readers: Sequence[int]) -> None:
-        self.context = context
-        self._reading = reading
-        self._readers = readers
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
         self._triggered = False
         self._call_sites = CallSites()
 
@@ -79,7 +68,7 @@ class Ranks:
         Args:
             tensor: Nested tensors of equal shapes on all ranks; in an epoch's tail, dimension 0 may differ.
         """
-        return metrics.gather(self.context, tensor, self._reading)
+        return metrics.gather(self._parts, tensor)
 
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, loader: ShardedLoader[Any] | None = None
@@ -100,14 +89,10 @@ class Ranks:
             AmbiguousLoaderError: Two loaders are read side by side, and `loader` is needed to tell them apart.
             CollectiveMismatchError: Sizes beyond dimension 0 differ between ranks.
         """
+        if loader is None and self.use_distributed:
+            metrics.check_prepared(self._call_sites, input_data)
         return metrics.gather_for_metrics(
-            self.context,
-            input_data,
-            self._reading,
-            readers=self._readers,
-            as_objects=use_gather_object,
-            loader=loader,
-            sites=self._call_sites,
+            self._parts, input_data, as_objects=use_gather_object, loader=loader
         )
 
     def set_trigger(self) -> None:

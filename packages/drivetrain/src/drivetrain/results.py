@@ -8,22 +8,24 @@ from typing import Any
 from torch.profiler import ProfilerAction
 from torch.profiler import profile as torch_profile
 
-from drivetrain.compose import Parts
-from drivetrain.effective import store_plan
+from drivetrain.effective import plan_of, store_plan
+from drivetrain.parts import HasParts
 from drivetrain.plan import EffectivePlan
 from drivetrain_memory import profile
 from drivetrain_tracking import Tracker
 
 
-class Results:
-    """The part of an Accelerator that logs and profiles."""
-
-    _parts: Parts
+class Results(HasParts):
+    """The part of an Accelerator that logs and profiles, and tells what was applied."""
 
     @property
     def plan(self) -> EffectivePlan:
-        """The effective plan of the run; overridden by `Accelerator`."""
-        raise NotImplementedError
+        """The current effective plan: the requested and the applied value of each setting, and its source.
+
+        Raises:
+            PlanMismatchError: An applied value differs from the requested one.
+        """
+        return plan_of(self._parts)
 
     @property
     def trackers(self) -> tuple[Tracker, ...]:
@@ -50,7 +52,7 @@ class Results:
             TypeError: A tracker's `start` does not take one of its arguments.
         """
         plan = self.plan
-        if self._parts.context.topology.is_main:
+        if self.context.topology.is_main:
             store_plan(plan, self._parts.settings)
         self._parts.trackers.start(project_name, config, plan=plan.as_dict(), options=init_kwargs)
 
@@ -105,14 +107,14 @@ class Results:
         """
         if not isinstance(directory, Path | str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"profile({type(directory).__name__}): the first argument is a folder; what to note is said by name, "
-                "profile(record_shapes=True, profile_memory=True, with_stack=True, with_flops=True, schedule=...)"
+                f"profile({type(directory).__name__}): the first argument is a folder; select what to record by "
+                "name, such as profile(record_shapes=True, profile_memory=True, with_stack=True, schedule=...)"
             )
         project = self._parts.settings.project_dir
         default = None if project is None else project / "profile"
         return profile(
             default if directory is None else directory,
-            rank=self._parts.context.topology.rank,
+            rank=self.context.topology.rank,
             schedule=schedule,
             record_shapes=record_shapes,
             profile_memory=profile_memory,

@@ -2,26 +2,23 @@
 
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from drivetrain import migration, resume
-from drivetrain.compose import Parts
-from drivetrain.effective import store_plan
+from drivetrain.checkpointers import Checkpointers
+from drivetrain.effective import plan_of, store_plan
 from drivetrain.hooks import CheckpointHook
-from drivetrain.plan import EffectivePlan
-from drivetrain.prepare import PreparedModels
+from drivetrain.parts import HasParts, Parts
 from drivetrain.registered import Registered, Stateful
 from drivetrain_backends import AccumulationWindow
-from drivetrain_checkpoint import RESUME_EXIT_CODE, Checkpointer, SaveSchedule
+from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
 from drivetrain_checkpoint.storage.base import Place
-from drivetrain_data import ShardedLoader
 
 logger = logging.getLogger(__name__)
 
 
-class _Asked(NamedTuple):
+class _DeferredSave(NamedTuple):
     """A save that was requested in an open accumulation window."""
 
     output_dir: Place | str | None
@@ -30,21 +27,15 @@ class _Asked(NamedTuple):
     trained_only: bool
 
 
-class Saving:
+class Saving(HasParts):
     """The part of an Accelerator that saves and resumes."""
 
-    _parts: Parts
-    _prepared: PreparedModels
-    _loaders: list[ShardedLoader[Any]]
-    _custom: Registered
-    _put_off: list[_Asked]
-    _schedule: SaveSchedule | None
-    _hooks: list[CheckpointHook]
-
-    @property
-    def plan(self) -> EffectivePlan:
-        """The effective plan of the run; overridden by `Accelerator`."""
-        raise NotImplementedError
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._registered = Registered()
+        self._deferred: list[_DeferredSave] = []
+        self._schedule: SaveSchedule | None = None
+        self._hooks: list[CheckpointHook] = []
 
     def register_for_checkpointing(
         self, *objects: Stateful, per_rank: bool = False, **named: Stateful
@@ -63,7 +54,7 @@ class Saving:
             TypeError: An object cannot be saved.
             ValueError: A name is taken.
         """
-        self._custom.add(objects, named, per_rank=per_rank)
+        self._registered.add(objects, named, per_rank=per_rank)
 
     def register_checkpoint_hook(self, hook: CheckpointHook) -> None:
         """Register a hook to run before and after each save and load. Called on all ranks."""
@@ -98,12 +89,13 @@ class Saving:
             RuntimeError: Nothing was prepared or registered.
             OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
-        checkpointer = self._parts.checkpointer(output_dir)  # raises at once if there is no folder
+        checkpointer = self._parts.checkpointers.of(output_dir)  # raises at once if there is no folder
         self._check_prepared("save_state")
         if metrics is not None and not isinstance(cast("object", metrics), Mapping):
             raise TypeError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
         if not self._parts.backend.window.closing:
-            self._put_off.append(_Asked(output_dir, tuple((metrics or {}).items()), background, trained_only))
+            asked = _DeferredSave(output_dir, tuple((metrics or {}).items()), background, trained_only)
+            self._deferred.append(asked)
             return None
         run = self._run_state()
         for hook in self._hooks:
@@ -112,7 +104,7 @@ class Saving:
         path = resume.save(
             run,
             checkpointer,
-            plan=self.plan.as_dict(),
+            plan=plan_of(self._parts).as_dict(),
             metrics=metrics,
             background=background,
             trained_only=trained_only,
@@ -151,7 +143,7 @@ class Saving:
         if not self._parts.backend.window.closing:
             return None
         if self._schedule is None:
-            self._schedule = SaveSchedule(self._parts.context, self._parts.resolved["checkpoint"].value)
+            self._schedule = SaveSchedule(self.context, self._parts.resolved["checkpoint"].value)
         step = self._run_state().step
         if (due := self._schedule.due(step)) is None:
             return None
@@ -161,9 +153,9 @@ class Saving:
         )
         if due.signal is None:
             return path
-        if self._parts.context.topology.is_main:
+        if self.context.topology.is_main:
             logger.warning(
-                "%s: saved at step %s; the program ends, start it again to go on", due.signal, step
+                "%s: saved at step %s; the program ends; start it again to continue", due.signal, step
             )
         raise SystemExit(RESUME_EXIT_CODE)
 
@@ -173,8 +165,7 @@ class Saving:
         Raises:
             OtherRankFailedError, OSError: A save failed; nothing of it was committed.
         """
-        for checkpointer in self._parts.checkpointers.values():
-            checkpointer.wait()
+        self._parts.checkpointers.wait()
 
     def load_state(self, input_dir: Place | str | None = None) -> int:
         """Resume a saved run, at the same or another number of ranks. Called on all ranks, after `prepare`.
@@ -192,36 +183,26 @@ class Saving:
         self.wait_for_save()
         for hook in self._hooks:
             hook.before_load()
-        run, checkpointer = self._run_state(), self._parts.checkpointer(input_dir)
+        run, checkpointer = self._run_state(), self._parts.checkpointers.of(input_dir)
         folder = migration.find(run, checkpointer.directory)
         if folder is not None:
             step, became = migration.take_over(run, folder)
         else:
             step, path, became = resume.load(run, checkpointer, input_dir)
-            self._parts.checkpointer(path.parent).continues = True
+            self._parts.checkpointers.of(path.parent).continues = True
         self._parts.facts["random generators"] = became
-        if self._parts.context.topology.is_main:
-            store_plan(self.plan, self._parts.settings)
+        if self.context.topology.is_main:
+            store_plan(plan_of(self._parts), self._parts.settings)
         for hook in self._hooks:
             hook.after_load(step)
         return step
 
-    def _close_checkpointers(self) -> None:
-        """Finish background saves; a failed one does not keep the others from finishing."""
-        with ExitStack() as stack:
-            for checkpointer in self._parts.checkpointers.values():
-                stack.callback(checkpointer.close)
-
-    def _wait_for_copies(self) -> None:
-        """Wait until weights may change."""
-        _wait_for_copies(self._parts.checkpointers)
-
-    def _save_what_was_put_off(self) -> None:
+    def _save_deferred(self) -> None:
         """Make the deferred saves if the window has closed. Called on all ranks."""
         if not self._parts.backend.window.closing:
             return
-        asked, self._put_off = self._put_off, []
-        for one in dict.fromkeys(asked):  # equal requests in one window make one save
+        deferred, self._deferred = self._deferred, []
+        for one in dict.fromkeys(deferred):  # equal requests in one window make one save
             self.save_state(
                 one.output_dir,
                 metrics=dict(one.metrics) or None,
@@ -229,13 +210,13 @@ class Saving:
                 trained_only=one.trained_only,
             )
 
-    def _forget_what_was_put_off(self) -> None:
+    def _drop_deferred(self) -> None:
         """Drop the deferred saves, with a warning."""
-        if self._put_off:
+        if self._deferred:
             logger.warning(
-                "training ended in an open accumulation window: the save asked for in it was not made"
+                "training ended in an open accumulation window: the save requested in it was not made"
             )
-            self._put_off = []
+            self._deferred = []
 
     def _check_prepared(self, name: str) -> None:
         """Check that the run has something to save or load.
@@ -243,32 +224,27 @@ class Saving:
         Raises:
             RuntimeError: Nothing was prepared or registered.
         """
-        if not (self._prepared.all or self._loaders or self._custom):
-            raise RuntimeError(
-                f"{name}() before prepare(): there is nothing of this run yet; prepare models first"
-            )
+        prepared = self._parts.prepared
+        if not (prepared.models or prepared.loaders or self._registered):
+            raise RuntimeError(f"{name}() before prepare(): this run has no state yet; prepare models first")
 
     def _run_state(self) -> resume.RunState:
+        parts = self._parts
         return resume.RunState(
-            context=self._parts.context,
-            prepared=self._prepared.all,
-            optimizers=self._prepared.optimizers,
-            schedulers=self._prepared.schedulers,
-            backend=self._parts.backend,
-            loaders=self._loaders,
-            registered=self._custom,
-            seed=self._parts.settings.seed or 0,
+            context=parts.context,
+            prepared=parts.prepared.models,
+            optimizers=parts.prepared.optimizers,
+            schedulers=parts.prepared.schedulers,
+            backend=parts.backend,
+            loaders=parts.prepared.loaders,
+            registered=self._registered,
+            seed=parts.settings.seed or 0,
         )
 
 
-def _copies_are_over(window: AccumulationWindow, checkpointers: Mapping[Any, Checkpointer]) -> bool:
+def _copies_are_over(window: AccumulationWindow, checkpointers: Checkpointers) -> bool:
     """Wait for a background save's copies before a step changes the tensors; False while the window is open."""
     if not window.closing:
         return False
-    _wait_for_copies(checkpointers)
+    checkpointers.wait_for_copies()
     return True
-
-
-def _wait_for_copies(checkpointers: Mapping[Any, Checkpointer]) -> None:
-    for checkpointer in checkpointers.values():
-        checkpointer.wait_for_copies()

@@ -5,26 +5,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any, cast
 
-from drivetrain.compose import Parts
-from drivetrain.prepare import PreparedModels
+from drivetrain.parts import HasParts, Parts
 from drivetrain_backends import PreparedScheduler
 from drivetrain_data import ShardedLoader
 
 logger = logging.getLogger(__name__)
 
 
-class Schedules:
+class Schedules(HasParts):
     """The part of an Accelerator that counts steps for schedules."""
 
-    _parts: Parts
-    _prepared: PreparedModels
-    _ends_early = False
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._has_ended = False
 
-    def _tell_unreached(self) -> None:
+    def _end_schedules(self, *, by_error: bool = False) -> None:
         """Warn once of schedules that training did not complete, unless it ended with an error."""
-        if not self._ends_early and self._parts.context.topology.is_main:
-            tell_unreached(self._prepared.schedulers)
-        self._ends_early = True
+        if not by_error and not self._has_ended and self.context.topology.is_main:
+            tell_unreached(self._parts.prepared.schedulers)
+        self._has_ended = True
 
     def num_steps(
         self, loader: ShardedLoader[Any], *, epochs: float | None = None, samples: int | None = None
@@ -42,7 +41,7 @@ class Schedules:
         """
         if not isinstance(loader, ShardedLoader):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
             raise TypeError(
-                f"num_steps({type(loader).__name__}): give what prepare() returned for the loader; before it, the "
+                f"num_steps({type(loader).__name__}): pass the loader that prepare() returned; before prepare(), the "
                 "batches of all ranks are counted, and an epoch has fewer steps on more ranks"
             )
         if (epochs is None) == (samples is None):
@@ -97,21 +96,18 @@ def total_of(scheduler: Any) -> int | None:
     return None
 
 
-def tell_unsharded_lengths(
-    schedulers: Iterable[PreparedScheduler], loaders: Iterable[tuple[Any, ShardedLoader[Any]]], parts: Parts
-) -> None:
-    """Warn of schedules as long as loaders were before they were prepared. Called on all ranks.
+def tell_unsharded_lengths(parts: Parts, loaders: Iterable[tuple[Any, ShardedLoader[Any]]]) -> None:
+    """Warn of prepared schedules as long as loaders were before they were prepared. Called on all ranks.
 
     Args:
-        schedulers: The schedulers prepared with the loaders, or before.
-        loaders: Pairs of a loader as the user built it, and the prepared one.
         parts: The parts of the Accelerator.
+        loaders: Pairs of a loader as the user built it, and the prepared one.
     """
     if parts.context.topology.world_size == 1 or not parts.context.topology.is_main:
         return
     accumulation = parts.backend.window.next_num_micro_batches
     pairs = [(_length(own), _length(sharded)) for own, sharded in loaders]
-    for scheduler in schedulers:
+    for scheduler in parts.prepared.schedulers:
         total = total_of(scheduler.scheduler)
         for own, sharded in pairs:
             if total is None or own is None or sharded is None or own == sharded:

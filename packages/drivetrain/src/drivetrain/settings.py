@@ -15,47 +15,51 @@ class RunSettings:
     mixed_precision: Literal["no", "fp16", "bf16", "auto"] = field(
         default="no",
         metadata={
-            "help": "what forward and backward compute in: fp32, fp16, bf16, or the best the device can do"
+            "help": "Precision of forward and backward: no (the model's own), fp16, bf16, or auto for the "
+            "best the device can do."
         },
     )
     backend: str = field(
         default="auto",
         metadata={
-            "help": "how models are trained: single, ddp, an installed backend; auto: ddp on several processes"
+            "help": "Backend that trains the models: single, ddp or an installed one; auto: ddp with several "
+            "processes, or single."
         },
     )
     gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "micro-batches in one optimizer step"}
+        default=1, metadata={"help": "Number of micro-batches in one optimizer step."}
     )
     nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(
         default="ignore",
         metadata={
-            "help": "what to do with a step whose gradients hold an infinity or NaN: take it unchecked, skip it on "
-            "all ranks, or raise an error"
+            "help": "Handling of a step whose gradients hold an infinity or NaN: ignore takes it unchecked, "
+            "skip skips it on all ranks, raise raises an error."
         },
     )
     cpu: bool = field(
-        default=False, metadata={"help": "train on the CPU even where an accelerator is present"}
+        default=False, metadata={"help": "Whether to train on the CPU even where an accelerator is present."}
     )
     seed: int | None = field(
-        default=None, metadata={"help": "seed of every random number generator and of the data's order"}
+        default=None, metadata={"help": "Seed of every random number generator and of the data's order."}
     )
     project_dir: Path | None = field(
-        default=None, metadata={"help": "folder of checkpoints, logs and the effective plan"}
+        default=None, metadata={"help": "Folder of checkpoints, logs and the effective plan."}
     )
     log_with: tuple[str, ...] = field(
-        default=(), metadata={"help": "trackers to log to, such as jsonl; all: every one that is installed"}
+        default=(), metadata={"help": "Trackers to log to, such as jsonl; all: every installed one."}
     )
     show_plan: bool = field(
         default=True,
         metadata={
-            "help": "print what runs, in about ten lines, on rank 0 when training starts; once a process"
+            "help": "Whether rank 0 prints a summary of the effective plan when training starts, once per "
+            "process."
         },
     )
     verbose: bool = field(
         default=False,
         metadata={
-            "help": "print the whole effective plan in its place: every setting that was given or chosen, and why"
+            "help": "Whether to print the full effective plan instead of the summary: every setting given or "
+            "chosen, and why."
         },
     )
 
@@ -87,3 +91,8 @@ class RunSettings:
                 f"project_dir={str(self.project_dir)!r}: logs and the plan go into a folder, not to a URL; name a "
                 "folder here, and the URL as directory of the checkpoint section"
             )
+
+
+def automatic_backend(world_size: int) -> str:
+    """Return the name of the backend that `backend="auto"` selects."""
+    return "single" if world_size == 1 else "ddp"

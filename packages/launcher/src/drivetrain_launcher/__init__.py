@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_launcher.errors import LaunchError as LaunchError
     from drivetrain_launcher.errors import RankFailedError as RankFailedError
-    from drivetrain_launcher.plan.build import plan_launch as plan_launch
-    from drivetrain_launcher.plan.host import Host as Host
-    from drivetrain_launcher.plan.host import detect_host as detect_host
+    from drivetrain_launcher.plan.host_detection import Host as Host
+    from drivetrain_launcher.plan.host_detection import detect_host as detect_host
+    from drivetrain_launcher.plan.launch_planner import plan_launch as plan_launch
     from drivetrain_launcher.plan.plan import LaunchPlan as LaunchPlan
     from drivetrain_launcher.plan.plan import LaunchTarget as LaunchTarget
     from drivetrain_launcher.plan.plan import RankPlan as RankPlan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
-    "Host": "plan.host",
+    "Host": "plan.host_detection",
     "LaunchError": "errors",
     "LaunchPlan": "plan.plan",
     "LaunchSettings": "settings",
@@ -30,34 +30,21 @@ _MODULES = {
     "RankPlan": "plan.plan",
     "LaunchTarget": "plan.plan",
     "debug_launcher": "run.notebook",
-    "detect_host": "plan.host",
+    "detect_host": "plan.host_detection",
     "notebook_launcher": "run.notebook",
-    "plan_launch": "plan.build",
+    "plan_launch": "plan.launch_planner",
     "run_plan": "run.run",
 }
-__all__ = [
-    "Host",
-    "LaunchError",
-    "LaunchPlan",
-    "LaunchSettings",
-    "LaunchTarget",
-    "RankFailedError",
-    "RankPlan",
-    "debug_launcher",
-    "detect_host",
-    "notebook_launcher",
-    "plan_launch",
-    "run_plan",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_launcher.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_launcher' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_launcher.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_launcher' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

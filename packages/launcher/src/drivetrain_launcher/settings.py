@@ -17,38 +17,45 @@ class LaunchSettings:
     num_processes: int | None = field(
         default=None,
         metadata={
-            "help": "Processes on all nodes together; unset: one for each visible accelerator, else one."
+            "help": "Number of processes on all nodes together; unset: one per visible accelerator, or one "
+            "without any."
         },
     )
     processes_per_node: int | None = field(
-        default=None, metadata={"help": "Processes on each node; num_processes says the same for all nodes."}
+        default=None, metadata={"help": "Number of processes on each node, instead of num_processes."}
     )
-    num_nodes: int = field(default=1, metadata={"help": "Machines; the launcher is started on each of them."})
+    num_nodes: int = field(
+        default=1, metadata={"help": "Number of machines; start the launcher on each of them."}
+    )
     node_rank: int | None = field(
-        default=None, metadata={"help": "This machine among them, from 0; needed with static rendezvous."}
+        default=None,
+        metadata={"help": "Rank of this machine among them, from 0; required with static rendezvous."},
     )
     master_addr: str | None = field(
         default=None, metadata={"help": "Host name or address of the machine with node rank 0."}
     )
     master_port: int | None = field(
         default=None,
-        metadata={"help": "Port on master_addr; unset: any free one on one node, 29500 on several."},
+        metadata={"help": "Port on master_addr; unset: any free port on one node, 29500 on several."},
     )
     rdzv_backend: RendezvousBackend = field(
         default="static",
-        metadata={"help": "How nodes meet: static (each is told its rank) or c10d (ranks are agreed upon)."},
+        metadata={
+            "help": "Rendezvous of the nodes: static (node ranks are given) or c10d (nodes agree on their "
+            "ranks)."
+        },
     )
     rdzv_id: str | None = field(
-        default=None, metadata={"help": "Name of this run, the same on all nodes; needed with c10d."}
+        default=None, metadata={"help": "Name of this run, the same on all nodes; required with c10d."}
     )
     rdzv_timeout_seconds: float = field(
-        default=900.0, metadata={"help": "Seconds that nodes wait for each other before they give up."}
+        default=900.0, metadata={"help": "Seconds that nodes wait for each other before the launch fails."}
     )
     max_restarts: int = field(
-        default=0, metadata={"help": "How often all processes are started again after one has failed."}
+        default=0, metadata={"help": "Maximum number of restarts of all processes after a failure."}
     )
     monitor_interval_seconds: float = field(
-        default=0.1, metadata={"help": "Seconds between two looks at the processes."}
+        default=0.1, metadata={"help": "Seconds between two checks of the processes."}
     )
     shutdown_timeout_seconds: float = field(
         default=30.0,
@@ -56,21 +63,25 @@ class LaunchSettings:
     )
     devices: tuple[int | str, ...] = field(
         default=(),
-        metadata={"help": "Accelerators of this node to use, such as 0,1; empty: all that are visible."},
+        metadata={"help": "Accelerators of this node to use, such as 0,1; empty: all visible ones."},
     )
     threads_per_process: int | None = field(
         default=None,
-        metadata={"help": "OMP_NUM_THREADS of each process; unset: the environment's, else 1 if several."},
+        metadata={
+            "help": "OMP_NUM_THREADS of each process; unset: the environment's value, or 1 with several "
+            "processes."
+        },
     )
     module: bool = field(
-        default=False, metadata={"help": "The script is the name of a module; -m for short, as with python."}
+        default=False,
+        metadata={"help": "Whether the script is the name of a module; -m for short, as with python."},
     )
     program: bool = field(
-        default=False, metadata={"help": "The script is a program of its own, started without Python."}
+        default=False, metadata={"help": "Whether the script is a program to start without Python."}
     )
     log_dir: Path | None = field(
         default=None,
-        metadata={"help": "Folder where the output of each process is written, besides the screen."},
+        metadata={"help": "Folder for the output of each process, in addition to the terminal."},
     )
 
     def __post_init__(self) -> None:

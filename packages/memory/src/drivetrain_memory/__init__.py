@@ -23,23 +23,16 @@ _MODULES = {
     "is_out_of_memory": "out_of_memory",
     "profile": "profiling",
 }
-__all__ = [
-    "NoBatchSizeFitsError",
-    "PeakMemory",
-    "find_executable_batch_size",
-    "free_memory",
-    "is_out_of_memory",
-    "profile",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_memory.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_memory' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_memory.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_memory' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

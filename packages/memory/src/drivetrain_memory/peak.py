@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from drivetrain_memory.host import peak_resident_bytes, reset_peak, resident_bytes
+from drivetrain_memory.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 # The innermost block being measured in this context. It records its peak before a nested block resets the counters.
 _ENCLOSING: "ContextVar[PeakMemory | None]" = ContextVar("drivetrain_memory_enclosing_block", default=None)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from drivetrain_precision.support import Support as Support
     from drivetrain_precision.support import supported_modes as supported_modes
 
+# Public name -> the module that defines it.
 _MODULES = {
     "LossScaler": "scaler",
     "Policy": "policy",
@@ -27,25 +28,16 @@ _MODULES = {
     "choose_policy": "policy",
     "supported_modes": "support",
 }
-__all__ = [
-    "LossScaler",
-    "Policy",
-    "PrecisionError",
-    "PrecisionSettings",
-    "Support",
-    "autocast",
-    "choose_policy",
-    "supported_modes",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_precision.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_precision' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_precision.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_precision' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -8,17 +8,17 @@ class PrecisionSettings:
     """The initial value and the updates of the loss scale of fp16 training; bf16 and fp32 have no loss scale."""
 
     initial_scale: float = field(
-        default=65536.0, metadata={"help": "the loss scale of the first step; halved at each overflow"}
+        default=65536.0, metadata={"help": "Loss scale of the first step; halved at each overflow."}
     )
     growth_factor: float = field(
         default=2.0,
-        metadata={"help": "what the scale is multiplied by after growth_interval steps without overflow"},
+        metadata={"help": "Factor of the scale after growth_interval steps without overflow."},
     )
     backoff_factor: float = field(
-        default=0.5, metadata={"help": "what the scale is multiplied by after a step that overflowed"}
+        default=0.5, metadata={"help": "Factor of the scale after a step that overflowed."}
     )
     growth_interval: int = field(
-        default=2000, metadata={"help": "optimizer steps without overflow before the scale grows"}
+        default=2000, metadata={"help": "Number of optimizer steps without overflow before the scale grows."}
     )
 
     def __post_init__(self) -> None:

@@ -113,70 +113,16 @@ _MODULES = {
     "synchronize_rng_states": "collectives.seed",
     "topology_from_hosts": "topology",
 }
-__all__ = [
-    "CollectiveMismatchError",
-    "ConnectError",
-    "Context",
-    "DeviceCapability",
-    "DeviceChoice",
-    "DeviceError",
-    "DeviceGroup",
-    "GroupMismatchError",
-    "LeafError",
-    "MeshPlan",
-    "ParallelDims",
-    "ProgressRecord",
-    "RankLogger",
-    "ReduceOp",
-    "StateSettings",
-    "Topology",
-    "Watchdog",
-    "barrier",
-    "best_device_kind",
-    "broadcast",
-    "broadcast_object",
-    "build_mesh",
-    "capabilities",
-    "connect",
-    "control_store",
-    "derive_seed",
-    "describe_environment",
-    "detect_devices",
-    "deterministic_algorithms",
-    "device_count",
-    "gather",
-    "gather_object",
-    "get_logger",
-    "group_backend",
-    "load_rng_state",
-    "local_main_process_first",
-    "main_process_first",
-    "on_last_process",
-    "on_local_main_process",
-    "on_main_process",
-    "on_process",
-    "pad_across_processes",
-    "print_on_main",
-    "reduce",
-    "reseed",
-    "rng_state",
-    "scatter",
-    "set_seed",
-    "split_between_processes",
-    "split_for_process",
-    "start_watchdog",
-    "synchronize_rng_states",
-    "topology_from_hosts",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_state.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_state' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_state.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_state' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -15,34 +15,45 @@ class StateSettings:
     device: DeviceChoice = field(
         default="auto",
         metadata={
-            "help": "Kind of device to compute on; auto takes the accelerator that is here, else the CPU."
+            "help": "Kind of device to compute on; auto selects the accelerator of this machine, or the CPU "
+            "without one."
         },
     )
     timeout_seconds: float = field(
         default=600.0,
-        metadata={"help": "Seconds that a collective or the first meeting may take before it fails."},
+        metadata={
+            "help": "Maximum seconds of a collective, and of the first connection of the ranks, before it "
+            "fails."
+        },
     )
     watchdog: bool = field(
         default=True,
-        metadata={"help": "Watch for hangs in a thread of each rank, and name the culprit of one."},
+        metadata={
+            "help": "Whether a thread of each rank watches for hangs and reports the rank that caused one."
+        },
     )
     hang_timeout_seconds: float = field(
         default=60.0,
-        metadata={"help": "Seconds without progress after which the watchdog asks every rank where it is."},
+        metadata={
+            "help": "Seconds without progress after which the watchdog asks every rank for its position."
+        },
     )
     hang_report_directory: Path | None = field(
         default=None,
-        metadata={
-            "help": "Folder for all ranks' stacks at a hang; by default the one the run was started in."
-        },
+        metadata={"help": "Folder for the stacks of all ranks at a hang; unset: the working directory."},
     )
     debug: bool = field(
         default=False,
-        metadata={"help": "Compare what ranks hand to each collective first: an error, not a hang; slower."},
+        metadata={
+            "help": "Whether ranks compare the arguments of each collective first, to raise an error instead "
+            "of hanging; slower."
+        },
     )
     deterministic: bool = field(
         default=False,
-        metadata={"help": "Use deterministic kernels only; an operation that has none raises."},
+        metadata={
+            "help": "Whether to use deterministic kernels only; an operation without one raises an error."
+        },
     )
 
     def __post_init__(self) -> None:

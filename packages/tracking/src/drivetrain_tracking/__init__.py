@@ -41,32 +41,16 @@ _MODULES = {
     "plain_values": "plain",
     "tracker_names": "registry",
 }
-__all__ = [
-    "JSONLTracker",
-    "Metrics",
-    "PlanTracker",
-    "Tracker",
-    "TrackerFailedError",
-    "TrackerGroup",
-    "TrackerStateError",
-    "TrackingSettings",
-    "UnknownTrackerError",
-    "ValueNotLoggableError",
-    "chosen_names",
-    "make_tracker",
-    "plain_config",
-    "plain_values",
-    "tracker_names",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_tracking.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_tracking' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_tracking.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_tracking' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

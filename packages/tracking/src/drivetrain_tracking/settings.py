@@ -13,7 +13,7 @@ class TrackingSettings:
     on_error: OnError = field(
         default="raise",
         metadata={
-            "help": "What a failing tracker does: raise ends the run, warn logs a warning and goes on."
+            "help": "Handling of a failing tracker: raise ends the run, warn logs a warning and continues."
         },
     )
 

@@ -19,7 +19,7 @@ def test_one_process_runs_in_place_without_torch(drivetrain: Callable, script: C
 
 
 def test_one_process_runs_a_script_that_reads_torchruns_variables(
-    drivetrain: Callable, script: Callable
+    drivetrain_with_torch: Callable, script: Callable
 ) -> None:
     script(
         "import os\nimport torch.distributed as dist\nfrom drivetrain_state import connect\n"
@@ -28,7 +28,7 @@ def test_one_process_runs_a_script_that_reads_torchruns_variables(
         "print(dist.get_rank(), dist.get_world_size(), os.environ['LOCAL_WORLD_SIZE'])\n"
         "dist.destroy_process_group()\n"
     )
-    done = drivetrain("launch", "--num-processes", "1", "script.py")
+    done = drivetrain_with_torch("launch", "--num-processes", "1", "script.py")
     assert done.stdout == "None 1\n0 1 1\n", done.stderr
 
 
@@ -128,8 +128,8 @@ def test_a_script_may_be_called_as_a_module_is(drivetrain: Callable, script: Cal
     assert done.stdout == "mine\n", done.stderr
 
 
-def test_env_prints_json(drivetrain: Callable) -> None:
-    done = drivetrain(
+def test_env_prints_json(drivetrain_with_torch: Callable) -> None:
+    done = drivetrain_with_torch(
         "env", "--json", "--num-processes", "3", environment={"DRIVETRAIN_STATE__DEBUG": "true"}
     )
     report = json.loads(done.stdout)

@@ -38,8 +38,8 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 _MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend deepspeed shard the model"
-_DIMENSIONS = "the split into dimensions is said in code, Accelerator(parallelism=ParallelDims(...))"
-_LOGS = "--log-dir FOLDER writes the output of each rank to a file, besides the screen"
+_DIMENSIONS = "the parallel dimensions are set in code, Accelerator(parallelism=ParallelDims(...))"
+_LOGS = "--log-dir FOLDER writes the output of each rank to a file, in addition to the terminal"
 _AFFINITY = "start the launcher under numactl or taskset; the ranks inherit what it sets"
 
 # Prefix of their flag -> the reason why it is unsupported, and the alternative.

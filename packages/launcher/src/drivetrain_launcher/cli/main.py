@@ -57,7 +57,7 @@ def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = ""
     near = get_close_matches(name, names, n=1)
     hint = f"; did you mean {group}{near[0]}" if near else ""
     raise UsageError(
-        f"{group}{name}: no such command{hint}; the packages installed here bring {', '.join(names)}"
+        f"{group}{name}: no such command{hint}; the installed packages provide {', '.join(names)}"
     )
 
 

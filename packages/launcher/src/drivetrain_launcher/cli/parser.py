@@ -166,7 +166,7 @@ class CommandParser:
             return f"{written}: {reason}"
         near = get_close_matches(written.replace("_", "-"), self.flags, n=1)
         sections = ", ".join(dict.fromkeys(flag.section for flag in self.flags.values() if flag.section))
-        meant = f"the packages installed here bring those of {sections}; " if sections else ""
+        meant = f"the installed packages provide those of {sections}; " if sections else ""
         if near:
             meant = f"did you mean {near[0]}; "
         return f"{written}: no such flag; {meant}{_SEE_HELP}"

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from drivetrain_config import environ
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
 from drivetrain_launcher.plan.plan import LaunchPlan
-from drivetrain_launcher.plan.rendezvous import rendezvous_of
 from drivetrain_launcher.run.failures import (
     RESUME_EXIT_CODE,
     RankFailure,
@@ -34,10 +34,11 @@ from drivetrain_launcher.run.failures import (
     describe_root,
     find_root,
     read_failure,
+    read_process_failure,
 )
 from drivetrain_launcher.run.signals import StopSignals
 
-_SAVED = f"all ranks have saved; run the same command again to go on (exit code {RESUME_EXIT_CODE})"
+_SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
 
 
 def run_elastic(plan: LaunchPlan) -> int:
@@ -203,17 +204,7 @@ class Agent(LocalElasticAgent):
             sys.stderr.write(describe_root(self._root, num_nodes=self._plan.num_nodes))
 
     def _show_all(self, result: RunResult, worker_group: WorkerGroup) -> None:
-        failures = [
-            read_failure(
-                failure.error_file_data,
-                rank=rank,
-                local_rank=failure.local_rank,
-                pid=failure.pid,
-                exit_code=failure.exitcode,
-                seen=float(failure.timestamp),
-            )
-            for rank, failure in result.failures.items()
-        ]
+        failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]
         # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
             say(_SAVED)

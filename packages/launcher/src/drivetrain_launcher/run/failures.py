@@ -7,6 +7,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 # The errors on a rank after another has ended, from gloo, NCCL, the rendezvous store and dispatched loaders.
 _AFTERMATH_TYPES = ("DispatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -27,7 +31,7 @@ _SIGNALS = {
     "collective with different shapes: --state-debug shows each rank's",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "an instruction that this CPU does not have: a library was built for another",
-    "SIGTERM": "somebody, or the scheduler, asked it to stop",
+    "SIGTERM": "a user or the scheduler asked it to stop",
     "SIGINT": "it was interrupted",
 }
 
@@ -37,7 +41,7 @@ RESUME_EXIT_CODE = 75
 # The meaning of drivetrain's own exit codes.
 _EXIT_CODES = {
     124: "its watchdog ended it; the table above names the rank that all waited for",
-    RESUME_EXIT_CODE: "it has saved, and wants to be started again",
+    RESUME_EXIT_CODE: "it has saved, and requests a restart",
 }
 
 
@@ -162,6 +166,18 @@ def read_failure(
         traceback=str(extra.get("py_callstack", "")),
         was_shown=bool(extra.get("drivetrain_was_shown", False)),
         time=float(extra.get("drivetrain_time", seen)),
+    )
+
+
+def read_process_failure(rank: int, failure: "ProcessFailure") -> RankFailure:
+    """Build the failure of a rank from what torch's agent knows of its process."""
+    return read_failure(
+        failure.error_file_data,
+        rank=rank,
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exit_code=failure.exitcode,
+        seen=float(failure.timestamp),
     )
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from drivetrain_config import environ
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError, RankFailedError
-from drivetrain_launcher.plan.host import detect_host
-from drivetrain_launcher.run.failures import describe_root, read_failure
+from drivetrain_launcher.plan.host_detection import detect_host
+from drivetrain_launcher.plan.plan import LaunchPlan, LaunchTarget
+from drivetrain_launcher.run.failures import describe_root, read_process_failure
 from drivetrain_launcher.run.parent_watch import watch_launcher
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _start(
                 name="rank",
                 entrypoint=_call,
                 args={rank: (launcher, all_forked, function, tuple(args)) for rank in ranks},
-                envs={rank: {**_environment(rank, count, port), **said} for rank in ranks},
+                envs=_environments(count, port, said),
                 logs_specs=DefaultLogsSpecs(log_dir=scratch),
                 start_method="fork",
             )
@@ -157,15 +158,7 @@ def _check(result: "RunProcsResult") -> None:
     if not result.failures:
         return
     rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-    root = read_failure(
-        failure.error_file_data,
-        rank=rank,
-        local_rank=rank,
-        pid=failure.pid,
-        exit_code=failure.exitcode,
-        seen=float(failure.timestamp),
-    )
-    raise RankFailedError(describe_root(root, num_nodes=1))
+    raise RankFailedError(describe_root(read_process_failure(rank, failure), num_nodes=1))
 
 
 @contextmanager
@@ -176,7 +169,7 @@ def _hosted_store(port: int) -> Generator[int]:
     passed through, would keep the store; a later launch's ranks would inherit it without its thread, and could not
     free it.
     """
-    from drivetrain_launcher.plan.rendezvous import OneNode
+    from drivetrain_launcher.plan.agent_rendezvous import OneNode
 
     meeting = OneNode("127.0.0.1", port, "none").next_rendezvous()
     place = meeting.bootstrap_store_info
@@ -219,21 +212,18 @@ def _call(launcher: int, all_forked: Event, function: Callable[..., Any], args: 
     return function(*args)
 
 
-def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """Return torchrun's environment variables for a rank on a single node."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+def _environments(count: int, port: int, said: dict[str, str]) -> dict[int, dict[str, str]]:
+    """Return torchrun's environment variables, and others, for each rank on a single node."""
+    target = LaunchTarget(name="a function")
+    plan = LaunchPlan(
+        mode="elastic", target=target, processes_per_node=count, master_port=port, environment=said
+    )
+    of_agent = {
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RUN_ID": plan.rdzv_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    return {each.rank: {**each.environment, **of_agent} for each in plan.ranks()}
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:

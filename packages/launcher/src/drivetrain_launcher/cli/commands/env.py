@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from drivetrain_config import Command, Layers, Source, resolve, sections
+from drivetrain_config.kinds import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,25 +94,12 @@ def read_settings(layers: Layers) -> dict[str, dict[str, Setting]]:
             each.name: Setting(
                 value="(secret)"
                 if each.metadata.get("secret")
-                else _plain(getattr(resolved.value, each.name)),
+                else plain(getattr(resolved.value, each.name)),
                 source=resolved.sources[each.name],
             )
             for each in fields(kind)
         }
     return found
-
-
-def _plain(value: object) -> object:
-    """Convert a value to plain JSON data."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case tuple() | list():
-            return [_plain(each) for each in value]
-        case Mapping():
-            return {str(key): _plain(each) for key, each in value.items()}
-        case _:
-            return str(value)
 
 
 def _as_text(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain_launcher import Host
-from drivetrain_launcher.plan.host import accelerator_may_exist, detect_host
+from drivetrain_launcher.plan.host_detection import accelerator_may_exist, detect_host
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_system_without_marks_must_be_asked(tmp_path: Path) -> None:
 def test_the_cpu_asks_nothing() -> None:
     source = (
         "import sys; sys.modules['torch'] = None\n"
-        "from drivetrain_launcher.plan.host import detect_host; print(detect_host('cpu').accelerator_count)"
+        "from drivetrain_launcher.plan.host_detection import detect_host; print(detect_host('cpu').accelerator_count)"
     )
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False

@@ -6,7 +6,7 @@ All functions are pure, so that a plan for ten thousand ranks can be built and r
 from dataclasses import replace
 
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.host import VISIBILITY_VARIABLES, Host
+from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.plan import LaunchPlan, LaunchTarget
 from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
 
@@ -150,7 +150,7 @@ def _check_static(settings: LaunchSettings) -> None:
     if settings.node_rank is None:
         raise LaunchError(
             f"--num-nodes {settings.num_nodes}: say on each node which it is, --node-rank 0 to "
-            f"{settings.num_nodes - 1}; or use --rdzv-backend c10d, where they agree by themselves"
+            f"{settings.num_nodes - 1}; or use --rdzv-backend c10d, where they agree on their ranks"
         )
     if settings.max_restarts:
         raise LaunchError(

@@ -1,7 +1,7 @@
 import pytest
 
 from drivetrain_launcher import Host, LaunchSettings, LaunchTarget, plan_launch
-from drivetrain_launcher.plan.rendezvous import OneNode, rendezvous_of
+from drivetrain_launcher.plan.agent_rendezvous import OneNode, rendezvous_of
 
 
 def test_two_runs_never_get_the_same_port() -> None:

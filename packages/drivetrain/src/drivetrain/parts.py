@@ -1,0 +1,68 @@
+"""The parts that an Accelerator is made of, and the base class through which its methods reach them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.checkpointers import Checkpointers
+from drivetrain.prepared import PreparedObjects
+from drivetrain.settings import RunSettings
+from drivetrain_backends import Backend
+from drivetrain_config import Resolved
+from drivetrain_data import LoaderTracker, Shard
+from drivetrain_precision import Policy
+from drivetrain_state import Context
+from drivetrain_tracking import TrackerGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of an Accelerator; `compose.py` builds them.
+
+    Attributes:
+        resolved: The resolved sections with their sources, by name.
+        context: The ranks, device and process group.
+        shard: The shard of the data that this rank reads.
+        readers: For each shard of the data, in order, the first of the ranks that read it.
+        policy: The precision policy of the run.
+        backend: The backend that trains the models.
+        prepared: The models, optimizers, schedulers and loaders prepared so far.
+        reading: The loaders being read; the current one knows its epoch's tail.
+        checkpointers: The checkpointers used so far.
+        trackers: The trackers that the run logs to.
+        facts: Further facts for the plan, added as they become known.
+    """
+
+    resolved: Mapping[str, Resolved[Any]]
+    context: Context
+    shard: Shard
+    readers: tuple[int, ...]
+    policy: Policy
+    backend: Backend
+    prepared: PreparedObjects
+    reading: LoaderTracker
+    checkpointers: Checkpointers
+    trackers: TrackerGroup
+    facts: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run section."""
+        return self.resolved["run"].value
+
+
+class HasParts:
+    """A base class of the classes that an Accelerator inherits its methods from.
+
+    Each of them reads the parts, and sets its own further state in its constructor.
+
+    Args:
+        parts: The parts of the Accelerator.
+
+    Attributes:
+        context: The ranks, device and process group.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.context = parts.context

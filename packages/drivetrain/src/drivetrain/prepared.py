@@ -1,0 +1,115 @@
+"""The objects that an Accelerator has prepared."""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from drivetrain_backends import Prepared, PreparedOptimizer, PreparedScheduler, unwrap_compiled
+from drivetrain_data import ShardedLoader
+
+
+class PreparedObjects:
+    """The objects that an Accelerator has prepared; models are found by module or by parameters.
+
+    Args:
+        on_step: A function called whenever one of the optimizers ends a window.
+
+    Attributes:
+        models: The prepared models, in the order they were prepared.
+        optimizers: The prepared optimizers, in the order they were given to `prepare`.
+        schedulers: The prepared schedulers, in the order they were given to `prepare`.
+        loaders: The prepared loaders, in the order they were given to `prepare`.
+    """
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self.models: list[Prepared] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self.loaders: list[ShardedLoader[Any]] = []
+        self._holders: dict[Tensor, Prepared] = {}
+        self._on_step = on_step
+
+    def add(self, prepared: Sequence[Prepared], results: Sequence[object]) -> None:
+        """Add new objects, and new optimizers of known models.
+
+        Args:
+            prepared: The models that are new, or that have gained an optimizer or scheduler.
+            results: The results of `prepare`, in its order.
+        """
+        self.optimizers += [one for one in results if isinstance(one, PreparedOptimizer)]
+        self.schedulers += [one for one in results if isinstance(one, PreparedScheduler)]
+        self.loaders += [one for one in results if isinstance(one, ShardedLoader)]
+        for one in prepared:
+            if one not in self.models:
+                self.models.append(one)
+                for parameter in one.unwrap().parameters():
+                    self._holders.setdefault(parameter, one)
+            for optimizer in one.optimizers:
+                optimizer.on_step = self._on_step
+
+    def clear(self) -> None:
+        """Forget all objects."""
+        self.models.clear()
+        self.optimizers.clear()
+        self.schedulers.clear()
+        self.loaders.clear()
+        self._holders.clear()
+
+    def untie(self) -> None:
+        """Drop the models' references to their optimizers and schedulers, which would form reference cycles.
+
+        Objects that the user still holds keep working: an optimizer needs its model, but not the reverse.
+        """
+        for one in self.models:
+            one.optimizers.clear()
+            one.schedulers.clear()
+
+    def of(self, model: nn.Module) -> Prepared:
+        """Find a model by the module that `prepare` returned, or by the user's own module.
+
+        Raises:
+            TypeError: The argument is not a module.
+            ValueError: The model was not prepared by this Accelerator.
+        """
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+            raise TypeError(
+                f"{model!r} is not a model: pass the model that prepare() returned, or several in a tuple"
+            )
+        for one in self.models:
+            if any(given in (one.model, one.unwrap()) for given in (model, unwrap_compiled(model))):
+                return one
+        raise ValueError(
+            f"{type(model).__name__} was not prepared by this Accelerator; pass it to prepare() first, and then "
+            "what prepare() returned"
+        )
+
+    def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
+        """Return the user's module; without autocast, a shallow copy of its own class on the same parameters."""
+        inner = model
+        while True:
+            given = (inner, unwrap_compiled(inner))  # the user may have compiled it after prepare()
+            found = next((one.unwrap() for one in self.models if one.model in given), inner)
+            inside = unwrap_compiled(found)
+            wraps = isinstance(inside, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+            inner = inside.module if wraps else found
+            if inner is found:
+                return inner if keep_autocast else copy(inner)
+
+    def holding(self, parameters: Sequence[Tensor]) -> Prepared:
+        """Find the model that parameters belong to, by the first parameter.
+
+        Raises:
+            ValueError: There are no parameters, or they belong to no prepared model.
+        """
+        if len(self.models) == 1:
+            return self.models[0]
+        if parameters and parameters[0] in self._holders:
+            return self._holders[parameters[0]]
+        for one in self.models:  # a gathered model has other parameter objects
+            if parameters and any(parameters[0] is parameter for parameter in one.unwrap().parameters()):
+                return one
+        raise ValueError(
+            f"the {len(parameters)} parameters to clip belong to no prepared model; pass model.parameters() of one"
+        )

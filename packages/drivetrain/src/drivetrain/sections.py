@@ -1,0 +1,151 @@
+"""The sections of a run: read from outside the program and from code, and resolved."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.settings import RunSettings
+from drivetrain_backends import Backend
+from drivetrain_checkpoint import CheckpointSettings
+from drivetrain_config import ConfigError, Layers, Resolved, resolve, section_names
+from drivetrain_config import sections as installed_sections
+from drivetrain_data import DataSettings
+from drivetrain_precision import PrecisionSettings
+from drivetrain_state import StateSettings
+from drivetrain_tracking import TrackingSettings
+
+
+def sections_in_code(
+    data: DataSettings | Mapping[str, object] | None, sections: Mapping[str, object] | None
+) -> Mapping[str, object]:
+    """Return the sections given in code, by name.
+
+    Raises:
+        TypeError: `sections` is not a mapping.
+        ValueError: The data section is given twice.
+    """
+    if not isinstance(sections, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+        raise TypeError(
+            f"sections={sections!r}: must be a mapping of sections by name, such as "
+            '{"ddp": {"static_graph": True}}'
+        )
+    if data is None:
+        return sections or {}
+    if sections and "data" in sections:
+        raise ValueError("data= and sections['data'] are both given: give the section once")
+    return {**(sections or {}), "data": data}
+
+
+def read_layers(config: Path | str | Layers | None) -> Layers:
+    """Return the settings from outside the program; a file given in code takes precedence over the launcher's."""
+    if isinstance(config, Layers):
+        return config
+    return Layers.of_process(file=None if config is None else Path(config))
+
+
+class Sections:
+    """The sections of a run, resolved from code and layers.
+
+    Args:
+        run: The run section's fields as given in code; None means not given.
+        in_code: Sections as given in code, by name: dataclasses or mappings of fields.
+        layers: The settings from outside the program.
+
+    Attributes:
+        resolved: The sections resolved so far, with their sources, by name.
+        run: The `run` section.
+        state: The `state` section.
+        precision: The `precision` section.
+        checkpoint: The `checkpoint` section.
+        tracking: The `tracking` section.
+
+    Raises:
+        ConfigError: A setting is unknown or out of range; the message names its source.
+    """
+
+    def __init__(
+        self, run: Mapping[str, object | None], in_code: Mapping[str, object], layers: Layers
+    ) -> None:
+        self.resolved: dict[str, Resolved[Any]] = {}
+        self._in_code = {name: dict(_as_mapping(section)) for name, section in in_code.items()}
+        self._layers = layers
+        given = {name: value for name, value in run.items() if value is not None}
+        self._in_code["run"] = {**self._in_code.get("run", {}), **given}
+        self.run: RunSettings = self._resolve("run", RunSettings)
+        if self.run.cpu:
+            _say_cpu(self._in_code.setdefault("state", {}))
+        _check_strategy(self._in_code.get("data", {}).get("strategy"))
+        self.state: StateSettings = self._resolve("state", StateSettings)
+        self.precision: PrecisionSettings = self._resolve("precision", PrecisionSettings)
+        self._resolve("data", DataSettings)
+        self.checkpoint: CheckpointSettings = self._resolve("checkpoint", CheckpointSettings)
+        self.tracking: TrackingSettings = self._resolve("tracking", TrackingSettings)
+
+    def of_backend(self, backend: type[Backend]) -> Any:
+        """Resolve the section of the chosen backend, the last one of a run.
+
+        Returns:
+            The settings; None if the backend has none.
+
+        Raises:
+            ConfigError: A setting, also of a section that is not used, is unknown or out of range.
+        """
+        settings = None
+        if backend.settings_section is not None:
+            assert backend.settings_type is not None  # a backend defines both or neither
+            settings = self._resolve(backend.settings_section, backend.settings_type)
+        self._check_unused()
+        return settings
+
+    def _resolve(self, name: str, kind: type[Any]) -> Any:
+        code = self._in_code.pop(name, None)
+        self.resolved[name] = resolve(kind, section=name, code=code, layers=self._layers)
+        return self.resolved[name].value
+
+    def _check_unused(self) -> None:
+        """Check sections in code that this launch does not use, such as those of a backend of other launches."""
+        for name, code in self._in_code.items():
+            found = installed_sections(only={name})
+            if name not in found:
+                listed = ", ".join(section_names())
+                raise ConfigError(f"code: there is no section {name!r}; sections here: {listed}")
+            resolve(found[name], section=name, code=code)
+
+
+def _say_cpu(state: dict[str, object]) -> None:
+    """Set the state section's device to the CPU.
+
+    Raises:
+        ValueError: The section names another device.
+    """
+    if state.get("device") not in (None, "auto", "cpu"):
+        raise ValueError(
+            f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: give one of them"
+        )
+    state["device"] = "cpu"
+
+
+def _check_strategy(strategy: object) -> None:
+    """Refuse a function as strategy, which no file or command line could hold.
+
+    Raises:
+        ValueError: The strategy is a function; the message says where to pass it.
+    """
+    if callable(strategy):
+        name = getattr(strategy, "__name__", type(strategy).__name__)
+        raise ValueError(
+            f"data.strategy={name}: settings hold 'interleaved', 'block' or 'node'; a function of your own goes to "
+            "drivetrain_data.shard_loader(loader, shard, strategy=...) in place of prepare(), and what it returns is "
+            "named in backward(loader=) and gather_for_metrics(loader=)"
+        )
+
+
+def _as_mapping(section: object) -> Mapping[str, object]:
+    if isinstance(section, Mapping):
+        return section
+    if not is_dataclass(section):
+        raise TypeError(
+            f"a section is its dataclass or a mapping of its fields, not {type(section).__name__}"
+        )
+    return {each.name: getattr(section, each.name) for each in fields(section)}
