@@ -67,7 +67,7 @@ def _run(
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Start]:
     """Start `drivetrain ARGUMENTS...` in `tmp_path` and leave it running; its output is one pipe."""
-    yield from _start(sys.executable, tmp_path, clean_environment())
+    yield from _start(sys.executable, tmp_path, clean_environment(OMP_NUM_THREADS="1"))
 
 
 @pytest.fixture

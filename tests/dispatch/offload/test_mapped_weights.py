@@ -54,6 +54,7 @@ def test_pages_leave_behind_the_forward_if_asked_for(tmp_path: Path) -> None:
     assert num_resident(model) >= 8 * 64
 
 
+@pytest.mark.undisturbed
 def test_the_system_is_asked_seldom_what_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,11 +173,9 @@ def test_a_rank_that_leaves_early_is_told_apart_from_another_node(
 
 
 @pytest.mark.costly
-def test_ranks_stop_when_their_launcher_dies(
-    started_with_torch: Callable, script: Callable, tmp_path: Path
-) -> None:
+def test_ranks_stop_when_their_launcher_dies(started: Callable, script: Callable) -> None:
     script("import os, time\nprint(os.getpid())\ntime.sleep(100)")
-    process = started_with_torch("launch", "--num-processes", "2", "script.py")
+    process = started("launch", "--num-processes", "2", "script.py")
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGKILL)
     output = process.stdout.read()  # ends when the last rank has closed it
