@@ -158,8 +158,8 @@ class Checkpointer:
 
     def _start(self, save: "Save", changes_in_step: Callable[[str], bool] | None) -> Place:
         """Stage the tensors that this rank writes, now or in the thread, and write them in a thread."""
-        from drivetrain_checkpoint.coordination.store_gather import StoreTalk
         from drivetrain_checkpoint.saving.host_buffer import HostBuffer
+        from drivetrain_checkpoint.saving.store_gather import StoreGather
         from drivetrain_checkpoint.saving.transaction import by_tensor, run_save, stage_save
 
         if self._buffer is None:
@@ -174,12 +174,10 @@ class Checkpointer:
             if store is None:
                 alone = run_save(context, staged, keep=keep, on_block=lambda: None, gather=lambda own: [own])
                 return self._tell(alone)
-            topology = context.topology
-            talk = StoreTalk(
+            talk = StoreGather(
                 store,
                 staged.manifest.save_id,
-                rank=topology.rank,
-                world_size=topology.world_size,
+                topology=context.topology,
                 stall_seconds=self.settings.stall_seconds,
             )
             try:

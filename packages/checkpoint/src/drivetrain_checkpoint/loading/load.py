@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from drivetrain_checkpoint.coordination.collective_errors import on_all_ranks, on_main
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
 from drivetrain_checkpoint.format.layout import (
     MANIFEST,
@@ -24,6 +23,7 @@ from drivetrain_checkpoint.loading.reader import read_parts
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
 from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import on_all_ranks, on_main
 
 logger = logging.getLogger(__name__)
 

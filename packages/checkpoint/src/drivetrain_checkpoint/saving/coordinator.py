@@ -7,7 +7,6 @@ from importlib.metadata import version
 from typing import Any
 from uuid import uuid4
 
-from drivetrain_checkpoint.coordination.collective_errors import on_each_rank, on_main
 from drivetrain_checkpoint.errors import FolderNotSharedError, StateError
 from drivetrain_checkpoint.format.layout import (
     MANIFEST,
@@ -30,6 +29,7 @@ from drivetrain_checkpoint.saving.writer_lock import check_shared, lease_of
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
 from drivetrain_state import Context, gather_object
+from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain_checkpoint.coordination.collective_errors import Outcome, on_all_ranks, on_each_rank
 from drivetrain_checkpoint.errors import FolderNotSharedError
 from drivetrain_checkpoint.format.checksummed_io import FileRecord, HashedWriter
 from drivetrain_checkpoint.format.layout import own_files, path_in_state
@@ -25,6 +24,7 @@ from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
 from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import Outcome, on_all_ranks, on_each_rank
 
 logger = logging.getLogger(__name__)
 
