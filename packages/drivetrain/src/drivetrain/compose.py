@@ -12,7 +12,7 @@ from drivetrain.choose_trackers import make_trackers
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
-from drivetrain_checkpoint.storage.base import Place, locate
+from drivetrain_checkpoint.storage.place import Place, locate
 from drivetrain_config import ConfigError, Layers, Resolved, resolve, section_names
 from drivetrain_config import sections as installed_sections
 from drivetrain_data import DataSettings, LoaderTracker, Shard

@@ -15,7 +15,7 @@ from drivetrain.prepare import PreparedModels
 from drivetrain.registered import Registered, Stateful
 from drivetrain_backends import AccumulationWindow
 from drivetrain_checkpoint import RESUME_EXIT_CODE, Checkpointer, SaveSchedule
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 from drivetrain_data import ShardedLoader
 
 logger = logging.getLogger(__name__)

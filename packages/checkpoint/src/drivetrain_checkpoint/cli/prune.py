@@ -10,10 +10,9 @@ from drivetrain_checkpoint.cli.given import DIRECTORY_HELP, WRONG, directory_of,
 from drivetrain_checkpoint.cli.printing import counted, size_text
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
-from drivetrain_checkpoint.saving.writer_lock import lease_of
+from drivetrain_checkpoint.saving.writer_lock import lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_config import Command
 
 
@@ -74,7 +73,7 @@ def run(arguments: PruneArguments) -> int:
         plan = plan_of(directory, arguments.keep)
         _say(plan, "delete")
         delete([one.folder for one in plan.going])
-    return WRONG if any(storage.is_folder(one.folder) for one in plan.going) else 0
+    return WRONG if any(storage_of(one.folder).is_folder(one.folder) for one in plan.going) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,22 +109,22 @@ def plan_of(directory: Place, keep: Keep) -> PrunePlan:
     return PrunePlan(
         going=going,
         staying=[one for one in found if one.folder not in chosen],
-        sizes=[sum(storage.sizes_in(one.folder).values()) for one in going],
+        sizes=[sum(storage_of(one.folder).sizes_in(one.folder).values()) for one in going],
     )
 
 
 @contextmanager
 def _writing(directory: Place) -> Generator[None]:
     """Run the block as the directory's only writer: the save of a running job looks like an incomplete save."""
-    lease = lease_of(directory)
-    if lease is None:
+    lock = lock_of(directory)
+    if lock is None:
         yield
         return
-    lease.take()
+    lock.take()
     try:
         yield
     finally:
-        lease.release()
+        lock.release()
 
 
 def _say(plan: PrunePlan, doing: str) -> None:

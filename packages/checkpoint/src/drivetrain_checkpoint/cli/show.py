@@ -18,7 +18,7 @@ from drivetrain_checkpoint.cli.printing import (
 )
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 from drivetrain_config import Command
 
 _NUM_SHOWN = 10  # tensors per part, without --tensors

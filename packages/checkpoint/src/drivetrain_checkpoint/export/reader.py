@@ -15,7 +15,7 @@ from drivetrain_checkpoint.errors import CorruptCheckpointError, NoCheckpointErr
 from drivetrain_checkpoint.export.plan import INDEX, SINGLE_FILE, TensorInfo
 from drivetrain_checkpoint.export.writer import TIES
 from drivetrain_checkpoint.format.tensor_file import dtype_of
-from drivetrain_checkpoint.storage.base import on_disk
+from drivetrain_checkpoint.storage.place import on_disk
 
 # Also with a variant, as diffusers and transformers name it: x.safetensors.index.fp16.json, x.fp16.index.json.
 _OTHER_INDEX = re.compile(r"(?!.*\.bin\.index\.).+\.index(\.[^.]+)?\.json")

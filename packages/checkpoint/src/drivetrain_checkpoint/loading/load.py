@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
 from drivetrain_checkpoint.format.layout import (
-    MANIFEST,
     STATE_PART,
+    has_manifest,
     model_part,
     own_files,
     rank_part,
@@ -20,8 +20,7 @@ from drivetrain_checkpoint.format.shards import Leaf
 from drivetrain_checkpoint.format.state_tree import StateTree
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
 from drivetrain_checkpoint.loading.reader import read_parts
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_all_ranks, on_main
 
@@ -100,7 +99,7 @@ def load_from(context: Context, folder: Place, how: LoadOptions) -> LoadResult:
         CorruptCheckpointError: The checkpoint is damaged, as seen by any rank; the message names the file.
     """
     doing = f"the load of {folder}"
-    if not all(on_all_ranks(context, lambda: storage.is_folder(folder), doing=doing)):
+    if not all(on_all_ranks(context, lambda: storage_of(folder).is_folder(folder), doing=doing)):
         raise NoCheckpointError(
             f"{folder} is no folder on every rank: name a checkpoint's, such as .../step-100"
         )
@@ -114,11 +113,11 @@ def load_from(context: Context, folder: Place, how: LoadOptions) -> LoadResult:
 
 def _why_none(folder: Place) -> str | None:
     """Return why a folder is neither a checkpoint nor the remains of one; None if it may be."""
-    if storage.is_file(folder / MANIFEST) or own_files(folder):
+    if has_manifest(folder) or own_files(folder):
         return None
     if step_folders(folder / "checkpoints"):
         return f"{folder} is no checkpoint, but {folder / 'checkpoints'} holds some: load from there"
-    if any(name.endswith(".safetensors") for name in storage.sizes_in(folder)):
+    if any(name.endswith(".safetensors") for name in storage_of(folder).sizes_in(folder)):
         return f"{folder} is no checkpoint; it holds a model alone, which load_model() loads"
     return f"{folder} is no checkpoint: name the folder of one, such as .../step-100, or one that holds some"
 
@@ -127,7 +126,7 @@ def holds_checkpoints(context: Context, folder: Place) -> bool:
     """Return whether rank 0 sees checkpoints in a folder that is not a checkpoint itself. Called on all ranks."""
 
     def look() -> bool:
-        return not storage.is_file(folder / MANIFEST) and bool(step_folders(folder))
+        return not has_manifest(folder) and bool(step_folders(folder))
 
     return on_main(context, look, doing=f"the load of {folder}")
 

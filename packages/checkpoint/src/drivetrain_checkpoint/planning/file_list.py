@@ -31,7 +31,7 @@ class PlannedFile:
         return tensor_file(self.part, self.rank, attempt)
 
 
-class Catalogue:
+class TensorFiles:
     """The files of a plan, computed on demand and cached: the next save has the same.
 
     Args:

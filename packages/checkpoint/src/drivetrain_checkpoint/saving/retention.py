@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from drivetrain_checkpoint.format.layout import MANIFEST, own_files
+from drivetrain_checkpoint.format.layout import MANIFEST, has_manifest, own_files
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +84,9 @@ def delete(folders: Sequence[Place]) -> None:
     """
     for folder in folders:
         try:
-            if storage.is_file(folder / MANIFEST):
-                storage.remove([folder / MANIFEST])
-            storage.remove(own_files(folder))
-            storage.remove_folder(folder)
+            if has_manifest(folder):
+                storage_of(folder).remove([folder / MANIFEST])
+            storage_of(folder).remove(own_files(folder))
+            storage_of(folder).remove_folder(folder)
         except OSError as error:
             logger.warning("the old checkpoint %s could not be deleted whole: %s", folder, error)
