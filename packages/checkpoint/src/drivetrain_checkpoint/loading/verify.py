@@ -8,7 +8,8 @@ import xxhash
 
 from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES, FileRecord
 from drivetrain_checkpoint.format.manifest import read_manifest
-from drivetrain_checkpoint.storage.place import Place, Reader, locate, storage_of
+from drivetrain_checkpoint.storage.place import Place, locate, storage_of
+from drivetrain_checkpoint.storage.protocol import Reader
 from drivetrain_checkpoint.storage.threads import in_threads
 
 
