@@ -28,7 +28,8 @@ from types import ModuleType, TracebackType
 # What ranks import: torch, torch._dynamo at an optimizer's first step, and what is installed of ours and of numpy.
 IMPORTS = [
     "torch", "torch._dynamo", "numpy", "drivetrain_state.connection", "drivetrain_checkpoint.saving.coordinator",
-    "drivetrain_checkpoint.loading.load", "drivetrain_backends.torch.ddp", "drivetrain_backends.torch.single_device",
+    "drivetrain_checkpoint.loading.collective_load", "drivetrain_backends.torch.ddp",
+    "drivetrain_backends.torch.single_device",
 ]  # fmt: skip
 # No import above reads them: a rank whose other variables are the template's is as good as a fresh interpreter.
 _READ_LATE = ("DRIVETRAIN_", "TEST_", "PYTEST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK")

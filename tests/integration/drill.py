@@ -47,8 +47,8 @@ from processes import free_port, rank_environment
 # alone take longer than a round.
 IMPORTS = [
     "torch._dynamo", "drivetrain_backends.torch.ddp", "drivetrain_backends.torch.single_device",
-    "drivetrain_checkpoint.saving.coordinator", "drivetrain_checkpoint.loading.load",
-    "drivetrain_checkpoint.loading.reader", "drivetrain_checkpoint.saving.store_gather",
+    "drivetrain_checkpoint.saving.coordinator", "drivetrain_checkpoint.loading.collective_load",
+    "drivetrain_checkpoint.loading.part_reader", "drivetrain_checkpoint.saving.store_gather",
 ]  # fmt: skip
 STEPS = 30
 LONGEST_SECONDS = 0.1  # from the line that a kill waits for to the kill: some saves

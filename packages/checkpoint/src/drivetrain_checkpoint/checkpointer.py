@@ -12,7 +12,7 @@ from drivetrain_state import Context
 
 if TYPE_CHECKING:
     from drivetrain_checkpoint.format.state_tree import StateTree
-    from drivetrain_checkpoint.loading.load import Like, LoadResult
+    from drivetrain_checkpoint.loading.collective_load import Like, LoadResult
     from drivetrain_checkpoint.planning.save_content import Content
     from drivetrain_checkpoint.saving.background import BackgroundSaves
     from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
@@ -218,7 +218,12 @@ class Checkpointer:
             FolderNotSharedError: The ranks see different checkpoints under the same path.
             PickleNotAllowedError: The checkpoint holds a pickle, and `settings.allow_pickle` is not set.
         """
-        from drivetrain_checkpoint.loading.load import LoadOptions, holds_checkpoints, load_from, load_newest
+        from drivetrain_checkpoint.loading.collective_load import (
+            LoadOptions,
+            holds_checkpoints,
+            load_from,
+            load_newest,
+        )
 
         self.wait()
         how = LoadOptions(like or _whole, self.settings.allow_pickle)
@@ -233,7 +238,7 @@ class Checkpointer:
 
         Called on all ranks; rank 0 looks, and all ranks get its result.
         """
-        from drivetrain_checkpoint.loading.load import newest
+        from drivetrain_checkpoint.loading.collective_load import newest
 
         self.wait()
         return newest(self._context, self.directory)

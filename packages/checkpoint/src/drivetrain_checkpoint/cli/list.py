@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from drivetrain_checkpoint.cli.given import DIRECTORY_HELP, directory_of, told
+from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, directory_of, report_errors
 from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, size_text, table, time_text
 from drivetrain_checkpoint.format.layout import step_of
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
@@ -25,7 +25,7 @@ class ListArguments:
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
 
 
-@told
+@report_errors
 def run(arguments: ListArguments) -> int:
     """Print the checkpoints, last saved first; incomplete saves come last."""
     found = find_checkpoints(directory_of(arguments.directory))

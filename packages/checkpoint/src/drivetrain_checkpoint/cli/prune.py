@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drivetrain_checkpoint.cli.given import DIRECTORY_HELP, WRONG, directory_of, told
+from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, WRONG, directory_of, report_errors
 from drivetrain_checkpoint.cli.printing import counted, size_text
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
@@ -58,7 +58,7 @@ class PruneArguments:
         )
 
 
-@told
+@report_errors
 def run(arguments: PruneArguments) -> int:
     """Delete the checkpoints that the rules do not keep, and print them.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from drivetrain_checkpoint.cli.given import CHECKPOINT_HELP, checkpoint_of, told
+from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
 from drivetrain_checkpoint.cli.printing import (
     age_text,
     counted,
@@ -35,7 +35,7 @@ class ShowArguments:
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs: all tensors too."})
 
 
-@told
+@report_errors
 def run(arguments: ShowArguments) -> int:
     """Print the content of the manifest, and whether all files are there in full size."""
     folder = checkpoint_of(arguments.checkpoint)

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 
-from drivetrain_checkpoint.cli.given import WRONG, checkpoint_of, directory_of, place_of, told
+from drivetrain_checkpoint.cli.arguments import WRONG, checkpoint_of, directory_of, place_of, report_errors
 from drivetrain_checkpoint.cli.printing import counted, size_text
 from drivetrain_checkpoint.cli.progress import Progress
 from drivetrain_checkpoint.errors import CorruptCheckpointError
@@ -24,7 +24,7 @@ class VerifyArguments:
     )
 
 
-@told
+@report_errors
 def run(arguments: VerifyArguments) -> int:
     """Verify the checkpoints, last saved first, and print all damage.
 

@@ -16,7 +16,7 @@ from drivetrain_checkpoint.format.layout import model_part
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, check_files, read_manifest
 from drivetrain_checkpoint.format.state_tree import Json, decode
 from drivetrain_checkpoint.format.tensor_file import dtype_of
-from drivetrain_checkpoint.loading.reader import read_tensors, read_tree
+from drivetrain_checkpoint.loading.part_reader import read_tensors, read_tree
 from drivetrain_checkpoint.storage.place import Place, locate, on_disk
 
 logger = logging.getLogger(__name__)

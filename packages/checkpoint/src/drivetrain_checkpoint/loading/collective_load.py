@@ -19,7 +19,7 @@ from drivetrain_checkpoint.format.manifest import Manifest, check_files, read_ma
 from drivetrain_checkpoint.format.shards import Leaf
 from drivetrain_checkpoint.format.state_tree import StateTree
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
-from drivetrain_checkpoint.loading.reader import read_parts
+from drivetrain_checkpoint.loading.part_reader import read_parts
 from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_all_ranks, on_main

@@ -18,7 +18,7 @@ WRONG = 1
 DIRECTORY_HELP = "Folder of checkpoints, or its URL."
 CHECKPOINT_HELP = "Folder of a checkpoint, such as runs/step-100, or its URL."
 
-_TOLD = (
+_REPORTED = (
     ValueError,
     OSError,
     ImportError,
@@ -31,19 +31,19 @@ _TOLD = (
 Arguments = TypeVar("Arguments")
 
 
-def told(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
+def report_errors(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
     """Wrap a command so that an error is one line on stderr and exit code 2 rather than a traceback."""
 
     @wraps(run)
-    def telling(arguments: Arguments) -> int:
+    def report(arguments: Arguments) -> int:
         try:
             return run(arguments)
-        except _TOLD as error:
+        except _REPORTED as error:
             text = " ".join(str(error).split())
             sys.stderr.write(f"drivetrain: error: {text}\n")
             return USAGE
 
-    return telling
+    return report
 
 
 def place_of(text: str) -> Place:
