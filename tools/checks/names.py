@@ -36,8 +36,6 @@ FILES_MEANT = (
             "merge",
             "verify",
             "plan",
-            "load",
-            "reader",
         }
     )
     | frozenset(
@@ -48,10 +46,8 @@ FILES_MEANT = (
             "conversion",
             "dtensor",
             "engine",
-            "guard",
             "host",
             "meta_init",
-            "rendezvous",
         }
     )
     | frozenset({"scatter", "shard"})

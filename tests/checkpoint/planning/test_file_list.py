@@ -1,21 +1,19 @@
 from drivetrain_checkpoint.format.boxes import Box, whole
 from drivetrain_checkpoint.format.manifest import StoredBox
 from drivetrain_checkpoint.planning.file_list import TensorFiles
-from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WritePlan, WrittenBox
+from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WrittenBox
 
 WEIGHT, STEP = TensorName("weights-model", "weight"), TensorName("state", "step")
 UPPER, LOWER = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))
-PLAN = WritePlan(
-    tensors={
-        WEIGHT: AvailableBoxes("F32", 4, (4, 3), (whole((4, 3)),)),
-        STEP: AvailableBoxes("I64", 8, (), (whole(()),)),
-    },
-    entries=((WrittenBox(WEIGHT, LOWER), WrittenBox(STEP, whole(()))), (WrittenBox(WEIGHT, UPPER),)),
-)
+TENSORS = {
+    WEIGHT: AvailableBoxes("F32", 4, (4, 3), (whole((4, 3)),)),
+    STEP: AvailableBoxes("I64", 8, (), (whole(()),)),
+}
+ENTRIES = ((WrittenBox(WEIGHT, LOWER), WrittenBox(STEP, whole(()))), (WrittenBox(WEIGHT, UPPER),))
 
 
 def test_a_rank_has_a_file_for_each_part_that_it_writes_something_of() -> None:
-    tensor_files = TensorFiles(PLAN)
+    tensor_files = TensorFiles(TENSORS, ENTRIES)
     assert [file.name(0) for file in tensor_files.files_of(0)] == [
         "weights-model.r0.safetensors", "state.r0.safetensors"
     ]  # fmt: skip
@@ -23,12 +21,12 @@ def test_a_rank_has_a_file_for_each_part_that_it_writes_something_of() -> None:
 
 
 def test_what_was_worked_out_is_kept() -> None:
-    tensor_files = TensorFiles(PLAN)
+    tensor_files = TensorFiles(TENSORS, ENTRIES)
     assert tensor_files.files_of(0) is tensor_files.files_of(0)
 
 
 def test_the_manifest_lists_the_pieces_of_a_tensor_in_order_whoever_wrote_them() -> None:
-    tensors = TensorFiles(PLAN).tensors(["weights-model", "state", "rank-0"], attempt=0)
+    tensors = TensorFiles(TENSORS, ENTRIES).tensors(["weights-model", "state", "rank-0"], attempt=0)
     assert tensors["rank-0"] == {}
     weight = tensors["weights-model"]["weight"]
     assert (weight.dtype, weight.shape) == ("F32", (4, 3))
@@ -38,7 +36,7 @@ def test_the_manifest_lists_the_pieces_of_a_tensor_in_order_whoever_wrote_them()
 
 
 def test_another_attempt_has_other_names_and_the_same_places() -> None:
-    tensor_files = TensorFiles(PLAN)
+    tensor_files = TensorFiles(TENSORS, ENTRIES)
     parts = ["weights-model", "state"]
     first, again = (tensor_files.tensors(parts, attempt)["state"]["step"].pieces for attempt in (0, 2))
     assert first == (StoredBox("state.r0.safetensors", first[0].start, whole(())),)

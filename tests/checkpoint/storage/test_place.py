@@ -87,6 +87,40 @@ class TestRemote:
         assert [one.folder.name for one in find_checkpoints(checkpointer.directory)] == ["step-2", "step-1"]
 
 
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_a_disk_and_a_store_do_the_same(tmp_path: Path, kind: str) -> None:
+    if kind == "store":
+        pytest.importorskip("upath")
+    directory = locate(tmp_path / "runs" if kind == "disk" else f"memory://{tmp_path.name}/runs")
+    storage, folder = storage_of(directory), directory / "step-1"
+    assert (storage.folders_in(directory), storage.sizes_in(folder)) == ([], {})
+    assert not storage.is_folder(folder)
+    storage.make_folder(folder)
+    with pytest.raises(FileNotFoundError):
+        storage.read_whole(folder / "small")
+    storage.put(folder / "small", b"12")
+    storage.put(folder / "small", b"345")
+    writer = storage.create(folder / "large")
+    for piece in (b"01234", b"56789"):
+        writer.write(memoryview(piece))
+    writer.finish()
+    writer.close()
+    assert storage.folders_in(directory) == ["step-1"]
+    assert storage.sizes_in(folder) == {"small": 3, "large": 10}
+    assert storage.is_folder(folder)
+    assert storage.read_whole(folder / "small") == b"345"
+    with pytest.raises(ValueError, match=r"more than|at most"):
+        storage.read_whole(folder / "large", most_bytes=9)
+    reader = storage.open_to_read(folder / "large")
+    first, second = bytearray(3), bytearray(9)
+    assert reader.read_at(2, [memoryview(first), memoryview(second)]) == 8
+    assert (bytes(first), bytes(second[:5])) == (b"234", b"56789")
+    reader.close()
+    storage.remove([folder / "small", folder / "large"])
+    storage.remove_folder(folder)
+    assert (storage.folders_in(directory), storage.sizes_in(folder)) == ([], {})
+
+
 def save_into_memory_of_its_own() -> tuple[str, list[str]]:
     with connect(device="cpu") as context:
         checkpointer = Checkpointer(context, "memory://own/run")

@@ -18,7 +18,6 @@ from drivetrain_checkpoint import (
 from drivetrain_checkpoint.format.layout import has_manifest
 from drivetrain_checkpoint.planning.save_content import Content
 from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
-from drivetrain_checkpoint.saving.retention import Keep
 from drivetrain_checkpoint.saving.transaction import run_save
 from drivetrain_checkpoint.storage.place import storage_of
 from drivetrain_state import Context, connect
@@ -151,9 +150,11 @@ def test_a_save_that_is_given_up_leaves_nothing_at_all(make, context: Context) -
         if len(sent) == 9:  # of 16 MiB: two parts are sent
             raise KeyboardInterrupt
 
-    one = SaveCoordinator(context, checkpointer.directory).prepare(1, content, continues=True)
+    one = SaveCoordinator(context, checkpointer.directory, checkpointer.settings).prepare(
+        1, content, continues=True
+    )
     with pytest.raises(KeyboardInterrupt):
-        run_save(context, one, keep=Keep(), on_block=fail_late)
+        run_save(context, one, on_block=fail_late)
     assert sent[-1] == ["run/step-1/weights-model.r0.safetensors"]
     assert unfinished(checkpointer) == []
     assert names_below(checkpointer) == []
@@ -164,7 +165,6 @@ import json, os, signal, sys
 import torch
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
 from drivetrain_checkpoint.planning.save_content import Content
-from drivetrain_checkpoint.saving.retention import Keep
 from drivetrain_checkpoint.saving.transaction import run_save
 from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
 from drivetrain_state import connect
@@ -180,8 +180,8 @@ def die_late():
     if len(blocks) == 9:
         os.kill(os.getpid(), signal.SIGKILL)
 
-one = SaveCoordinator(context, checkpointer.directory).prepare(2, content, continues=True)
-run_save(context, one, keep=Keep(), on_block=die_late)
+one = SaveCoordinator(context, checkpointer.directory, checkpointer.settings).prepare(2, content, continues=True)
+run_save(context, one, on_block=die_late)
 """
 
 

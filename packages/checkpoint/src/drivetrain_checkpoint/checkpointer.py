@@ -116,8 +116,6 @@ class Checkpointer:
             per_rank=per_rank,
             plan=plan,
             metrics=metrics or {},
-            best_metric=self.settings.best_metric,
-            allow_pickle=self.settings.allow_pickle,
         )
         in_background = self.settings.background if background is None else background
         return self._save(step, content, in_background=in_background, changes_in_step=changes_in_step)
@@ -132,21 +130,19 @@ class Checkpointer:
     ) -> Place:
         """Agree with the other ranks on the save, then write and commit it, here or in a thread."""
         from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
-        from drivetrain_checkpoint.saving.retention import Keep
         from drivetrain_checkpoint.saving.transaction import run_save
 
-        context, keep = self._context, Keep.of(self.settings)
-        self._coordinator = self._coordinator or SaveCoordinator(context, self.directory)
+        context = self._context
+        self._coordinator = self._coordinator or SaveCoordinator(context, self.directory, self.settings)
         save = self._coordinator.prepare(step, content, continues=self.continues)
         if in_background:
             self._background_saves().start(
                 save,
-                keep=keep,
                 on_commit=self._call_back,
                 changes_in_step=changes_in_step if self.settings.staging == "overlap" else None,
             )
         else:
-            run_save(context, save, keep=keep, on_block=lambda: context.watch.mark("write a checkpoint"))
+            run_save(context, save, on_block=lambda: context.watch.mark("write a checkpoint"))
             self._call_back(save.folder)
         return save.folder
 
@@ -154,7 +150,7 @@ class Checkpointer:
         if self._background is None:
             from drivetrain_checkpoint.saving.background import BackgroundSaves
 
-            self._background = BackgroundSaves(self._context, stall_seconds=self.settings.stall_seconds)
+            self._background = BackgroundSaves(self._context)
             self._context.before_close(self.close)
         return self._background
 

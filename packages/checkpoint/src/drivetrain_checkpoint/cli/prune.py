@@ -9,7 +9,7 @@ from typing import Literal
 from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, WRONG, directory_of, report_errors
 from drivetrain_checkpoint.cli.printing import counted, size_text
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
-from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
+from drivetrain_checkpoint.saving.retention import delete, plan_retention
 from drivetrain_checkpoint.saving.writer_lock import lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
@@ -45,16 +45,14 @@ class PruneArguments:
         _ = self.keep
 
     @property
-    def keep(self) -> Keep:
+    def keep(self) -> CheckpointSettings:
         """The rules for which checkpoints to keep."""
-        return Keep.of(
-            CheckpointSettings(
-                keep_last=self.keep_last,
-                keep_every=self.keep_every,
-                keep_best=self.keep_best,
-                best_metric=self.best_metric,
-                best_mode=self.best_mode,
-            )
+        return CheckpointSettings(
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+            keep_best=self.keep_best,
+            best_metric=self.best_metric,
+            best_mode=self.best_mode,
         )
 
 
@@ -91,7 +89,7 @@ class PrunePlan:
     sizes: Sequence[int]
 
 
-def plan_of(directory: Place, keep: Keep) -> PrunePlan:
+def plan_of(directory: Place, keep: CheckpointSettings) -> PrunePlan:
     """Plan which checkpoints of a directory to delete.
 
     Raises:
@@ -99,9 +97,9 @@ def plan_of(directory: Place, keep: Keep) -> PrunePlan:
     """
     found = find_checkpoints(directory)
     known = {name for one in found if one.manifest for name in one.manifest.metrics}
-    if keep.best and keep.metric not in known and any(one.is_valid for one in found):
+    if keep.keep_best and keep.best_metric not in known and any(one.is_valid for one in found):
         raise ValueError(
-            f"best_metric={keep.metric!r}: no checkpoint of {directory} was saved with it; they have "
+            f"best_metric={keep.best_metric!r}: no checkpoint of {directory} was saved with it; they have "
             f"{', '.join(sorted(known)) or 'no metrics'}"
         )
     chosen = set(plan_retention(found, keep))

@@ -12,6 +12,7 @@ from drivetrain_checkpoint.format.layout import (
     has_manifest,
     model_part,
     own_files,
+    path_in_state,
     rank_part,
     step_folders,
 )
@@ -194,7 +195,6 @@ def _try(context: Context, folder: Place, how: LoadOptions) -> LoadResult | Corr
 def _read(context: Context, folder: Place, manifest: Manifest, how: LoadOptions) -> LoadResult:
     topology = context.topology
     parts = [*map(model_part, manifest.models), STATE_PART]
-    prefixes = {STATE_PART: "replicated", **{model_part(name): f"models/{name}" for name in manifest.models}}
     same_ranks = manifest.world_size == topology.world_size
     if same_ranks:
         parts.append(rank_part(topology.rank))
@@ -202,7 +202,7 @@ def _read(context: Context, folder: Place, manifest: Manifest, how: LoadOptions)
         folder,
         manifest,
         parts,
-        like=lambda part, name: how.like(f"{prefixes[part]}/{name}") if part in prefixes else None,
+        like=lambda part, name: how.like(path) if (path := path_in_state(part, name)) else None,
         allow_pickle=how.allow_pickle,
         on_block=lambda: context.watch.mark(f"read {folder.name}"),
     )

@@ -7,7 +7,6 @@ from threading import Thread
 from torch.distributed import Store
 
 from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap
-from drivetrain_checkpoint.saving.retention import Keep
 from drivetrain_checkpoint.saving.store_gather import StoreGather
 from drivetrain_checkpoint.saving.transaction import Save, run_save, stage_save
 from drivetrain_checkpoint.storage.place import Place
@@ -21,12 +20,10 @@ class BackgroundSaves:
 
     Args:
         context: The context of this process.
-        stall_seconds: The time without progress on any rank, in seconds, after which a save is given up.
     """
 
-    def __init__(self, context: Context, *, stall_seconds: float) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._stall_seconds = stall_seconds
         self._buffer = HostBuffer()
         self._thread: Thread | None = None
         self._overlap: Overlap | None = None
@@ -37,7 +34,6 @@ class BackgroundSaves:
         self,
         save: Save,
         *,
-        keep: Keep,
         on_commit: Callable[[Place], object],
         changes_in_step: Callable[[str], bool] | None,
     ) -> None:
@@ -47,7 +43,6 @@ class BackgroundSaves:
 
         Args:
             save: The save, as `SaveCoordinator.prepare` returned it.
-            keep: The rules for which checkpoints to keep.
             on_commit: A function to call with the checkpoint's folder once it is committed, in the thread.
             changes_in_step: A function that returns whether a tensor, by its path in the state, is unchanged until
                 the next step, so that the thread copies it; None copies all tensors now.
@@ -57,7 +52,7 @@ class BackgroundSaves:
         store = control_store(self._context, "drivetrain_checkpoint")
         thread = Thread(
             target=self._run,
-            args=(staged, store, keep, on_commit),
+            args=(staged, store, on_commit),
             name=f"drivetrain save of step {save.step}",
         )
         thread.start()
@@ -94,9 +89,9 @@ class BackgroundSaves:
         """Free the host memory of the copies, once no save is being written."""
         self._buffer = HostBuffer()
 
-    def _run(self, save: Save, store: Store | None, keep: Keep, on_commit: Callable[[Place], object]) -> None:
+    def _run(self, save: Save, store: Store | None, on_commit: Callable[[Place], object]) -> None:
         try:
-            self._write(save, store, keep)
+            self._write(save, store)
             on_commit(save.folder)
             self._folder = save.folder
         except Exception as error:  # the next wait() raises it; logged now, since wait() may never be called
@@ -108,14 +103,17 @@ class BackgroundSaves:
             if save.overlap is not None:
                 save.overlap.give_up()  # a save that failed before the copies would block wait_for_copies()
 
-    def _write(self, save: Save, store: Store | None, keep: Keep) -> None:
+    def _write(self, save: Save, store: Store | None) -> None:
         if store is None:
-            run_save(self._context, save, keep=keep, on_block=lambda: None)
+            run_save(self._context, save, on_block=lambda: None)
             return
         exchange = StoreGather(
-            store, save.manifest.save_id, topology=self._context.topology, stall_seconds=self._stall_seconds
+            store,
+            save.manifest.save_id,
+            topology=self._context.topology,
+            stall_seconds=save.settings.stall_seconds,
         )
         try:
-            run_save(self._context, save, keep=keep, on_block=exchange.progress, gather=exchange.gather)
+            run_save(self._context, save, on_block=exchange.progress, gather=exchange.gather)
         finally:
             exchange.close()

@@ -26,6 +26,7 @@ from drivetrain_checkpoint.planning.save_content import Content, Holdings, OwnCo
 from drivetrain_checkpoint.planning.write_plan import plan_writes
 from drivetrain_checkpoint.saving.transaction import Save
 from drivetrain_checkpoint.saving.writer_lock import check_shared, lock_of
+from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context, gather_object
 from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
@@ -39,11 +40,13 @@ class SaveCoordinator:
     Args:
         context: The context of this process.
         directory: The folder of the checkpoints.
+        settings: The `checkpoint` section.
     """
 
-    def __init__(self, context: Context, directory: Place) -> None:
+    def __init__(self, context: Context, directory: Place, settings: CheckpointSettings) -> None:
         self._context = context
         self._directory = directory
+        self._settings = settings
         self._digests: list[str] = []
         self._tensor_files: TensorFiles | None = None
         self._sequences: dict[str, int] = {}  # by folder name
@@ -71,8 +74,8 @@ class SaveCoordinator:
         tensor_files = self._agree(step_folder(self._directory, step), own.holdings)
         manifest, token = on_main(context, lambda: self._start(step, content, continues), doing=doing)
         save = Save(
-            directory=self._directory,
             folder=step_folder(self._directory, step),
+            settings=self._settings,
             manifest=manifest,
             tensor_files=tensor_files,
             files=tuple(
@@ -96,12 +99,12 @@ class SaveCoordinator:
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
         encode_plan(content.plan)
-        _check_metrics(content.metrics, content.best_metric)
+        _check_metrics(content.metrics, self._settings.best_metric)
         if self._context.topology.is_main and has_manifest(self._directory):
             raise ValueError(
                 f"{self._directory} is a checkpoint itself: name the folder that holds the checkpoints"
             )
-        return own_content(content, self._context.topology.rank)
+        return own_content(content, self._context.topology.rank, allow_pickle=self._settings.allow_pickle)
 
     def _agree(self, folder: Place, holdings: Holdings) -> TensorFiles:
         """Return the plan of which rank writes what; plan again only if the ranks hold other shards than last time.
@@ -122,9 +125,8 @@ class SaveCoordinator:
             ranks = gather_object(self._context, holdings)
             _check_names(ranks)
             tensors = {**ranks[0].shared, **{name: t for rank in ranks for name, t in rank.own.items()}}
-            self._tensor_files = TensorFiles(
-                plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks])
-            )
+            entries = plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks])
+            self._tensor_files = TensorFiles(tensors, entries)
             self._digests = digests
         return self._tensor_files
 

@@ -27,11 +27,6 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of the buffer in bytes."""
-        return self._memory.numel()
-
     def stage(
         self, tensors: Sequence[Tensor], later: Sequence[bool] | None = None
     ) -> "tuple[list[Tensor], Overlap | None]":

@@ -20,7 +20,8 @@ from drivetrain_checkpoint.format.tensor_file import bytes_of
 from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
 from drivetrain_checkpoint.planning.file_list import PlannedFile, TensorFiles
 from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap, on_host
-from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
+from drivetrain_checkpoint.saving.retention import delete, plan_retention
+from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import Outcome, on_all_ranks, on_each_rank
@@ -33,8 +34,8 @@ class Save:
     """A save that all ranks have agreed on, with the values that this rank writes.
 
     Attributes:
-        directory: The folder of the checkpoints.
         folder: The folder of this checkpoint.
+        settings: The `checkpoint` section, whose rules say which checkpoints stay.
         manifest: The manifest, still without files, tensors and time.
         tensor_files: The tensor files of all ranks.
         files: The tensor files that this rank writes, with their tensors.
@@ -44,8 +45,8 @@ class Save:
         overlap: The copies to make before anything is written, while training continues.
     """
 
-    directory: Place
     folder: Place
+    settings: CheckpointSettings
     manifest: Manifest
     tensor_files: TensorFiles
     files: tuple[tuple[PlannedFile, tuple[Tensor, ...]], ...]
@@ -136,15 +137,16 @@ class Save:
             if committed is None:
                 delete([self.folder])
 
-    def clean_up(self, keep: Keep) -> None:
+    def clean_up(self) -> None:
         """Delete the files that this save replaced, then old checkpoints. Called on rank 0 after the commit."""
-        with _warned_of(f"{self.directory}: old checkpoints stay"):
+        with _warned_of(f"{self.folder.parent}: old checkpoints stay"):
             committed = inspect(self.folder).manifest
             if committed is not None:
                 _delete_unlisted(self.folder, keep=committed.files)
-            if keep.last is not None:
-                found = find_checkpoints(self.directory)
-                delete(plan_retention([one for one in found if one.folder.name not in self.spared], keep))
+            if self.settings.keep_last is not None:
+                found = find_checkpoints(self.folder.parent)
+                rest = [one for one in found if one.folder.name not in self.spared]
+                delete(plan_retention(rest, self.settings))
 
 
 @contextmanager
@@ -179,7 +181,6 @@ def run_save(
     context: Context,
     save: Save,
     *,
-    keep: Keep,
     on_block: Callable[[], None],
     gather: Callable[[Outcome], list[Outcome]] | None = None,
 ) -> None:
@@ -188,7 +189,6 @@ def run_save(
     Args:
         context: The context of this process.
         save: The save, as `SaveCoordinator.prepare` or `stage_save` returned it.
-        keep: The rules for which checkpoints to keep.
         on_block: A function called after each block, as a sign of progress.
         gather: A function that gathers the outcomes of all ranks; None gathers them with the process group.
 
@@ -208,4 +208,4 @@ def run_save(
         by_rank = on_all_ranks(context, write, doing=f"the save of step {save.step}", gather=gather)
         on_all_ranks(context, commit, doing=f"the commit of step {save.step}", gather=gather)
     if save.is_main:
-        save.clean_up(keep)
+        save.clean_up()
