@@ -1,6 +1,6 @@
 """Copy tensors to host memory, which later saves reuse, so that training continues while a checkpoint is written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import Event
 from typing import Any
 
@@ -28,23 +28,21 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def stage(
-        self, tensors: Sequence[Tensor], later: Sequence[bool] | None = None
+        self, tensors: Sequence[Tensor], later: Collection[int] = ()
     ) -> "tuple[list[Tensor], Overlap | None]":
         """Copy tensors into the buffer, overwriting the copies of the last call.
 
         Args:
             tensors: The tensors to copy.
-            later: For each tensor, whether it is not copied now but by the overlap; None copies all now.
+            later: The indices of the tensors that are not copied now, but by the overlap.
 
         Returns:
             Contiguous CPU tensors, independent of the originals, and the overlap, None if it has nothing to copy.
         """
         copies = self.make_room(tensors)
         pairs = list(zip(copies, tensors, strict=True))
-        at_once = [
-            pair for pair, waits in zip(pairs, later or [False] * len(pairs), strict=True) if not waits
-        ]
-        overlapped = [pair for pair, waits in zip(pairs, later or (), strict=False) if waits]
+        at_once = [pair for index, pair in enumerate(pairs) if index not in later]
+        overlapped = [pair for index, pair in enumerate(pairs) if index in later]
         for copy, tensor in at_once:
             copy.copy_(tensor.detach(), non_blocking=_is_accelerated(tensor))
         # The side stream of the overlap waits for the copies that are under way on its device.

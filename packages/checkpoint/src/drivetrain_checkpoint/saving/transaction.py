@@ -68,10 +68,10 @@ class Save:
             changes_in_step: A function that returns whether a tensor, by its path in the state, is unchanged until
                 the next step, so that `write` copies it. None copies all tensors now.
         """
-        later: list[bool] | None = None
+        later: set[int] = set()
         if changes_in_step is not None:
             paths = [path_in_state(*entry.tensor) for file, _ in self.files for entry in file.entries]
-            later = [path is not None and changes_in_step(path) for path in paths]
+            later = {index for index, path in enumerate(paths) if path is not None and changes_in_step(path)}
         copies, overlap = buffer.stage([tensor for _, tensors in self.files for tensor in tensors], later)
         left = iter(copies)
         files = tuple((file, tuple(islice(left, len(tensors)))) for file, tensors in self.files)
