@@ -49,7 +49,7 @@ def test_a_question_is_asked_once_and_answered_by_each(clients: Clients) -> None
     second.ask(0)  # at the same moment, before it has seen the other's
     assert first.newest() == second.newest() == 1
     second.answer(1, {"rank": 1, "idle_seconds": 61.0})
-    assert not first.has_answered(1, 0)
+    assert first.answer_of(1, 0) is None
     eventually(lambda: first.answers(1, range(2)), {1: {"rank": 1, "idle_seconds": 61.0}})
     first.ask(1)
     second.answer(2, ["another"])

@@ -52,13 +52,13 @@ class StoreRounds:
         self.post(f"answer/{number}/{self.rank}", value)
         self.delete(f"answer/{number - 1}/{self.rank}")
 
-    def has_answered(self, number: int, rank: int) -> bool:
-        """Return whether `rank` has answered a round."""
-        return self._store.check([f"answer/{number}/{rank}"])
+    def answer_of(self, number: int, rank: int) -> Any:
+        """Return the answer of a rank to a round, or None before it has answered."""
+        return self.read(f"answer/{number}/{rank}")
 
     def answers(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
         """Return the answers to a round of those `ranks` that have answered."""
-        found = {rank: self.read(f"answer/{number}/{rank}") for rank in ranks}
+        found = {rank: self.answer_of(number, rank) for rank in ranks}
         return {rank: value for rank, value in found.items() if value is not None}
 
     def conclude(self, number: int, value: object) -> None:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from threading import Condition, Event, Thread
 from typing import Any
 
@@ -112,20 +113,20 @@ class AgreedStep:
             self._gate = self._step + 1
         rounds.answer(number, (self._gate, self._take_requests()))
 
-        def await_all(read: Callable[[], Any]) -> Any:
+        def read_when_there(read: Callable[[], Any]) -> Any:
             return wait(read, while_=lambda: not self._stopping.is_set() and not rounds.count(_ENDED))
 
         if self._topology.is_main:
             gates: list[int] = []
             reasons: list[str] = []
             for rank in range(self._topology.world_size):
-                answer = await_all(lambda rank=rank: rounds.answers(number, [rank]).get(rank))
+                answer = read_when_there(partial(rounds.answer_of, number, rank))
                 if answer is None:
                     return False
                 gates.append(answer[0])
                 reasons.extend(answer[1])
             rounds.conclude(number, (max(gates), list(dict.fromkeys(reasons))))
-        if (decision := await_all(lambda: rounds.conclusion(number))) is None:
+        if (decision := read_when_there(partial(rounds.conclusion, number))) is None:
             return False
         with self._changed:
             self._decision = decision

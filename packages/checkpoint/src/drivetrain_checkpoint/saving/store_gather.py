@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store
@@ -58,10 +59,7 @@ class StoreGather:
 
     def _gather_on_main(self, outcome: Outcome) -> list[Outcome]:
         number, rounds = self._number, self._rounds
-        others = [
-            self._wait(lambda rank=rank: rounds.answers(number, [rank]).get(rank), rank)
-            for rank in self._others
-        ]
+        others = [self._wait(partial(rounds.answer_of, number, rank), rank) for rank in self._others]
         outcomes = [outcome, *others]
         self._is_concluded = True
         rounds.conclude(number, [(None, told) for _, told in outcomes])

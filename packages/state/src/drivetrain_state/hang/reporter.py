@@ -132,7 +132,7 @@ class HangReporter(threading.Thread):
         """Return whether every lower rank has departed, or is silent after 1.5 times the answer time."""
         late = monotonic() - current.seen_at > 1.5 * self._monitor.answer_seconds
         for lower in range(self._rounds.rank):
-            if self._rounds.has_answered(current.number, lower):
+            if self._rounds.answer_of(current.number, lower) is not None:
                 return False
             if not late and not self._rounds.departures([lower]):
                 return False
