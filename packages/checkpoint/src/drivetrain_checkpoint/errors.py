@@ -1,6 +1,6 @@
 """The exceptions of checkpoints; their messages name the file or value and the fix."""
 
-from drivetrain_state.errors import OtherRankFailedError as OtherRankFailedError
+from drivetrain_state import OtherRankFailedError as OtherRankFailedError
 
 
 class StateError(ValueError):

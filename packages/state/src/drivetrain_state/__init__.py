@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from drivetrain_state.errors import DeviceError as DeviceError
     from drivetrain_state.errors import GroupMismatchError as GroupMismatchError
     from drivetrain_state.errors import LeafError as LeafError
+    from drivetrain_state.errors import OtherRankFailedError as OtherRankFailedError
     from drivetrain_state.hang.progress_record import ProgressRecord as ProgressRecord
     from drivetrain_state.hang.watchdog import Watchdog as Watchdog
     from drivetrain_state.hang.watchdog import start_watchdog as start_watchdog
@@ -69,6 +70,7 @@ _MODULES = {
     "GroupMismatchError": "errors",
     "LeafError": "errors",
     "MeshPlan": "mesh",
+    "OtherRankFailedError": "errors",
     "ParallelDims": "mesh",
     "RankLogger": "collectives.logs",
     "ReduceOp": "collectives.operations",
@@ -124,6 +126,7 @@ __all__ = [
     "GroupMismatchError",
     "LeafError",
     "MeshPlan",
+    "OtherRankFailedError",
     "ParallelDims",
     "ProgressRecord",
     "RankLogger",

@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
-from drivetrain_state import Context
+from drivetrain_state import Context, OtherRankFailedError
 from drivetrain_state.collectives.collective_errors import on_each_rank
-from drivetrain_state.errors import OtherRankFailedError
 
 _NUM_STEPS = 6  # a Lookahead, for one, acts on every fifth step
 # Above 4096 elements, where 8-bit states begin, and 128 rows, where some statistics are factored; below the size at
