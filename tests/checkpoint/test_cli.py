@@ -16,7 +16,7 @@ from drivetrain_checkpoint.cli import list as listing
 from drivetrain_checkpoint.cli import merge, prune, show, verify
 from drivetrain_checkpoint.cli.printing import age_text, size_text, table
 from drivetrain_checkpoint.cli.progress import Progress
-from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.place import locate, storage_of
 from drivetrain_state import Context
 
 WEIGHTS = "weights-m.r0.safetensors"
@@ -260,9 +260,9 @@ class TestPrune:
 HOLDER = """
 import sys
 from pathlib import Path
-from drivetrain_checkpoint.saving.writer_lock import Lease
-lease = Lease(Path(sys.argv[1]))
-lease.take()
+from drivetrain_checkpoint.saving.writer_lock import WriterLock
+lock = WriterLock(Path(sys.argv[1]))
+lock.take()
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -304,14 +304,15 @@ def test_urls_do_as_well(context: Context, tmp_path: Path, capsys) -> None:
     pytest.importorskip("upath")
     url = "memory://commands/run"
     save(context, url, 1, 2, 3)
-    storage.remove([storage.locate(f"{url}/step-3/manifest.json")])
+    manifest = locate(f"{url}/step-3/manifest.json")
+    storage_of(manifest).remove([manifest])
     assert listed(url) == 0
     assert verified(url) == 0
     assert shown(f"{url}/step-2") == 0
     assert merged(f"{url}/step-2", tmp_path / "out") == 0
     assert pruned(url, 1) == 0
     assert "memory://commands/run/step-2" in capsys.readouterr().out
-    assert [one.folder.name for one in find_checkpoints(storage.locate(url))] == ["step-2"]
+    assert [one.folder.name for one in find_checkpoints(locate(url))] == ["step-2"]
 
 
 class TestPrinting:

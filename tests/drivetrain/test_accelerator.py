@@ -11,7 +11,7 @@ from drivetrain import Accelerator
 from drivetrain_backends import AccumulationError, PairingError, UnknownBackendError
 from drivetrain_checkpoint import NoCheckpointError
 from drivetrain_checkpoint.format.checksummed_io import HashedWriter
-from drivetrain_checkpoint.saving.writer_lock import Lease
+from drivetrain_checkpoint.saving.writer_lock import WriterLock
 from drivetrain_config import ConfigError
 
 
@@ -438,7 +438,7 @@ def test_the_end_lets_other_runs_write(tmp_path) -> None:
         parts(accelerator)
         accelerator.save_state()
         checkpointer = accelerator._parts.checkpointers.of(None)
-    token = Lease(checkpointer.directory).take()
+    token = WriterLock(checkpointer.directory).take()
     assert json.loads((checkpointer.directory / "writer.json").read_text())["token"] == token
 
 

@@ -38,7 +38,7 @@ from drivetrain_checkpoint import (
     find_checkpoints,
 )
 from drivetrain_checkpoint.format.checksummed_io import HashedReader, HashedWriter
-from drivetrain_checkpoint.saving import writer_lock as lease
+from drivetrain_checkpoint.saving import writer_lock
 from drivetrain_checkpoint.storage import direct_writer as disk_writer
 from drivetrain_state import Context, Topology
 from processes import free_port, rank_environment
@@ -47,8 +47,8 @@ from processes import free_port, rank_environment
 # alone take longer than a round.
 IMPORTS = [
     "torch._dynamo", "drivetrain_backends.torch.ddp", "drivetrain_backends.torch.single_device",
-    "drivetrain_checkpoint.saving.coordinator", "drivetrain_checkpoint.loading.load",
-    "drivetrain_checkpoint.loading.reader", "drivetrain_checkpoint.coordination.store_gather",
+    "drivetrain_checkpoint.saving.coordinator", "drivetrain_checkpoint.loading.collective_load",
+    "drivetrain_checkpoint.loading.part_reader", "drivetrain_checkpoint.saving.store_gather",
 ]  # fmt: skip
 STEPS = 30
 LONGEST_SECONDS = 0.1  # from the line that a kill waits for to the kill: some saves
@@ -374,7 +374,7 @@ def fill_up(drill: Drill, log: Path) -> None:
 
 def write_twice(drill: Drill, log: Path) -> None:
     """A second run saves into the folder of one that is saving, and may be killed at a random moment."""
-    lease._PATIENCE_SECONDS = 0.0
+    writer_lock._PATIENCE_SECONDS = 0.0
     second = log.with_name(f"{log.name}-second")
 
     def wait_until_the_first_has_saved() -> None:

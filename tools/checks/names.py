@@ -36,8 +36,6 @@ FILES_MEANT = (
             "merge",
             "verify",
             "plan",
-            "load",
-            "reader",
         }
     )
     | frozenset(

@@ -5,7 +5,7 @@ import torch
 
 from drivetrain_checkpoint import Checkpointer, CorruptCheckpointError, verify_checkpoint
 from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES
-from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.place import storage_of
 from drivetrain_state import Context
 
 FILE = "weights-m.r0.safetensors"
@@ -95,9 +95,9 @@ def test_one_in_a_store_is_read_too(context: Context) -> None:
     checkpointer = Checkpointer(context, "memory://verify/run")
     place = checkpointer.save(1, models={"m": {"weight": weight}}, replicated={}, per_rank={})
     assert verify_checkpoint("memory://verify/run/step-1") == ()
-    content = bytearray(storage.read_whole(place / FILE))
+    content = bytearray(storage_of(place).read_whole(place / FILE))
     content[BLOCK_BYTES] ^= 1
-    storage.put(place / FILE, bytes(content))
+    storage_of(place).put(place / FILE, bytes(content))
     [damage] = verify_checkpoint(place)
     assert str(damage) == (
         f"memory://verify/run/step-1/{FILE}: bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES}: "

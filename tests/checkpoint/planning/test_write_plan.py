@@ -26,11 +26,12 @@ def test_each_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObjec
     for name, shape in zip(names, shapes, strict=True):
         for rank, boxes in enumerate(data.draw(divided(shape, world_size))):
             ranks[rank][name] = holding(shape, *boxes)
-    plan = plan_writes({name: ranks[0][name] for name in names}, ranks)
+    tensors = {name: ranks[0][name] for name in names}
+    plan = plan_writes(tensors, ranks)
     written: Counter[tuple[TensorName, int]] = Counter()
-    for rank, entries in enumerate(plan.entries):
+    for rank, entries in enumerate(plan):
         for entry in entries:
-            shape = plan.tensors[entry.tensor].shape
+            shape = tensors[entry.tensor].shape
             found = elements(shape, entry.box)
             held = {index for box in ranks[rank][entry.tensor].boxes for index in elements(shape, box)}
             assert set(found) <= held
@@ -44,7 +45,7 @@ def test_what_all_ranks_hold_is_spread_evenly() -> None:
     shapes = [(50_000, 100), (1000, 1000), (1000, 1000), (7,)]
     tensors = {TensorName("state", str(i)): holding(shape, whole(shape)) for i, shape in enumerate(shapes)}
     plan = plan_writes(tensors, [tensors] * 4)
-    loads = [sum(entry.box.num_elements for entry in entries) for entries in plan.entries]
+    loads = [sum(entry.box.num_elements for entry in entries) for entries in plan]
     assert max(loads) <= 1.15 * sum(loads) / 4
 
 
@@ -55,13 +56,13 @@ def test_what_one_rank_alone_holds_counts_in_the_balance() -> None:
         {alone: large, shared: large},
         [{alone: large, shared: large}, {alone: holding((1_000_000,)), shared: large}],
     )
-    assert {entry.tensor for entry in plan.entries[0]} == {alone}
-    assert {entry.tensor for entry in plan.entries[1]} == {shared}
+    assert {entry.tensor for entry in plan[0]} == {alone}
+    assert {entry.tensor for entry in plan[1]} == {shared}
 
 
 def test_one_rank_writes_tensors_whole() -> None:
     large = holding((4_000_000,), whole((4_000_000,)))
-    [[entry]] = plan_writes({X: large}, [{X: large}]).entries
+    [[entry]] = plan_writes({X: large}, [{X: large}])
     assert entry.box == whole((4_000_000,))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, StateError, find_checkpoints
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo
-from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
+from drivetrain_checkpoint.saving.retention import delete, plan_retention
 from drivetrain_state import Context
 
 KINDS = st.sampled_from(["valid", "damaged", "uncompleted"])
@@ -26,7 +26,7 @@ def found(number: int, kind: str) -> CheckpointInfo:
 @given(st.lists(KINDS, max_size=12), st.integers(min_value=1, max_value=5))
 def test_the_newest_valid_ones_stay(kinds: list[str], keep_last: int) -> None:
     ones = [found(number, kind) for number, kind in enumerate(kinds)]
-    gone = set(plan_retention(ones, Keep(last=keep_last)))
+    gone = set(plan_retention(ones, CheckpointSettings(keep_last=keep_last)))
     valid = [one.folder for one in ones if one.is_valid]
     assert gone.isdisjoint(valid[:keep_last])
     assert gone.isdisjoint(one.folder for one in ones if one.committed and not one.is_valid)
@@ -37,7 +37,7 @@ def test_the_newest_valid_ones_stay(kinds: list[str], keep_last: int) -> None:
 
 @given(st.lists(KINDS, max_size=12))
 def test_unset_keeps_all(kinds: list[str]) -> None:
-    assert plan_retention([found(n, kind) for n, kind in enumerate(kinds)], Keep()) == ()
+    assert plan_retention([found(n, kind) for n, kind in enumerate(kinds)], CheckpointSettings()) == ()
 
 
 def save(checkpointer: Checkpointer, step: int, loss: float | None) -> list[str]:

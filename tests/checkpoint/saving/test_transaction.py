@@ -18,7 +18,7 @@ from drivetrain_checkpoint import (
     find_checkpoints,
     read_manifest,
 )
-from drivetrain_checkpoint.saving.writer_lock import LEASE
+from drivetrain_checkpoint.saving.writer_lock import LOCK_FILE
 from drivetrain_state import Context, ParallelDims, connect
 
 
@@ -33,7 +33,7 @@ def save(checkpointer: Checkpointer, step: int) -> Path:
 
 
 def names_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.name != LEASE)
+    return sorted(path.name for path in directory.iterdir() if path.name != LOCK_FILE)
 
 
 def test_old_ones_go_after_the_new_one_is_committed(tmp_path: Path, context: Context) -> None:

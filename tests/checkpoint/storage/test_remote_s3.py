@@ -14,11 +14,11 @@ from drivetrain_checkpoint import (
     NoCheckpointError,
     find_checkpoints,
 )
+from drivetrain_checkpoint.format.layout import has_manifest
 from drivetrain_checkpoint.planning.save_content import Content
-from drivetrain_checkpoint.saving.coordinator import Saver
-from drivetrain_checkpoint.saving.retention import Keep
+from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
 from drivetrain_checkpoint.saving.transaction import run_save
-from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.place import storage_of
 from drivetrain_state import Context, connect
 from object_store import s3_server
 
@@ -132,9 +132,9 @@ def test_a_damaged_one_is_passed_over(make, damage: str, caplog) -> None:
 def test_what_another_host_has_saved_is_seen_at_once(make) -> None:
     mine, theirs = make(), make(skip_instance_cache=True)
     save(mine, 1)
-    assert storage.folders_in(mine.directory) == ["step-1"]
+    assert storage_of(mine.directory).folders_in(mine.directory) == ["step-1"]
     save(theirs, 2)
-    assert storage.folders_in(mine.directory) == ["step-1", "step-2"]
+    assert storage_of(mine.directory).folders_in(mine.directory) == ["step-1", "step-2"]
     assert mine.latest().name == "step-2"
     assert mine.load().step == 2
 
@@ -149,9 +149,11 @@ def test_a_save_that_is_given_up_leaves_nothing_at_all(make, context: Context) -
         if len(sent) == 9:  # of 16 MiB: two parts are sent
             raise KeyboardInterrupt
 
-    one = Saver(context, checkpointer.directory).prepare(1, content, continues=True)
+    one = SaveCoordinator(context, checkpointer.directory, checkpointer.settings).prepare(
+        1, content, continues=True
+    )
     with pytest.raises(KeyboardInterrupt):
-        run_save(context, one, keep=Keep(), on_block=fail_late)
+        run_save(context, one, on_block=fail_late)
     assert sent[-1] == ["run/step-1/weights-model.r0.safetensors"]
     assert unfinished(checkpointer) == []
     assert names_below(checkpointer) == []
@@ -162,9 +164,8 @@ import json, os, signal, sys
 import torch
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
 from drivetrain_checkpoint.planning.save_content import Content
-from drivetrain_checkpoint.saving.retention import Keep
 from drivetrain_checkpoint.saving.transaction import run_save
-from drivetrain_checkpoint.saving.coordinator import Saver
+from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
 from drivetrain_state import connect
 
 context = connect(device="cpu")
@@ -178,8 +179,8 @@ def die_late():
     if len(blocks) == 9:
         os.kill(os.getpid(), signal.SIGKILL)
 
-one = Saver(context, checkpointer.directory).prepare(2, content, continues=True)
-run_save(context, one, keep=Keep(), on_block=die_late)
+one = SaveCoordinator(context, checkpointer.directory, checkpointer.settings).prepare(2, content, continues=True)
+run_save(context, one, on_block=die_late)
 """
 
 
@@ -300,7 +301,8 @@ def test_options_are_shown_nowhere(make, s3_options: Options) -> None:
 
 def test_files_that_are_not_there_are_as_on_a_disk(make) -> None:
     directory = make().directory
+    storage = storage_of(directory)
     assert (storage.sizes_in(directory), storage.folders_in(directory)) == ({}, [])
-    assert not storage.is_file(directory / "manifest.json")
+    assert not has_manifest(directory)
     with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
         storage.read_whole(directory / "manifest.json")

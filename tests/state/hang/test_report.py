@@ -1,11 +1,13 @@
 """Who is named as the culprit, and how the table says it; pure."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from drivetrain_state.hang.report import Answer, compact_ranks, diagnose, hang_table, rank_names, stacks_text
+from drivetrain_state.store_rounds import StoreRounds
 
 
 def answer(rank: int, where: str = "train.py:30 main", call: str = "all_reduce", **said: object) -> Answer:
@@ -27,7 +29,9 @@ def by_rank(*answers: Answer) -> dict[int, Answer]:
 
 def test_an_answer_survives_the_store() -> None:
     said = answer(3, where="tränen.py:1 f")
-    assert Answer.from_json(said.to_json().encode()) == said
+    rounds = StoreRounds(HashStore(), rank=3)
+    rounds.answer(1, asdict(said))
+    assert Answer(**rounds.answers(1, [3])[3]) == said
 
 
 def test_silence_names_the_culprit_first() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_state.hang.guard import HANG_EXIT_CODE
+from drivetrain_state.hang.monitor import HANG_EXIT_CODE
 from processes import Completed
 
 pytestmark = pytest.mark.costly  # a hang takes its time

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.interop.accelerate.folder import find_accelerate_state as find_accelerate_state
     from drivetrain_checkpoint.interop.accelerate.state import AccelerateState as AccelerateState
     from drivetrain_checkpoint.interop.accelerate.state import read_accelerate_state as read_accelerate_state
+    from drivetrain_checkpoint.loading.collective_load import LoadResult as LoadResult
     from drivetrain_checkpoint.loading.discovery import CheckpointInfo as CheckpointInfo
     from drivetrain_checkpoint.loading.discovery import find_checkpoints as find_checkpoints
-    from drivetrain_checkpoint.loading.load import LoadResult as LoadResult
     from drivetrain_checkpoint.loading.verify import CorruptRange as CorruptRange
     from drivetrain_checkpoint.loading.verify import verify_checkpoint as verify_checkpoint
     from drivetrain_checkpoint.saving.schedule import RESUME_EXIT_CODE as RESUME_EXIT_CODE
@@ -73,7 +73,7 @@ _MODULES = {
     "ForeignStateError": "errors",
     "CheckpointInfo": "loading.discovery",
     "IncompatibleNames": "export.load",
-    "LoadResult": "loading.load",
+    "LoadResult": "loading.collective_load",
     "Manifest": "format.manifest",
     "NoCheckpointError": "errors",
     "OtherRankFailedError": "errors",

@@ -6,20 +6,16 @@ The modules that read and write are imported at first use, so that a run that sa
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from drivetrain_checkpoint.saving.background import Background
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
-from drivetrain_state import Context, control_store
+from drivetrain_checkpoint.storage.place import Place, locate
+from drivetrain_state import Context
 
 if TYPE_CHECKING:
     from drivetrain_checkpoint.format.state_tree import StateTree
-    from drivetrain_checkpoint.loading.load import Like, LoadResult
+    from drivetrain_checkpoint.loading.collective_load import Like, LoadResult
     from drivetrain_checkpoint.planning.save_content import Content
-    from drivetrain_checkpoint.saving.coordinator import Saver
-    from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap
-    from drivetrain_checkpoint.saving.retention import Keep
-    from drivetrain_checkpoint.saving.transaction import Save
+    from drivetrain_checkpoint.saving.background import BackgroundSaves
+    from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
 
 
 def _whole(name: str) -> None:
@@ -60,12 +56,10 @@ class Checkpointer:
         chosen = directory if directory is not None else self.settings.directory
         if chosen is None:
             raise ValueError("directory=None: name the folder of the checkpoints, here or in the settings")
-        self.directory: Place = storage.locate(chosen, self.settings.storage_options)
+        self.directory: Place = locate(chosen, self.settings.storage_options)
         self._context = context
-        self._saver: Saver | None = None
-        self._buffer: HostBuffer | None = None
-        self._overlap: Overlap | None = None
-        self._background = Background()
+        self._coordinator: SaveCoordinator | None = None
+        self._background: BackgroundSaves | None = None
         self.continues = False
         self.after_commit: list[Callable[[Place], object]] = []
 
@@ -122,97 +116,61 @@ class Checkpointer:
             per_rank=per_rank,
             plan=plan,
             metrics=metrics or {},
-            best_metric=self.settings.best_metric,
-            allow_pickle=self.settings.allow_pickle,
         )
-        save = self._agree(step, content)
-        if self.settings.background if background is None else background:
-            return self._start(save, changes_in_step)
-        return self._write(save)
+        in_background = self.settings.background if background is None else background
+        return self._save(step, content, in_background=in_background, changes_in_step=changes_in_step)
 
-    def _agree(self, step: int, content: "Content") -> "Save":
-        from drivetrain_checkpoint.saving.coordinator import Saver
-
-        self._saver = self._saver or Saver(self._context, self.directory)
-        return self._saver.prepare(step, content, continues=self.continues)
-
-    def _write(self, save: "Save") -> Place:
-        """Write the save in the calling thread."""
+    def _save(
+        self,
+        step: int,
+        content: "Content",
+        *,
+        in_background: bool,
+        changes_in_step: Callable[[str], bool] | None,
+    ) -> Place:
+        """Agree with the other ranks on the save, then write and commit it, here or in a thread."""
+        from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
         from drivetrain_checkpoint.saving.transaction import run_save
 
-        return self._tell(run_save(self._context, save, keep=self._keep(), on_block=self._mark))
+        context = self._context
+        self._coordinator = self._coordinator or SaveCoordinator(context, self.directory, self.settings)
+        save = self._coordinator.prepare(step, content, continues=self.continues)
+        if in_background:
+            self._background_saves().start(
+                save,
+                on_commit=self._call_back,
+                changes_in_step=changes_in_step if self.settings.staging == "overlap" else None,
+            )
+        else:
+            run_save(context, save, on_block=lambda: context.watch.mark("write a checkpoint"))
+            self._call_back(save.folder)
+        return save.folder
 
-    def _tell(self, path: Place) -> Place:
+    def _background_saves(self) -> "BackgroundSaves":
+        if self._background is None:
+            from drivetrain_checkpoint.saving.background import BackgroundSaves
+
+            self._background = BackgroundSaves(self._context)
+            self._context.before_close(self.close)
+        return self._background
+
+    def _call_back(self, folder: Place) -> None:
         """Call the callbacks for a committed checkpoint."""
         for call in self.after_commit:
-            call(path)
-        return path
-
-    def _mark(self) -> None:
-        self._context.watch.mark("write a checkpoint")
-
-    def _keep(self) -> "Keep":
-        from drivetrain_checkpoint.saving.retention import Keep
-
-        return Keep.of(self.settings)
-
-    def _start(self, save: "Save", changes_in_step: Callable[[str], bool] | None) -> Place:
-        """Stage the tensors that this rank writes, now or in the thread, and write them in a thread."""
-        from drivetrain_checkpoint.coordination.store_gather import StoreTalk
-        from drivetrain_checkpoint.saving.host_buffer import HostBuffer
-        from drivetrain_checkpoint.saving.transaction import by_tensor, run_save, stage_save
-
-        if self._buffer is None:
-            self._buffer = HostBuffer()
-            self._context.before_close(self.close)
-        context, keep = self._context, self._keep()
-        is_named = changes_in_step if self.settings.staging == "overlap" else None
-        staged = stage_save(context, save, self._buffer, is_named and by_tensor(is_named))
-        store = control_store(context, "drivetrain_checkpoint")
-
-        def run() -> Place:
-            if store is None:
-                alone = run_save(context, staged, keep=keep, on_block=lambda: None, gather=lambda own: [own])
-                return self._tell(alone)
-            topology = context.topology
-            talk = StoreTalk(
-                store,
-                staged.manifest.save_id,
-                rank=topology.rank,
-                world_size=topology.world_size,
-                stall_seconds=self.settings.stall_seconds,
-            )
-            try:
-                path = run_save(context, staged, keep=keep, on_block=talk.progress, gather=talk.gather)
-            finally:
-                talk.close()
-            return self._tell(path)
-
-        def run_and_let_go() -> Place:
-            try:
-                return run()
-            finally:
-                if staged.overlap is not None:
-                    staged.overlap.give_up()  # a save that failed before the copies would block wait_for_copies()
-
-        self._background.start(run_and_let_go, name=f"the save of step {save.step}")
-        # Set after the thread has started: wait_for_copies() would wait forever for one that did not.
-        self._overlap = staged.overlap
-        return save.folder
+            call(folder)
 
     @property
     def is_copying(self) -> bool:
         """True if `wait_for_copies` must be called before the saved tensors may change."""
-        return self._overlap is not None
+        return self._background is not None and self._background.is_copying
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors of the background save may change; the save may still be writing then.
 
         Does nothing if `save` copied all tensors itself. `wait` raises the errors of the save.
         """
-        if self._overlap is not None:
-            self._overlap.wait()
-            self._overlap = None
+        if self._background is not None:
+            self._background.wait_for_copies()
 
     def wait(self) -> Place | None:
         """Wait for the background save, if any, and return its folder. Called on all ranks.
@@ -220,10 +178,7 @@ class Checkpointer:
         Raises:
             Exception: The error of the save, as `save` would have raised it; raised once.
         """
-        try:
-            return self._background.wait()
-        finally:
-            self._overlap = None  # the thread that copies has ended
+        return None if self._background is None else self._background.wait()
 
     def close(self) -> None:
         """Wait for the background save, free its host memory and release the directory. Called on all ranks.
@@ -234,9 +189,10 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._buffer = None
-            if self._saver is not None:
-                self._saver.close()
+            if self._background is not None:
+                self._background.free_memory()
+            if self._coordinator is not None:
+                self._coordinator.close()
 
     def load(self, path: Place | str | None = None, *, like: "Like | None" = None) -> "LoadResult":
         """Read a checkpoint, verify all bytes read, and return its states without applying them. Called on all ranks.
@@ -258,11 +214,16 @@ class Checkpointer:
             FolderNotSharedError: The ranks see different checkpoints under the same path.
             PickleNotAllowedError: The checkpoint holds a pickle, and `settings.allow_pickle` is not set.
         """
-        from drivetrain_checkpoint.loading.load import LoadOptions, holds_checkpoints, load_from, load_newest
+        from drivetrain_checkpoint.loading.collective_load import (
+            LoadOptions,
+            holds_checkpoints,
+            load_from,
+            load_newest,
+        )
 
         self.wait()
         how = LoadOptions(like or _whole, self.settings.allow_pickle)
-        folder = self.directory if path is None else storage.locate(path, self.settings.storage_options)
+        folder = self.directory if path is None else locate(path, self.settings.storage_options)
         newest = path is None or holds_checkpoints(self._context, folder)
         loaded = (load_newest if newest else load_from)(self._context, folder, how)
         self.continues |= loaded.path.parent == self.directory
@@ -273,7 +234,7 @@ class Checkpointer:
 
         Called on all ranks; rank 0 looks, and all ranks get its result.
         """
-        from drivetrain_checkpoint.loading.load import newest
+        from drivetrain_checkpoint.loading.collective_load import newest
 
         self.wait()
         return newest(self._context, self.directory)

@@ -1,5 +1,7 @@
 """The exceptions of checkpoints; their messages name the file or value and the fix."""
 
+from drivetrain_state import OtherRankFailedError as OtherRankFailedError
+
 
 class StateError(ValueError):
     """A state holds a value that a checkpoint cannot store; the message names its path and type."""
@@ -15,10 +17,6 @@ class CorruptCheckpointError(RuntimeError):
 
 class NoCheckpointError(RuntimeError):
     """A path holds no checkpoint to load."""
-
-
-class OtherRankFailedError(RuntimeError):
-    """Another rank failed, so this rank aborted too; the message holds that rank's error."""
 
 
 class FolderNotSharedError(RuntimeError):

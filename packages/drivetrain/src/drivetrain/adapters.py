@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from drivetrain_backends import Prepared, full_tensor, unwrap_compiled
 from drivetrain_checkpoint import ExportPlan, TensorInfo, write_tensor_file
-from drivetrain_checkpoint.coordination.collective_errors import on_each_rank
 from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import on_each_rank
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # prefix of every name in PEFT's files

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings
-from drivetrain_checkpoint.storage.base import Place, locate
+from drivetrain_checkpoint.storage.place import Place, locate
 from drivetrain_state import Context
 
 

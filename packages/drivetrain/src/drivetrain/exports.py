@@ -27,8 +27,8 @@ from drivetrain_checkpoint import (
     plan_export,
     write_export,
 )
-from drivetrain_checkpoint.coordination.collective_errors import on_all_ranks, on_each_rank
 from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each_rank
 
 
 class Exports(HasParts):

@@ -1,6 +1,6 @@
 """A base class of user hooks around saves and loads of a run."""
 
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 
 
 class CheckpointHook:

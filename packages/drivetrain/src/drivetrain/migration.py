@@ -9,9 +9,9 @@ from drivetrain.foreign_state import match_model, match_optimizer, steps_of
 from drivetrain.resume import RunState
 from drivetrain_backends import Prepared, PreparedOptimizer
 from drivetrain_checkpoint import AccelerateState, find_accelerate_state, read_accelerate_state
-from drivetrain_checkpoint.coordination.collective_errors import on_each_rank, on_main
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 from drivetrain_state import gather_object, load_rng_state, reseed
+from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
 
 logger = logging.getLogger(__name__)
 

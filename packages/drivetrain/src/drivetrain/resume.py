@@ -16,7 +16,7 @@ from drivetrain_backends import (
     strip_wrapper_prefix,
 )
 from drivetrain_checkpoint import Checkpointer
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 from drivetrain_data import ShardedLoader
 from drivetrain_state import Context, load_rng_state, reseed, rng_state
 

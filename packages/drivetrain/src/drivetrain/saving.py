@@ -13,7 +13,7 @@ from drivetrain.parts import HasParts, Parts
 from drivetrain.registered import Registered, Stateful
 from drivetrain_backends import AccumulationWindow
 from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 
 logger = logging.getLogger(__name__)
 

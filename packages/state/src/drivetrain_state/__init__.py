@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from drivetrain_state.connection import connect as connect
     from drivetrain_state.connection import group_backend as group_backend
     from drivetrain_state.context import Context as Context
+    from drivetrain_state.context import control_store as control_store
     from drivetrain_state.detect import DeviceCapability as DeviceCapability
     from drivetrain_state.detect import DeviceGroup as DeviceGroup
     from drivetrain_state.detect import best_device_kind as best_device_kind
@@ -45,13 +46,13 @@ if TYPE_CHECKING:
     from drivetrain_state.errors import DeviceError as DeviceError
     from drivetrain_state.errors import GroupMismatchError as GroupMismatchError
     from drivetrain_state.errors import LeafError as LeafError
+    from drivetrain_state.errors import OtherRankFailedError as OtherRankFailedError
     from drivetrain_state.hang.progress_record import ProgressRecord as ProgressRecord
     from drivetrain_state.hang.watchdog import Watchdog as Watchdog
     from drivetrain_state.hang.watchdog import start_watchdog as start_watchdog
     from drivetrain_state.mesh import MeshPlan as MeshPlan
     from drivetrain_state.mesh import ParallelDims as ParallelDims
     from drivetrain_state.mesh import build_mesh as build_mesh
-    from drivetrain_state.rendezvous import control_store as control_store
     from drivetrain_state.settings import DeviceChoice as DeviceChoice
     from drivetrain_state.settings import StateSettings as StateSettings
     from drivetrain_state.topology import Topology as Topology
@@ -69,6 +70,7 @@ _MODULES = {
     "GroupMismatchError": "errors",
     "LeafError": "errors",
     "MeshPlan": "mesh",
+    "OtherRankFailedError": "errors",
     "ParallelDims": "mesh",
     "RankLogger": "collectives.logs",
     "ReduceOp": "collectives.operations",
@@ -107,7 +109,7 @@ _MODULES = {
     "rng_state": "collectives.seed",
     "scatter": "collectives.scatter",
     "set_seed": "collectives.seed",
-    "control_store": "rendezvous",
+    "control_store": "context",
     "split_between_processes": "collectives.control",
     "start_watchdog": "hang.watchdog",
     "synchronize_rng_states": "collectives.seed",

@@ -19,3 +19,7 @@ class CollectiveMismatchError(RuntimeError):
 
 class LeafError(ValueError):
     """A nested structure holds a leaf that the call does not accept."""
+
+
+class OtherRankFailedError(RuntimeError):
+    """Another rank failed, so this rank aborted too; the message holds that rank's error."""

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
-from drivetrain_state import Context
+from drivetrain_state import Context, OtherRankFailedError
+from drivetrain_state.collectives.collective_errors import on_each_rank
 
 _NUM_STEPS = 6  # a Lookahead, for one, acts on every fifth step
 # Above 4096 elements, where 8-bit states begin, and 128 rows, where some statistics are factored; below the size at
@@ -65,24 +65,17 @@ def check_elementwise(
         EngineConfigError: The steps differ, or the trial failed, on this rank or another; the message names
             alternatives.
     """
-    error: EngineConfigError | None = None
-    try:
+    if context is None:
         _check(optimizer, stage, device, num_parts)
-    except EngineConfigError as found:
-        error = found
-    if context is not None and context.group is not None:
-        _raise_of_others(error, context)
-    if error is not None:
-        raise error
-
-
-def _raise_of_others(error: EngineConfigError | None, context: Context) -> None:
-    """Raise another rank's refusal if this rank has none. Called on all ranks."""
-    said: list[str | None] = [None] * context.topology.world_size
-    dist.all_gather_object(said, None if error is None else str(error))
-    told = [f"rank {rank}: {one}" for rank, one in enumerate(said) if one is not None]
-    if error is None and told:
-        raise EngineConfigError(told[0])
+        return
+    try:
+        on_each_rank(
+            context,
+            lambda: _check(optimizer, stage, device, num_parts),
+            doing="the preparation of the optimizer",
+        )
+    except OtherRankFailedError as error:
+        raise EngineConfigError(str(error)) from None
 
 
 def _check(optimizer: Optimizer, stage: int, device: torch.device, num_parts: int) -> None:

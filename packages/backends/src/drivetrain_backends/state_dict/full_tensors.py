@@ -3,14 +3,13 @@
 from collections.abc import Generator, Mapping
 from itertools import chain
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_backends.protocol import Prepared
 from drivetrain_backends.state_dict.dtensor import local, write_from_first
 from drivetrain_backends.state_dict.full_state_dict import full_tensor
-from drivetrain_state import Context
+from drivetrain_state import Context, broadcast_object
 from drivetrain_weights.tied_parameters import first_names, tied_groups
 
 
@@ -96,14 +95,14 @@ def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | Non
             f"{type(prepared).__name__} hands out no tensors of its own to write into; load it with load_state_dict()"
         )
     _check_live(prepared, own)
-    if said := _agree(context, _difference(own, tensors) if context.topology.is_main else ""):
+    if said := broadcast_object(context, _difference(own, tensors) if context.topology.is_main else ""):
         raise ValueError(said)
     for name, target in own.items():
         value = tensors[name] if context.topology.is_main and tensors is not None else None
         odd = (
             "" if value is None or value.shape == target.shape else f"{name} is of shape {tuple(value.shape)}"
         )
-        if said := _agree(context, odd):
+        if said := broadcast_object(context, odd):
             raise ValueError(f"{said}, not {tuple(target.shape)}; those before it are loaded")
         write_from_first(target, value, context)
 
@@ -130,15 +129,6 @@ def _check_live(prepared: Prepared, own: Mapping[str, Tensor]) -> None:
             raise TypeError(
                 f"{type(prepared).__name__} hands out copies of its state ({name}); load it with load_state_dict()"
             )
-
-
-def _agree(context: Context, said: str) -> str:
-    """Return rank 0's value of `said` on all ranks."""
-    if context.group is None:
-        return said
-    from_first = [said]
-    dist.broadcast_object_list(from_first, src=0)
-    return from_first[0]
 
 
 def _difference(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> str:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from drivetrain_checkpoint.cli.given import DIRECTORY_HELP, directory_of, told
+from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, directory_of, report_errors
 from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, size_text, table, time_text
 from drivetrain_checkpoint.format.layout import step_of
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
-from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.place import storage_of
 from drivetrain_config import Command
 
 _HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
@@ -25,7 +25,7 @@ class ListArguments:
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
 
 
-@told
+@report_errors
 def run(arguments: ListArguments) -> int:
     """Print the checkpoints, last saved first; incomplete saves come last."""
     found = find_checkpoints(directory_of(arguments.directory))
@@ -70,7 +70,9 @@ def _as_text(found: Sequence[CheckpointInfo], newest: CheckpointInfo | None, now
 
 def _size_bytes(one: CheckpointInfo) -> int:
     """Return the size by the manifest; without a manifest, the size of the files in the folder."""
-    return sum(storage.sizes_in(one.folder).values()) if one.manifest is None else one.manifest.size_bytes
+    if one.manifest is not None:
+        return one.manifest.size_bytes
+    return sum(storage_of(one.folder).sizes_in(one.folder).values())
 
 
 def _state(one: CheckpointInfo) -> str:

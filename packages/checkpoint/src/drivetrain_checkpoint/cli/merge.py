@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 
-from drivetrain_checkpoint.cli.given import CHECKPOINT_HELP, checkpoint_of, told
+from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
 from drivetrain_checkpoint.cli.printing import counted, size_text
 from drivetrain_checkpoint.cli.progress import Progress
 from drivetrain_checkpoint.export.merge import choose_model, merge_shards
@@ -32,7 +32,7 @@ class MergeArguments:
         parse_shard_size(_size(self.max_shard_size))
 
 
-@told
+@report_errors
 def run(arguments: MergeArguments) -> int:
     """Write the export, and print its files and ties."""
     folder = checkpoint_of(arguments.checkpoint)

@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drivetrain_checkpoint.cli.given import DIRECTORY_HELP, WRONG, directory_of, told
+from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, WRONG, directory_of, report_errors
 from drivetrain_checkpoint.cli.printing import counted, size_text
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
-from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
-from drivetrain_checkpoint.saving.writer_lock import lease_of
+from drivetrain_checkpoint.saving.retention import delete, plan_retention
+from drivetrain_checkpoint.saving.writer_lock import lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_config import Command
 
 
@@ -46,20 +45,18 @@ class PruneArguments:
         _ = self.keep
 
     @property
-    def keep(self) -> Keep:
+    def keep(self) -> CheckpointSettings:
         """The rules for which checkpoints to keep."""
-        return Keep.of(
-            CheckpointSettings(
-                keep_last=self.keep_last,
-                keep_every=self.keep_every,
-                keep_best=self.keep_best,
-                best_metric=self.best_metric,
-                best_mode=self.best_mode,
-            )
+        return CheckpointSettings(
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+            keep_best=self.keep_best,
+            best_metric=self.best_metric,
+            best_mode=self.best_mode,
         )
 
 
-@told
+@report_errors
 def run(arguments: PruneArguments) -> int:
     """Delete the checkpoints that the rules do not keep, and print them.
 
@@ -74,7 +71,7 @@ def run(arguments: PruneArguments) -> int:
         plan = plan_of(directory, arguments.keep)
         _say(plan, "delete")
         delete([one.folder for one in plan.going])
-    return WRONG if any(storage.is_folder(one.folder) for one in plan.going) else 0
+    return WRONG if any(storage_of(one.folder).is_folder(one.folder) for one in plan.going) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +89,7 @@ class PrunePlan:
     sizes: Sequence[int]
 
 
-def plan_of(directory: Place, keep: Keep) -> PrunePlan:
+def plan_of(directory: Place, keep: CheckpointSettings) -> PrunePlan:
     """Plan which checkpoints of a directory to delete.
 
     Raises:
@@ -100,9 +97,9 @@ def plan_of(directory: Place, keep: Keep) -> PrunePlan:
     """
     found = find_checkpoints(directory)
     known = {name for one in found if one.manifest for name in one.manifest.metrics}
-    if keep.best and keep.metric not in known and any(one.is_valid for one in found):
+    if keep.keep_best and keep.best_metric not in known and any(one.is_valid for one in found):
         raise ValueError(
-            f"best_metric={keep.metric!r}: no checkpoint of {directory} was saved with it; they have "
+            f"best_metric={keep.best_metric!r}: no checkpoint of {directory} was saved with it; they have "
             f"{', '.join(sorted(known)) or 'no metrics'}"
         )
     chosen = set(plan_retention(found, keep))
@@ -110,22 +107,22 @@ def plan_of(directory: Place, keep: Keep) -> PrunePlan:
     return PrunePlan(
         going=going,
         staying=[one for one in found if one.folder not in chosen],
-        sizes=[sum(storage.sizes_in(one.folder).values()) for one in going],
+        sizes=[sum(storage_of(one.folder).sizes_in(one.folder).values()) for one in going],
     )
 
 
 @contextmanager
 def _writing(directory: Place) -> Generator[None]:
     """Run the block as the directory's only writer: the save of a running job looks like an incomplete save."""
-    lease = lease_of(directory)
-    if lease is None:
+    lock = lock_of(directory)
+    if lock is None:
         yield
         return
-    lease.take()
+    lock.take()
     try:
         yield
     finally:
-        lease.release()
+        lock.release()
 
 
 def _say(plan: PrunePlan, doing: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from drivetrain_checkpoint.cli.given import CHECKPOINT_HELP, checkpoint_of, told
+from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
 from drivetrain_checkpoint.cli.printing import (
     age_text,
     counted,
@@ -18,7 +18,7 @@ from drivetrain_checkpoint.cli.printing import (
 )
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 from drivetrain_config import Command
 
 _NUM_SHOWN = 10  # tensors per part, without --tensors
@@ -35,7 +35,7 @@ class ShowArguments:
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs: all tensors too."})
 
 
-@told
+@report_errors
 def run(arguments: ShowArguments) -> int:
     """Print the content of the manifest, and whether all files are there in full size."""
     folder = checkpoint_of(arguments.checkpoint)

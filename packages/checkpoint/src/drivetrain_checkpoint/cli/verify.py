@@ -3,16 +3,15 @@
 import sys
 from dataclasses import dataclass, field
 
-from drivetrain_checkpoint.cli.given import WRONG, checkpoint_of, directory_of, place_of, told
+from drivetrain_checkpoint.cli.arguments import WRONG, checkpoint_of, directory_of, place_of, report_errors
 from drivetrain_checkpoint.cli.printing import counted, size_text
 from drivetrain_checkpoint.cli.progress import Progress
 from drivetrain_checkpoint.errors import CorruptCheckpointError
-from drivetrain_checkpoint.format.layout import MANIFEST, step_of
+from drivetrain_checkpoint.format.layout import has_manifest, step_of
 from drivetrain_checkpoint.format.manifest import Manifest, read_manifest
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
 from drivetrain_checkpoint.loading.verify import verify_checkpoint
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 from drivetrain_config import Command
 
 
@@ -25,7 +24,7 @@ class VerifyArguments:
     )
 
 
-@told
+@report_errors
 def run(arguments: VerifyArguments) -> int:
     """Verify the checkpoints, last saved first, and print all damage.
 
@@ -33,7 +32,7 @@ def run(arguments: VerifyArguments) -> int:
         The exit code: 0 if all checkpoints are intact, 1 if any is damaged.
     """
     place = place_of(arguments.folder)
-    if storage.is_file(place / MANIFEST) or step_of(place) is not None:
+    if has_manifest(place) or step_of(place) is not None:
         return 0 if _verify(checkpoint_of(arguments.folder)) else WRONG
     found = find_checkpoints(directory_of(arguments.folder))
     for one in found:

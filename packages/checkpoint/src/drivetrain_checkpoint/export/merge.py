@@ -15,9 +15,8 @@ from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES
 from drivetrain_checkpoint.format.layout import model_part
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, check_files, read_manifest
 from drivetrain_checkpoint.format.state_tree import Json, decode
-from drivetrain_checkpoint.loading.reader import read_tensors, read_tree
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.loading.part_reader import read_tensors, read_tree
+from drivetrain_checkpoint.storage.place import Place, locate, on_disk
 from drivetrain_weights.safetensors_layout import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,8 @@ def merge_shards(
         StateError: A tensor cannot be exported.
         ValueError: The checkpoint has no such model, the size is invalid, or `output` is the checkpoint's folder.
     """
-    place = storage.locate(folder)
-    if place == storage.on_disk(output).absolute():
+    place = locate(folder)
+    if place == on_disk(output).absolute():
         raise ValueError(f"output={str(output)!r}: is the checkpoint itself; name another folder")
     manifest = read_manifest(place)
     check_files(place, manifest)

@@ -13,7 +13,7 @@ from torch import Tensor
 from drivetrain_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from drivetrain_checkpoint.export.plan import TensorInfo
 from drivetrain_checkpoint.export.writer import TIES
-from drivetrain_checkpoint.storage.base import on_disk
+from drivetrain_checkpoint.storage.place import on_disk
 from drivetrain_weights import MappedFile, NoWeightsError, SeveralWeightsError, WeightFilesError, read_index
 from drivetrain_weights.weight_index import SAFETENSORS_SUFFIX, choose_weights, open_indexed
 

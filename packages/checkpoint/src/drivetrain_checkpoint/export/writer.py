@@ -28,8 +28,8 @@ from drivetrain_checkpoint.export.plan import (
     plan_export,
     tied_names,
 )
-from drivetrain_checkpoint.storage.base import on_disk
 from drivetrain_checkpoint.storage.local import sync_folder
+from drivetrain_checkpoint.storage.place import on_disk
 from drivetrain_weights import WeightIndex
 
 TIES = "tied_weights"

@@ -9,8 +9,7 @@ from typing import Any, Self
 import xxhash
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_checkpoint.storage.threads import in_threads
 
 BLOCK_BYTES = 16 * 2**20
@@ -84,7 +83,7 @@ class HashedWriter:
         self._path = path
         self._on_block = on_block
         self._hash = _BlockHash()
-        self._file = storage.create(path)
+        self._file = storage_of(path).create(path)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`, a buffer of single bytes."""
@@ -146,7 +145,7 @@ class HashedReader:
         self._on_block = on_block
         self._scratch: list[memoryview] = []  # buffers for blocks that are wanted in pieces, one per thread
         with self._checked_presence():
-            self._file = storage.open_to_read(path)
+            self._file = storage_of(path).open_to_read(path)
         if (size_bytes := self._file.size_bytes) is not None and size_bytes != record.size_bytes:
             self._file.close()
             check_size(path, size_bytes, record)

@@ -20,8 +20,7 @@ import re
 from collections.abc import Iterable
 
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, storage_of
 
 MANIFEST = "manifest.json"
 UNCOMMITTED_MANIFEST = "manifest.json.tmp"
@@ -47,7 +46,7 @@ def step_of(folder: Place) -> int | None:
 
 def step_folders(directory: Place) -> list[Place]:
     """Return the folders in `directory` with the name of a checkpoint, sorted by step."""
-    steps = (step_of(directory / name) for name in storage.folders_in(directory))
+    steps = (step_of(directory / name) for name in storage_of(directory).folders_in(directory))
     return [step_folder(directory, step) for step in sorted(step for step in steps if step is not None)]
 
 
@@ -110,11 +109,16 @@ def _suffix(attempt: int) -> str:
     return f".{attempt}" if attempt else ""
 
 
+def has_manifest(folder: Place) -> bool:
+    """Return whether a folder has a manifest, valid or not; without one, its save was not completed."""
+    return MANIFEST in storage_of(folder).sizes_in(folder)
+
+
 def own_files(folder: Place) -> list[Place]:
     """Return the files in `folder` that saves wrote, except for the manifest."""
     return [
         folder / name
-        for name in sorted(storage.sizes_in(folder))
+        for name in sorted(storage_of(folder).sizes_in(folder))
         if _PART_FILE.fullmatch(name) or name == UNCOMMITTED_MANIFEST
     ]
 

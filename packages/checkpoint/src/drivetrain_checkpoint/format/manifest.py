@@ -12,8 +12,7 @@ from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowe
 from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES, FileRecord, check_size
 from drivetrain_checkpoint.format.layout import MANIFEST
 from drivetrain_checkpoint.format.state_tree import Json, decode, encode
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_weights.safetensors_layout import DTYPES
 from drivetrain_weights.tensor_box import Box
 
@@ -102,7 +101,7 @@ def commit_manifest(folder: Place, manifest: Manifest) -> None:
     """
     content = _to_json(manifest)
     text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
-    storage.put(folder / MANIFEST, text.encode())
+    storage_of(folder).put(folder / MANIFEST, text.encode())
 
 
 def read_manifest(folder: Place) -> Manifest:
@@ -113,7 +112,7 @@ def read_manifest(folder: Place) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = storage.read_whole(path)
+        text = storage_of(path).read_whole(path)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise CorruptCheckpointError(
             f"{path} is missing: this save was never completed; load another checkpoint"
@@ -153,7 +152,7 @@ def check_files(folder: Place, manifest: Manifest) -> None:
     Raises:
         CorruptCheckpointError: A file is missing or has another size; the message names it.
     """
-    sizes = storage.sizes_in(folder)
+    sizes = storage_of(folder).sizes_in(folder)
     for record in manifest.files.values():
         check_size(folder / record.name, sizes.get(record.name), record)
 

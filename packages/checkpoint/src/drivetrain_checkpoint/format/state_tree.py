@@ -11,7 +11,7 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -82,22 +82,43 @@ def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = Fals
     """
     if not allow_pickle:
         _refuse_pickles(json)
-    return _decode(json, tensors)
+    decoders = _DECODERS | _tensor_decoders(tensors)
+
+    def restore(json: Json) -> StateTree:
+        if isinstance(json, list):
+            return [restore(item) for item in json]
+        if not isinstance(json, dict):
+            return json
+        values = {key: restore(value) for key, value in json.items()}
+        tag = next(iter(json), "")
+        if not tag.startswith("$"):
+            return values
+        if tag not in decoders:
+            raise CorruptCheckpointError(
+                f"the state holds {tag!r}, which this version of drivetrain-checkpoint does not know: upgrade it"
+            )
+        return decoders[tag](values[tag])
+
+    return restore(json)
 
 
-def _decode(json: Json, tensors: Mapping[str, Leaf]) -> StateTree:
-    if isinstance(json, list):
-        return [_decode(item, tensors) for item in json]
-    if not isinstance(json, dict):
-        return json
-    tag = next(iter(json), "")
-    if not tag.startswith("$"):
-        return {key: _decode(value, tensors) for key, value in json.items()}
-    if tag not in _DECODERS:
-        raise CorruptCheckpointError(
-            f"the state holds {tag!r}, which this version of drivetrain-checkpoint does not know: upgrade it"
-        )
-    return _DECODERS[tag](json[tag], tensors)
+def _tensor_decoders(tensors: Mapping[str, Leaf]) -> dict[str, Callable[[Any], StateTree]]:
+    """Return the decoders of what is kept in tensors."""
+
+    def find(name: str) -> Leaf:
+        if name not in tensors:
+            raise CorruptCheckpointError(
+                f"the state names the tensor {name!r}, which its tensor file does not hold"
+            )
+        return tensors[name]
+
+    def to_array(described: Mapping[str, Any]) -> StateTree:
+        from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
+
+        bits = find(described["tensor"])
+        return from_bytes_tensor(bits, dtype=described["dtype"], shape=described["shape"])
+
+    return {"$tensor": find, "$ndarray": to_array}
 
 
 def _refuse_pickles(json: Json, path: str = "") -> None:
@@ -127,8 +148,17 @@ class _Encoder:
             raise self._refusal(path, f"it is nested more than {_MAX_DEPTH} levels deep, or holds itself")
         if value is None or type(value) in (bool, str):
             return value
-        if type(value) in _ENCODERS:
-            return _ENCODERS[type(value)](self, value, path)
+        if type(value) is int:
+            return value if value.bit_length() < _MAX_INTEGER_BITS else {"$int": hex(value)}
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if type(value) is list:
+            return self.items(value, path)
+        if type(value) is dict:
+            return self.mapping(value, path)
+        if type(value) in _KINDS:
+            tag, encode_value, _ = _KINDS[type(value)]
+            return {tag: encode_value(self, value, path)}
         if isinstance(value, (Tensor, Replicated)) or is_flat_shard(value):
             return {"$tensor": self.name_of(value, path)}
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -248,88 +278,49 @@ def _memory_of(leaf: Leaf) -> object:
     return (leaf.shape, memory_key(tensor)) if tensor.numel() else id(leaf)
 
 
-def _encode_int(_: _Encoder, value: int, __: Path) -> Json:
-    return value if value.bit_length() < _MAX_INTEGER_BITS else {"$int": hex(value)}
+def _to_text(_: _Encoder, value: bytes | bytearray, __: Path) -> Json:
+    return base64.b64encode(value).decode()
 
 
-def _encode_float(_: _Encoder, value: float, __: Path) -> Json:
-    return value if math.isfinite(value) else {"$float": repr(value)}
+def _to_sorted(encoder: _Encoder, value: Iterable[StateTree], path: Path) -> Json:
+    return encoder.items(sorted(value, key=repr), path)
 
 
-_ENCODERS: dict[type, Callable[[_Encoder, StateTree, Path], Json]] = {
-    int: _encode_int,
-    float: _encode_float,
-    complex: lambda encoder, value, path: {"$complex": encoder.items((value.real, value.imag), path)},
-    bytes: lambda _, value, __: {"$bytes": base64.b64encode(value).decode()},
-    bytearray: lambda _, value, __: {"$bytearray": base64.b64encode(value).decode()},
-    list: lambda encoder, value, path: encoder.items(value, path),
-    tuple: lambda encoder, value, path: {"$tuple": encoder.items(value, path)},
-    set: lambda encoder, value, path: {"$set": encoder.items(sorted(value, key=repr), path)},
-    frozenset: lambda encoder, value, path: {"$frozenset": encoder.items(sorted(value, key=repr), path)},
-    deque: lambda encoder, value, path: {"$deque": [encoder.items(value, path), value.maxlen]},
-    dict: lambda encoder, value, path: encoder.mapping(value, path),
-    OrderedDict: lambda encoder, value, path: {"$ordered_dict": encoder.pairs(value, path)},
-    Counter: lambda encoder, value, path: {"$counter": encoder.pairs(value, path)},
-    torch.Size: lambda _, value, __: {"$size": list(value)},
-    torch.dtype: lambda _, value, __: {"$dtype": str(value).removeprefix("torch.")},
-    torch.device: lambda _, value, __: {"$device": str(value)},
-}
-
-
-def _decode_pairs(json: Json, tensors: Mapping[str, Leaf]) -> list[tuple[StateTree, StateTree]]:
-    return [(_decode(key, tensors), _decode(value, tensors)) for key, value in cast("list[list[Json]]", json)]
-
-
-def _decode_tensor(json: Json, tensors: Mapping[str, Leaf]) -> Leaf:
-    if json not in tensors:
-        raise CorruptCheckpointError(
-            f"the state names the tensor {json!r}, which its tensor file does not hold"
-        )
-    return tensors[cast("str", json)]
-
-
-def _decode_dtype(json: Json, _: Mapping[str, Leaf]) -> torch.dtype:
-    dtype = getattr(torch, str(json), None)
+def _to_dtype(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpointError(f"the state names the dtype {json!r}, which this torch does not have")
+        raise CorruptCheckpointError(f"the state names the dtype {name!r}, which this torch does not have")
     return dtype
 
 
-def _decode_ndarray(json: Json, tensors: Mapping[str, Leaf]) -> StateTree:
+def _to_numpy_scalar(described: Mapping[str, Any]) -> StateTree:
     from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
 
-    described = cast("dict[str, Any]", json)
-    return from_bytes_tensor(
-        _decode_tensor(described["tensor"], tensors), dtype=described["dtype"], shape=described["shape"]
-    )
-
-
-def _decode_numpy_scalar(json: Json, _: Mapping[str, Leaf]) -> StateTree:
-    from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
-
-    described = cast("dict[str, Any]", json)
     bits = torch.frombuffer(bytearray(base64.b64decode(described["data"])), dtype=torch.uint8)
     return from_bytes_tensor(bits, dtype=described["dtype"], shape=[])[()]
 
 
-_DECODERS: dict[str, Callable[[Any, Mapping[str, Leaf]], StateTree]] = {
-    "$int": lambda json, _: int(json, 16),
-    "$float": lambda json, _: float(json),
-    "$complex": lambda json, tensors: complex(*_decode(json, tensors)),
-    "$bytes": lambda json, _: base64.b64decode(json),
-    "$bytearray": lambda json, _: bytearray(base64.b64decode(json)),
-    "$tuple": lambda json, tensors: tuple(_decode(json, tensors)),
-    "$set": lambda json, tensors: set(_decode(json, tensors)),
-    "$frozenset": lambda json, tensors: frozenset(_decode(json, tensors)),
-    "$deque": lambda json, tensors: deque(_decode(json[0], tensors), maxlen=json[1]),
-    "$dict": lambda json, tensors: dict(_decode_pairs(json, tensors)),
-    "$ordered_dict": lambda json, tensors: OrderedDict(_decode_pairs(json, tensors)),
-    "$counter": lambda json, tensors: Counter(dict(_decode_pairs(json, tensors))),
-    "$size": lambda json, _: torch.Size(json),
-    "$dtype": _decode_dtype,
-    "$device": lambda json, _: torch.device(json),
-    "$pickle": lambda json, _: pickles.from_text(json),
-    "$tensor": _decode_tensor,
-    "$ndarray": _decode_ndarray,
-    "$numpy_scalar": _decode_numpy_scalar,
+# For each type that JSON lacks: the tag, what encodes a value under it, and what restores it from restored values.
+_KINDS: dict[type, tuple[str, Callable[[_Encoder, Any, Path], Json], Callable[[Any], StateTree]]] = {
+    complex: ("$complex", lambda e, v, path: e.items((v.real, v.imag), path), lambda parts: complex(*parts)),
+    bytes: ("$bytes", _to_text, base64.b64decode),
+    bytearray: ("$bytearray", _to_text, lambda text: bytearray(base64.b64decode(text))),
+    tuple: ("$tuple", _Encoder.items, tuple),
+    set: ("$set", _to_sorted, set),
+    frozenset: ("$frozenset", _to_sorted, frozenset),
+    deque: ("$deque", lambda e, v, path: [e.items(v, path), v.maxlen], lambda json: deque(json[0], json[1])),
+    OrderedDict: ("$ordered_dict", _Encoder.pairs, OrderedDict),
+    Counter: ("$counter", _Encoder.pairs, lambda pairs: Counter(dict(pairs))),
+    torch.Size: ("$size", lambda _, v, __: list(v), torch.Size),
+    torch.dtype: ("$dtype", lambda _, v, __: str(v).removeprefix("torch."), _to_dtype),
+    torch.device: ("$device", lambda _, v, __: str(v), torch.device),
+}
+# The values of these tags are encoded by methods of `_Encoder`.
+_DECODERS: dict[str, Callable[[Any], StateTree]] = {
+    "$int": lambda text: int(text, 16),
+    "$float": float,
+    "$dict": dict,
+    "$numpy_scalar": _to_numpy_scalar,
+    "$pickle": pickles.from_text,
+    **{tag: restore for tag, _, restore in _KINDS.values()},
 }

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError
-from drivetrain_checkpoint.format.layout import MANIFEST, step_folders
+from drivetrain_checkpoint.format.layout import has_manifest, step_folders
 from drivetrain_checkpoint.format.manifest import Manifest, check_files, read_manifest
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 from drivetrain_checkpoint.storage.threads import in_threads
 
 # A request to an object store takes tens of milliseconds, and a run may keep hundreds of checkpoints.
@@ -55,5 +54,5 @@ def inspect(folder: Place) -> CheckpointInfo:
         check_files(folder, manifest)
     except CorruptCheckpointError as error:
         problem = str(error)
-    committed = manifest is not None or storage.is_file(folder / MANIFEST)
+    committed = manifest is not None or has_manifest(folder)
     return CheckpointInfo(folder=folder, committed=committed, manifest=manifest, problem=problem)

@@ -8,8 +8,8 @@ import xxhash
 
 from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES, FileRecord
 from drivetrain_checkpoint.format.manifest import read_manifest
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place, Reader
+from drivetrain_checkpoint.storage.place import Place, locate, storage_of
+from drivetrain_checkpoint.storage.protocol import Reader
 from drivetrain_checkpoint.storage.threads import in_threads
 
 
@@ -50,9 +50,9 @@ def verify_checkpoint(
     Raises:
         CorruptCheckpointError: The manifest is missing or damaged, so that nothing can be verified.
     """
-    place = storage.locate(folder)
+    place = locate(folder)
     manifest = read_manifest(place)
-    sizes = storage.sizes_in(place)
+    sizes = storage_of(place).sizes_in(place)
     return tuple(
         damage
         for record in manifest.files.values()
@@ -67,7 +67,7 @@ def _in_file(
         yield CorruptRange(file=path, start=0, stop=record.size_bytes, why="the file is missing")
         return
     try:
-        reader = storage.open_to_read(path)
+        reader = storage_of(path).open_to_read(path)
     except OSError as error:
         yield CorruptRange(file=path, start=0, stop=record.size_bytes, why=f"cannot be read: {error}")
         return

@@ -1,11 +1,11 @@
 """Lay out a write plan as files and as the manifest's list of tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain_checkpoint.format.layout import tensor_file
 from drivetrain_checkpoint.format.manifest import StoredBox, StoredTensor
-from drivetrain_checkpoint.planning.write_plan import TensorName, WritePlan, WrittenBox
+from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WrittenBox
 from drivetrain_weights.safetensors_layout import FileLayout, TensorEntry, plan_file
 from drivetrain_weights.tensor_box import whole
 
@@ -31,25 +31,29 @@ class PlannedFile:
         return tensor_file(self.part, self.rank, attempt)
 
 
-class Catalogue:
+class TensorFiles:
     """The files of a plan, computed on demand and cached: the next save has the same.
 
     Args:
-        plan: The plan of which rank writes what.
+        tensors: The whole tensors by name, in order.
+        entries: The boxes that each rank writes, by rank, as `plan_writes` returned them.
     """
 
-    def __init__(self, plan: WritePlan) -> None:
-        self._plan = plan
+    def __init__(
+        self, tensors: Mapping[TensorName, AvailableBoxes], entries: Sequence[Sequence[WrittenBox]]
+    ) -> None:
+        self._tensors = tensors
+        self._entries = entries
         self._files: dict[int, tuple[PlannedFile, ...]] = {}
 
     def files_of(self, rank: int) -> tuple[PlannedFile, ...]:
         """Return the tensor files of a rank: one for each part of the checkpoint of which it writes any tensor."""
         if rank not in self._files:
             by_part: dict[str, list[WrittenBox]] = {}
-            for entry in self._plan.entries[rank]:
+            for entry in self._entries[rank]:
                 by_part.setdefault(entry.tensor.part, []).append(entry)
             self._files[rank] = tuple(
-                PlannedFile(part, rank, tuple(entries), plan_file(_described(self._plan, entries)))
+                PlannedFile(part, rank, tuple(entries), plan_file(_described(self._tensors, entries)))
                 for part, entries in by_part.items()
             )
         return self._files[rank]
@@ -62,14 +66,14 @@ class Catalogue:
             attempt: The attempt number in the names of the files.
         """
         pieces: dict[str, dict[str, list[StoredBox]]] = {part: {} for part in parts}
-        for part, name in self._plan.tensors:
+        for part, name in self._tensors:
             pieces[part][name] = []
-        for rank in range(len(self._plan.entries)):
+        for rank in range(len(self._entries)):
             for file in self.files_of(rank):
                 name = file.name(attempt)
                 for entry, start in zip(file.entries, file.layout.starts, strict=True):
                     pieces[file.part][entry.tensor.name].append(StoredBox(name, start, entry.box))
-        described = self._plan.tensors
+        described = self._tensors
         return {
             part: {
                 name: StoredTensor(
@@ -83,12 +87,14 @@ class Catalogue:
         }
 
 
-def _described(plan: WritePlan, entries: Iterable[WrittenBox]) -> list[TensorEntry]:
+def _described(
+    tensors: Mapping[TensorName, AvailableBoxes], entries: Iterable[WrittenBox]
+) -> list[TensorEntry]:
     """Return the entries of a file; the key is the tensor's name, with the box in brackets unless it is the whole."""
     described: list[TensorEntry] = []
     taken = {entry.tensor.name for entry in entries}
     for entry in entries:
-        tensor = plan.tensors[entry.tensor]
+        tensor = tensors[entry.tensor]
         key = entry.tensor.name
         if entry.box != whole(tensor.shape):
             key = _free(f"{key}[{', '.join(f'{s.start}:{s.stop}' for s in entry.box.slices())}]", taken)

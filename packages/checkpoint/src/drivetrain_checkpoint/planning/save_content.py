@@ -25,8 +25,6 @@ class Content:
         per_rank: The states that belong to one rank each, by name.
         plan: The effective plan of the run: plain values.
         metrics: The metrics of the checkpoint by name.
-        best_metric: The name that `metrics` must hold unless it is empty; None requires none.
-        allow_pickle: Whether to pickle values that cannot be stored otherwise.
     """
 
     models: Mapping[str, Mapping[str, StateTree]]
@@ -34,8 +32,6 @@ class Content:
     per_rank: Mapping[str, StateTree]
     plan: Mapping[str, Any] | None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    best_metric: str | None = None
-    allow_pickle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,7 @@ class OwnContent:
         return piece_of(self.shards[entry.tensor], entry.box)
 
 
-def own_content(content: Content, rank: int) -> OwnContent:
+def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnContent:
     """Split this rank's states into plain values and tensors; nothing is copied.
 
     Raises:
@@ -90,7 +86,7 @@ def own_content(content: Content, rank: int) -> OwnContent:
     states = {model_part(name): (f"models[{name!r}]", dict(state)) for name, state in content.models.items()}
     states[STATE_PART] = ("replicated", dict(content.replicated))
     for part, (root, state) in states.items():
-        encoded = encode(state, root=root, allow_pickle=content.allow_pickle)
+        encoded = encode(state, root=root, allow_pickle=allow_pickle)
         if rank == 0:
             own.trees[part] = encoded.json
             own.holdings.aliases.update(
@@ -98,7 +94,7 @@ def own_content(content: Content, rank: int) -> OwnContent:
             )
         for name, leaf in (encoded.tensors if rank == 0 else encoded.leaves).items():
             _add(own, TensorName(part, name), leaf, own.holdings.shared, is_main=rank == 0)
-    encoded = encode(dict(content.per_rank), root="per_rank", allow_pickle=content.allow_pickle)
+    encoded = encode(dict(content.per_rank), root="per_rank", allow_pickle=allow_pickle)
     own.trees[rank_part(rank)] = encoded.json
     for name, leaf in encoded.tensors.items():
         _add(own, TensorName(rank_part(rank), name), leaf, own.holdings.own, is_main=True)

@@ -51,22 +51,9 @@ class _Unit:
     holders: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WritePlan:
-    """The plan of which rank writes what.
-
-    Attributes:
-        tensors: The whole tensors by name, in order.
-        entries: The entries that each rank writes, by rank, in the order of the tensors.
-    """
-
-    tensors: Mapping[TensorName, AvailableBoxes]
-    entries: tuple[tuple[WrittenBox, ...], ...]
-
-
 def plan_writes(
     tensors: Mapping[TensorName, AvailableBoxes], ranks: Sequence[Mapping[TensorName, AvailableBoxes]]
-) -> WritePlan:
+) -> tuple[tuple[WrittenBox, ...], ...]:
     """Plan which boxes each rank writes.
 
     A rank writes the boxes that it alone holds. A box that several ranks hold goes to the one of them with the fewest
@@ -75,6 +62,9 @@ def plan_writes(
     Args:
         tensors: The tensors to write, in order, as rank 0 describes them.
         ranks: The holdings of each rank; tensors that a rank does not hold may be missing.
+
+    Returns:
+        The boxes that each rank writes, by rank, in the order of the tensors.
 
     Raises:
         StateError: The ranks disagree about a tensor, or their boxes leave a gap in it or overlap.
@@ -99,7 +89,7 @@ def plan_writes(
         writer[unit.entry] = rank
     for unit in cut:  # in the order of the state, not by size
         chosen[writer[unit.entry]].append(unit.entry)
-    return WritePlan(tensors, tuple(map(tuple, chosen)))
+    return tuple(map(tuple, chosen))
 
 
 def _holders(

@@ -1,38 +1,74 @@
-"""Run one save at a time in a thread, while training continues."""
+"""Write saves in a thread, one at a time, while training continues."""
 
 import logging
 from collections.abc import Callable
 from threading import Thread
 
-from drivetrain_checkpoint.storage.base import Place
+from torch.distributed import Store
+
+from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap
+from drivetrain_checkpoint.saving.store_gather import StoreGather
+from drivetrain_checkpoint.saving.transaction import Save, run_save, stage_save
+from drivetrain_checkpoint.storage.place import Place
+from drivetrain_state import Context, control_store
 
 logger = logging.getLogger(__name__)
 
 
-class Background:
-    """A runner of saves in a thread. The interpreter waits for the thread before it exits."""
+class BackgroundSaves:
+    """The background saves of one directory. The interpreter waits for their thread before it exits.
 
-    def __init__(self) -> None:
+    Args:
+        context: The context of this process.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._buffer = HostBuffer()
         self._thread: Thread | None = None
-        self._path: Place | None = None
+        self._overlap: Overlap | None = None
+        self._folder: Place | None = None
         self._failure: Exception | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        """True if a save is being written."""
-        return self._thread is not None and self._thread.is_alive()
+    def start(
+        self,
+        save: Save,
+        *,
+        on_commit: Callable[[Place], object],
+        changes_in_step: Callable[[str], bool] | None,
+    ) -> None:
+        """Copy the tensors that this rank writes, and start to write them. Called on all ranks, by the main thread.
 
-    def start(self, run: Callable[[], Place], *, name: str) -> None:
-        """Start a save; `wait` must have been called for the last one.
+        `wait` must have been called for the last save.
 
         Args:
-            run: A function that writes and commits a checkpoint and returns its folder.
-            name: The name of the save in log messages.
+            save: The save, as `SaveCoordinator.prepare` returned it.
+            on_commit: A function to call with the checkpoint's folder once it is committed, in the thread.
+            changes_in_step: A function that returns whether a tensor, by its path in the state, is unchanged until
+                the next step, so that the thread copies it; None copies all tensors now.
         """
         assert self._thread is None
-        thread = Thread(target=self._run, args=(run, name), name=f"drivetrain {name}")
+        staged = stage_save(self._context, save, self._buffer, changes_in_step)
+        store = control_store(self._context, "drivetrain_checkpoint")
+        thread = Thread(
+            target=self._run,
+            args=(staged, store, on_commit),
+            name=f"drivetrain save of step {save.step}",
+        )
         thread.start()
-        self._thread = thread  # after start(), which may raise: join() of an unstarted thread is an error
+        # Only now, since start() may raise: nobody could wait for a thread that was not started.
+        self._thread, self._overlap = thread, staged.overlap
+
+    @property
+    def is_copying(self) -> bool:
+        """True if `wait_for_copies` must be called before the saved tensors may change."""
+        return self._overlap is not None
+
+    def wait_for_copies(self) -> None:
+        """Wait until the saved tensors may change; the save may still be writing then."""
+        if self._overlap is not None:
+            self._overlap.wait()
+            self._overlap = None
 
     def wait(self) -> Place | None:
         """Wait for the last save and return its folder, or None if none was started since the last call.
@@ -43,16 +79,41 @@ class Background:
         if self._thread is None:
             return None
         self._thread.join()
-        self._thread = None
+        self._thread = self._overlap = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        return self._path
+        return self._folder
 
-    def _run(self, run: Callable[[], Place], name: str) -> None:
-        self._path = None
+    def free_memory(self) -> None:
+        """Free the host memory of the copies, once no save is being written."""
+        self._buffer = HostBuffer()
+
+    def _run(self, save: Save, store: Store | None, on_commit: Callable[[Place], object]) -> None:
         try:
-            self._path = run()
+            self._write(save, store)
+            on_commit(save.folder)
+            self._folder = save.folder
         except Exception as error:  # the next wait() raises it; logged now, since wait() may never be called
             self._failure = error
-            logger.exception("%s failed in the background; earlier checkpoints are untouched", name)
+            logger.exception(
+                "the save of step %s failed in the background; earlier checkpoints are untouched", save.step
+            )
+        finally:
+            if save.overlap is not None:
+                save.overlap.give_up()  # a save that failed before the copies would block wait_for_copies()
+
+    def _write(self, save: Save, store: Store | None) -> None:
+        if store is None:
+            run_save(self._context, save, on_block=lambda: None)
+            return
+        exchange = StoreGather(
+            store,
+            save.manifest.save_id,
+            topology=self._context.topology,
+            stall_seconds=save.settings.stall_seconds,
+        )
+        try:
+            run_save(self._context, save, on_block=exchange.progress, gather=exchange.gather)
+        finally:
+            exchange.close()

@@ -7,11 +7,10 @@ from importlib.metadata import version
 from typing import Any
 from uuid import uuid4
 
-from drivetrain_checkpoint.coordination.collective_errors import on_each_rank, on_main
 from drivetrain_checkpoint.errors import FolderNotSharedError, StateError
 from drivetrain_checkpoint.format.layout import (
-    MANIFEST,
     STATE_PART,
+    has_manifest,
     model_part,
     next_attempt,
     own_files,
@@ -22,34 +21,37 @@ from drivetrain_checkpoint.format.layout import (
 )
 from drivetrain_checkpoint.format.manifest import Manifest, encode_plan
 from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
-from drivetrain_checkpoint.planning.file_list import Catalogue
+from drivetrain_checkpoint.planning.file_list import TensorFiles
 from drivetrain_checkpoint.planning.save_content import Content, Holdings, OwnContent, own_content
 from drivetrain_checkpoint.planning.write_plan import plan_writes
 from drivetrain_checkpoint.saving.transaction import Save
-from drivetrain_checkpoint.saving.writer_lock import check_shared, lease_of
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.saving.writer_lock import check_shared, lock_of
+from drivetrain_checkpoint.settings import CheckpointSettings
+from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context, gather_object
+from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
 
 logger = logging.getLogger(__name__)
 
 
-class Saver:
+class SaveCoordinator:
     """The planner of saves into a directory, in agreement with the other ranks; the plan is reused by later saves.
 
     Args:
         context: The context of this process.
         directory: The folder of the checkpoints.
+        settings: The `checkpoint` section.
     """
 
-    def __init__(self, context: Context, directory: Place) -> None:
+    def __init__(self, context: Context, directory: Place, settings: CheckpointSettings) -> None:
         self._context = context
         self._directory = directory
+        self._settings = settings
         self._digests: list[str] = []
-        self._catalogue: Catalogue | None = None
+        self._tensor_files: TensorFiles | None = None
         self._sequences: dict[str, int] = {}  # by folder name
         self._spared: frozenset[str] | None = None
-        self._lease = lease_of(directory)
+        self._lock = lock_of(directory)
 
     def prepare(self, step: int, content: Content, *, continues: bool) -> Save:
         """Agree on a save; write nothing but an empty folder. Called on all ranks, by the main thread.
@@ -69,26 +71,22 @@ class Saver:
         context, topology = self._context, self._context.topology
         doing = f"the save of step {step}"
         own = on_each_rank(context, lambda: self._encode(step, content), doing=doing)
-        catalogue = self._agree(step_folder(self._directory, step), own.holdings)
+        tensor_files = self._agree(step_folder(self._directory, step), own.holdings)
         manifest, token = on_main(context, lambda: self._start(step, content, continues), doing=doing)
         save = Save(
-            directory=self._directory,
             folder=step_folder(self._directory, step),
+            settings=self._settings,
             manifest=manifest,
-            catalogue=catalogue,
+            tensor_files=tensor_files,
             files=tuple(
-                (file, tuple(map(own.tensor, file.entries))) for file in catalogue.files_of(topology.rank)
+                (file, tuple(map(own.tensor, file.entries))) for file in tensor_files.files_of(topology.rank)
             ),
             trees={tree_file(part, manifest.attempt): tree for part, tree in own.trees.items()},
             is_main=topology.is_main,
             spared=self._spared or frozenset(),
         )
-        try:
+        with save.discarded_on_error():
             on_each_rank(context, lambda: self._check_visible(save.folder, token), doing=doing)
-        except BaseException:
-            if topology.is_main:
-                save.discard()
-            raise
         return save
 
     def _encode(self, step: int, content: Content) -> OwnContent:
@@ -101,14 +99,14 @@ class Saver:
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
         encode_plan(content.plan)
-        _check_metrics(content.metrics, content.best_metric)
-        if self._context.topology.is_main and storage.is_file(self._directory / MANIFEST):
+        _check_metrics(content.metrics, self._settings.best_metric)
+        if self._context.topology.is_main and has_manifest(self._directory):
             raise ValueError(
                 f"{self._directory} is a checkpoint itself: name the folder that holds the checkpoints"
             )
-        return own_content(content, self._context.topology.rank)
+        return own_content(content, self._context.topology.rank, allow_pickle=self._settings.allow_pickle)
 
-    def _agree(self, folder: Place, holdings: Holdings) -> Catalogue:
+    def _agree(self, folder: Place, holdings: Holdings) -> TensorFiles:
         """Return the plan of which rank writes what; plan again only if the ranks hold other shards than last time.
 
         Raises:
@@ -123,13 +121,14 @@ class Saver:
                 "ranks"
             )
         digests = [digest for _, digest in told]
-        if self._catalogue is None or digests != self._digests:
+        if self._tensor_files is None or digests != self._digests:
             ranks = gather_object(self._context, holdings)
             _check_names(ranks)
             tensors = {**ranks[0].shared, **{name: t for rank in ranks for name, t in rank.own.items()}}
-            self._catalogue = Catalogue(plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks]))
+            entries = plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks])
+            self._tensor_files = TensorFiles(tensors, entries)
             self._digests = digests
-        return self._catalogue
+        return self._tensor_files
 
     def _start(self, step: int, content: Content, continues: bool) -> tuple[Manifest, str | None]:
         """Make the folder and begin the manifest. Called on rank 0.
@@ -141,13 +140,13 @@ class Saver:
         """
         if self._spared is None:  # at the first save only: later on, this run's own checkpoints are there too
             self._spared = frozenset() if continues else self._of_an_earlier_run()
-        token = self._lease.take() if self._lease is not None else None
+        token = self._lock.take() if self._lock is not None else None
         folder = step_folder(self._directory, step)
-        if not storage.is_file(folder / MANIFEST):
-            storage.remove(own_files(folder))
+        if not has_manifest(folder):
+            storage_of(folder).remove(own_files(folder))
         sequence = self._next_sequence(folder)
         attempt, world_size = next_attempt(folder), self._context.topology.world_size
-        storage.make_folder(folder)
+        storage_of(folder).make_folder(folder)
         parts = [*map(model_part, content.models), STATE_PART, *map(rank_part, range(world_size))]
         mesh = self._context.mesh
         manifest = Manifest(
@@ -197,17 +196,19 @@ class Saver:
             FolderNotSharedError: This rank does not see it.
         """
         rank = self._context.topology.rank
-        if token is not None:
-            check_shared(self._directory, token, rank)
-        if not storage.sees(folder):
+        seen = storage_of(self._directory).folders_in(self._directory)
+        if token is None:
+            return  # an empty folder does not exist in an object store: only that this rank may list it is checked
+        check_shared(self._directory, token, rank)
+        if folder.name not in seen:
             raise FolderNotSharedError(
                 f"rank {rank} does not see {folder}, which rank 0 made: save into a folder that every host mounts"
             )
 
     def close(self) -> None:
         """Release the directory, so that another run may write into it."""
-        if self._lease is not None:
-            self._lease.release()
+        if self._lock is not None:
+            self._lock.release()
 
 
 def _check_names(ranks: Sequence[Holdings]) -> None:

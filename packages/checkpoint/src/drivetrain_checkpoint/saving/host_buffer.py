@@ -27,20 +27,28 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of the buffer in bytes."""
-        return self._memory.numel()
-
-    def stage(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def stage(
+        self, tensors: Sequence[Tensor], later: Collection[int] = ()
+    ) -> "tuple[list[Tensor], Overlap | None]":
         """Copy tensors into the buffer, overwriting the copies of the last call.
 
+        Args:
+            tensors: The tensors to copy.
+            later: The indices of the tensors that are not copied now, but by the overlap.
+
         Returns:
-            Contiguous CPU tensors, independent of the originals.
+            Contiguous CPU tensors, independent of the originals, and the overlap, None if it has nothing to copy.
         """
         copies = self.make_room(tensors)
-        copy_all(list(zip(copies, tensors, strict=True)))
-        return copies
+        pairs = list(zip(copies, tensors, strict=True))
+        at_once = [pair for index, pair in enumerate(pairs) if index not in later]
+        overlapped = [pair for index, pair in enumerate(pairs) if index in later]
+        for copy, tensor in at_once:
+            copy.copy_(tensor.detach(), non_blocking=_is_accelerated(tensor))
+        # The side stream of the overlap waits for the copies that are under way on its device.
+        for device in _accelerators(at_once) - _accelerators(overlapped):
+            torch.accelerator.synchronize(device)
+        return copies, Overlap(overlapped) if overlapped else None
 
     def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return uninitialized contiguous CPU tensors like the given ones, in the memory of the last call's."""
@@ -60,19 +68,6 @@ class HostBuffer:
         ]
 
 
-def copy_all(parts: Sequence[tuple[Tensor, Tensor]], *, awaited_later: Collection[torch.device] = ()) -> None:
-    """Copy tensors to host memory and wait for the copies.
-
-    Args:
-        parts: Pairs of a host tensor and the tensor to copy into it.
-        awaited_later: Devices not to synchronize with: an `Overlap` made after this call waits for their copies.
-    """
-    for copy, tensor in parts:
-        copy.copy_(tensor.detach(), non_blocking=_is_accelerated(tensor))
-    for device in {tensor.device for _, tensor in parts if _is_accelerated(tensor)}.difference(awaited_later):
-        torch.accelerator.synchronize(device)
-
-
 class Overlap:
     """The copies that a thread makes, while training continues, of tensors that only an optimizer step changes.
 
@@ -86,10 +81,7 @@ class Overlap:
         self._parts = list(parts)
         tensors = [tensor for _, tensor in parts]
         self._versions = [_version(tensor) for tensor in tensors]
-        self._streams = {
-            device: _Beside(device)
-            for device in {tensor.device for tensor in tensors if _is_accelerated(tensor)}
-        }
+        self._streams = {device: _side_stream(device) for device in _accelerators(parts)}
         self._samples = [self._on_stream(tensor, _sample) for tensor in tensors]
         self._is_over = Event()
 
@@ -107,7 +99,7 @@ class Overlap:
                 self._on_stream(tensor, lambda one, copy=copy: copy.copy_(one, non_blocking=True))
                 on_block()
             for stream in self._streams.values():
-                stream.synchronise()
+                stream.synchronize()
             self._check()
         finally:
             self.give_up()
@@ -126,7 +118,7 @@ class Overlap:
         stream = self._streams.get(tensor.device)
         if stream is None:
             return act(tensor.detach())
-        with stream.stream:
+        with stream:
             return act(tensor.detach())
 
     def _check(self) -> None:
@@ -147,15 +139,16 @@ class Overlap:
                 )
 
 
-class _Beside:
-    """A side stream of an accelerator, which starts after the work queued on the current stream."""
+def _side_stream(device: torch.device) -> torch.Stream:
+    """Return a stream of an accelerator that starts after the work queued on the current stream."""
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    return stream
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.Stream(device)
-        self.stream.wait_stream(torch.accelerator.current_stream(device))
 
-    def synchronise(self) -> None:
-        self.stream.synchronize()
+def _accelerators(pairs: Sequence[tuple[Tensor, Tensor]]) -> set[torch.device]:
+    """Return the accelerators of the tensors that are copied."""
+    return {tensor.device for _, tensor in pairs if _is_accelerated(tensor)}
 
 
 def _is_accelerated(tensor: Tensor) -> bool:

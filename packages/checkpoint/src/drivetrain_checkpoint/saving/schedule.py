@@ -50,8 +50,7 @@ class SaveSchedule:
         self._is_main = context.topology.is_main
         self._agreed = AgreedStep(
             control_store(context, "drivetrain_save_step"),
-            rank=context.topology.rank,
-            world_size=context.topology.world_size,
+            topology=context.topology,
             patience_seconds=settings.stall_seconds,
         )
         self._saved_at = time.monotonic()
@@ -78,8 +77,7 @@ class SaveSchedule:
             if minutes >= settings.save_every_minutes:
                 self._agreed.ask(_MINUTES)
                 self._has_asked = True
-        if (decision := self._agreed.reached(step)) is not None:
-            reasons.extend(decision.reasons)
+        reasons.extend(self._agreed.reached(step))
         if not reasons:
             return None
         self._saved_at, self._has_asked = time.monotonic(), self._has_asked and _MINUTES not in reasons

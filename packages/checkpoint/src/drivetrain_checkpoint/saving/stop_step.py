@@ -1,37 +1,20 @@
 """Agree on one step among all ranks without a collective: signals and timers reach each rank at its own time."""
 
-import json
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from threading import Condition, Event, Thread
+from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError, Store
 
 from drivetrain_checkpoint.errors import OtherRankFailedError
+from drivetrain_state import Topology
+from drivetrain_state.store_rounds import StoreRounds, wait
 
 _POLL_SECONDS = 0.25  # while no rank asks for a step
-_PAUSE_SECONDS = 0.01  # while the ranks agree on one
+_PAUSE_SECONDS = 0.01  # until this rank has reached the agreed step
 _ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A step that the ranks have agreed on.
-
-    Attributes:
-        step: The agreed step, which no rank has passed.
-        reasons: The reasons for which ranks asked for it, such as `"SIGTERM"`.
-    """
-
-    step: int
-    reasons: tuple[str, ...]
-
-
-class _EndedError(Exception):
-    """A rank, this one or another, takes no more steps."""
 
 
 class AgreedStep:
@@ -43,19 +26,17 @@ class AgreedStep:
 
     Args:
         store: A connection to the store of all ranks, used by this object's thread alone; None in one process.
-        rank: The rank of this process.
-        world_size: The number of ranks.
+        topology: The rank of this process and the world size.
         patience_seconds: The longest time to hold a rank, in seconds.
     """
 
-    def __init__(self, store: Store | None, *, rank: int, world_size: int, patience_seconds: float) -> None:
-        self._rank = rank
-        self._world_size = world_size
+    def __init__(self, store: Store | None, *, topology: Topology, patience_seconds: float) -> None:
+        self._topology = topology
         self._patience_seconds = patience_seconds
         self._changed = Condition()
         self._step = 0
-        self._gate: int | None = None
-        self._decision: Decision | None = None
+        self._gate: int | None = None  # this rank's next step, while an agreement is under way
+        self._decision: tuple[int, list[str]] | None = None  # the agreed step, and the reasons for it
         # No lock: signal handlers append to it, and must not block. One deque for good, so that no request is lost.
         self._asked: deque[str] = deque()
         self._stopping = Event()
@@ -63,7 +44,7 @@ class AgreedStep:
         self._thread: Thread | None = None
         if store is not None:
             self._thread = Thread(
-                target=self._talk, args=(store,), name="drivetrain agreed step", daemon=True
+                target=self._take_part, args=(store,), name="drivetrain agreed step", daemon=True
             )
             self._thread.start()
 
@@ -71,8 +52,8 @@ class AgreedStep:
         """Ask for a step. May be called by a signal handler, on any rank."""
         self._asked.append(reason)
 
-    def reached(self, step: int) -> Decision | None:
-        """Return the decision if this is the agreed step, else None.
+    def reached(self, step: int) -> list[str]:
+        """Return the reasons for which ranks asked for a step if this is the agreed one, else an empty list.
 
         Called on all ranks, by the main thread, once per step.
 
@@ -80,12 +61,11 @@ class AgreedStep:
             OtherRankFailedError: A rank did not answer within `patience_seconds`.
         """
         if self._thread is None:
-            asked = tuple(dict.fromkeys(self._requests()))
-            return Decision(step, asked) if asked else None
+            return list(dict.fromkeys(self._take_requests()))
         with self._changed:
             self._step = step
             if self._gate is None or step < self._gate:
-                return None
+                return []
             is_settled = self._changed.wait_for(
                 lambda: self._decision is not None or self._is_over, self._patience_seconds
             )
@@ -94,10 +74,10 @@ class AgreedStep:
                     f"the ranks did not agree on a step to save at within {self._patience_seconds:g} s: one of them "
                     "has ended, or does not take steps"
                 )
-            if self._decision is None or step < self._decision.step:
-                return None
-            decision, self._gate, self._decision = self._decision, None, None
-            return decision
+            if self._decision is None or step < self._decision[0]:
+                return []
+            (_, reasons), self._gate, self._decision = self._decision, None, None
+            return reasons
 
     def close(self) -> None:
         """Stop the thread and take part in no further agreement."""
@@ -105,45 +85,51 @@ class AgreedStep:
         if self._thread is not None:
             self._thread.join(timeout=10)
 
-    def _talk(self, store: Store) -> None:
-        number = 0
+    def _take_part(self, store: Store) -> None:
+        """Ask for agreements and take part in them, until a rank closes its end."""
+        number, goes_on, rounds = 0, True, StoreRounds(store, rank=self._topology.rank)
         try:
-            while not self._stopping.wait(_POLL_SECONDS):
-                number += self._take_turn(PrefixStore(str(number), store), store)
-            store.set(_ENDED, "")
-        except _EndedError:
-            with suppress(DistError):
-                store.set(_ENDED, "")
-        except DistError:
+            while goes_on and not self._stopping.wait(_POLL_SECONDS):
+                if self._asked:
+                    rounds.ask(number)
+                if rounds.newest() > number:
+                    number += 1
+                    goes_on = self._agree(rounds, number)
+            rounds.count(_ENDED, add=1)
+        except (DistError, OSError):
             pass  # the process that hosts the store is gone, and with it the run
         finally:
+            rounds.close()
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
 
-    def _requests(self) -> Iterator[str]:
-        """Take the requests of this rank, one after the other."""
-        while self._asked:
-            yield self._asked.popleft()
+    def _take_requests(self) -> list[str]:
+        return [self._asked.popleft() for _ in range(len(self._asked))]
 
-    def _take_turn(self, store: Store, whole: Store) -> bool:
-        """Publish this rank's requests; if any rank has asked, agree on a step, reach it and return True."""
-        for reason in self._requests():
-            store.set(f"reason/{store.add('reasons', 1)}", reason)
-        if not store.add("reasons", 0):
-            return False
+    def _agree(self, rounds: StoreRounds, number: int) -> bool:
+        """Agree on a step and wait until this rank has reached it; return False if a rank has closed its end."""
         with self._changed:  # reached() holds the main thread at this step until the ranks have agreed
             self._gate = self._step + 1
-        store.set(f"gate/{self._rank}", str(self._gate))
-        if self._rank == 0:
-            gates = [int(self._read(store, f"gate/{rank}", whole)) for rank in range(self._world_size)]
-            reasons = [
-                self._read(store, f"reason/{index + 1}", whole) for index in range(store.add("reasons", 0))
-            ]
-            store.set("decision", json.dumps([max(gates), list(dict.fromkeys(reasons))]))
-        step, reasons = json.loads(self._read(store, "decision", whole))
+        rounds.answer(number, (self._gate, self._take_requests()))
+
+        def read_when_there(read: Callable[[], Any]) -> Any:
+            return wait(read, while_=lambda: not self._stopping.is_set() and not rounds.count(_ENDED))
+
+        if self._topology.is_main:
+            gates: list[int] = []
+            reasons: list[str] = []
+            for rank in range(self._topology.world_size):
+                answer = read_when_there(partial(rounds.answer_of, number, rank))
+                if answer is None:
+                    return False
+                gates.append(answer[0])
+                reasons.extend(answer[1])
+            rounds.conclude(number, (max(gates), list(dict.fromkeys(reasons))))
+        if (decision := read_when_there(partial(rounds.conclusion, number))) is None:
+            return False
         with self._changed:
-            self._decision = Decision(step, tuple(reasons))
+            self._decision = decision
             self._changed.notify_all()
         while self._is_held() and not self._stopping.wait(_PAUSE_SECONDS):
             pass
@@ -152,16 +138,3 @@ class AgreedStep:
     def _is_held(self) -> bool:
         """Return whether the main thread has not yet reached the agreed step."""
         return self._gate is not None
-
-    def _read(self, store: Store, key: str, whole: Store) -> str:
-        """Wait for a key that another rank sets, and return its value.
-
-        Raises:
-            _EndedError: A rank has closed its end, so the key will not be set.
-        """
-        while not store.check([key]):
-            # Check the key again after the end: a rank may set the key and then end.
-            if self._stopping.is_set() or (whole.check([_ENDED]) and not store.check([key])):
-                raise _EndedError
-            time.sleep(_PAUSE_SECONDS)
-        return store.get(key).decode()

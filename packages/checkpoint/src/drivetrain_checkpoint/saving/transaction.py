@@ -6,24 +6,24 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
-from drivetrain_checkpoint.coordination.collective_errors import Outcome, on_all_ranks, on_each_rank
 from drivetrain_checkpoint.errors import FolderNotSharedError
 from drivetrain_checkpoint.format.checksummed_io import FileRecord, HashedWriter
 from drivetrain_checkpoint.format.layout import own_files, path_in_state
 from drivetrain_checkpoint.format.manifest import Manifest, commit_manifest
 from drivetrain_checkpoint.format.state_tree import Json
 from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
-from drivetrain_checkpoint.planning.file_list import Catalogue, PlannedFile
-from drivetrain_checkpoint.planning.write_plan import TensorName
-from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap, copy_all, on_host
-from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.planning.file_list import PlannedFile, TensorFiles
+from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap, on_host
+from drivetrain_checkpoint.saving.retention import delete, plan_retention
+from drivetrain_checkpoint.settings import CheckpointSettings
+from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import Outcome, on_all_ranks, on_each_rank
 from drivetrain_weights.safetensors_layout import bytes_of
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ class Save:
     """A save that all ranks have agreed on, with the values that this rank writes.
 
     Attributes:
-        directory: The folder of the checkpoints.
         folder: The folder of this checkpoint.
+        settings: The `checkpoint` section, whose rules say which checkpoints stay.
         manifest: The manifest, still without files, tensors and time.
-        catalogue: The tensor files of all ranks.
+        tensor_files: The tensor files of all ranks.
         files: The tensor files that this rank writes, with their tensors.
         trees: The JSON files that this rank writes, by name.
         is_main: Whether this rank commits.
@@ -45,10 +45,10 @@ class Save:
         overlap: The copies to make before anything is written, while training continues.
     """
 
-    directory: Place
     folder: Place
+    settings: CheckpointSettings
     manifest: Manifest
-    catalogue: Catalogue
+    tensor_files: TensorFiles
     files: tuple[tuple[PlannedFile, tuple[Tensor, ...]], ...]
     trees: Mapping[str, Json]
     is_main: bool
@@ -60,28 +60,22 @@ class Save:
         """The optimizer step of the save."""
         return self.manifest.step
 
-    def staged(self, buffer: HostBuffer, may_wait: Callable[[TensorName], bool] | None = None) -> "Save":
+    def staged(self, buffer: HostBuffer, changes_in_step: Callable[[str], bool] | None) -> "Save":
         """Return the same save with host copies of the tensors, which training does not change.
 
         Args:
             buffer: The host memory for the copies.
-            may_wait: A function that returns whether a tensor, by its name, stays unchanged until the next step, so
-                that `write` may copy it. None copies all tensors now.
+            changes_in_step: A function that returns whether a tensor, by its path in the state, is unchanged until
+                the next step, so that `write` copies it. None copies all tensors now.
         """
-        tensors = [tensor for _, tensors in self.files for tensor in tensors]
-        copies = buffer.stage(tensors) if may_wait is None else buffer.make_room(tensors)
+        later: set[int] = set()
+        if changes_in_step is not None:
+            paths = [path_in_state(*entry.tensor) for file, _ in self.files for entry in file.entries]
+            later = {index for index, path in enumerate(paths) if path is not None and changes_in_step(path)}
+        copies, overlap = buffer.stage([tensor for _, tensors in self.files for tensor in tensors], later)
         left = iter(copies)
-        files = tuple((file, tuple(next(left) for _ in of_file)) for file, of_file in self.files)
-        staged = replace(self, files=files)
-        if may_wait is None:
-            return staged
-        names = [entry.tensor for file, _ in self.files for entry in file.entries]
-        later: list[tuple[Tensor, Tensor]] = []
-        now: list[tuple[Tensor, Tensor]] = []
-        for name, copy, tensor in zip(names, copies, tensors, strict=True):
-            (later if may_wait(name) else now).append((copy, tensor))
-        copy_all(now, awaited_later={tensor.device for _, tensor in later})
-        return replace(staged, overlap=Overlap(later)) if later else staged
+        files = tuple((file, tuple(islice(left, len(tensors)))) for file, tensors in self.files)
+        return replace(self, files=files, overlap=overlap)
 
     def write(self, on_block: Callable[[], None]) -> list[FileRecord]:
         """Write this rank's files and return their records; the files are durable when this returns."""
@@ -109,7 +103,7 @@ class Save:
             FolderNotSharedError: Rank 0 does not see all files in full size.
         """
         files = {record["name"]: FileRecord.from_json(record) for record in records}
-        sizes = storage.sizes_in(self.folder)
+        sizes = storage_of(self.folder).sizes_in(self.folder)
         if lost := sorted(name for name, record in files.items() if sizes.get(name) != record.size_bytes):
             raise FolderNotSharedError(
                 f"rank 0 does not see in {self.folder} what was written there, {lost[0]} for one: save into a folder "
@@ -118,12 +112,22 @@ class Save:
         manifest = replace(
             self.manifest,
             files=files,
-            tensors=self.catalogue.tensors(self.manifest.tensors, self.manifest.attempt),
+            tensors=self.tensor_files.tensors(self.manifest.tensors, self.manifest.attempt),
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         commit_manifest(self.folder, manifest)
 
-    def discard(self) -> None:
+    @contextmanager
+    def discarded_on_error(self) -> Generator[None]:
+        """Run a step of the save that fails on all ranks or on none; delete the files of the save if it fails."""
+        try:
+            yield
+        except BaseException:
+            if self.is_main:
+                self._discard()
+            raise
+
+    def _discard(self) -> None:
         """Delete the files of this save, unless it was committed. Called on rank 0."""
         with _warned_of(f"{self.folder}: leftovers of a save that was given up stay"):
             committed = inspect(self.folder).manifest
@@ -133,15 +137,16 @@ class Save:
             if committed is None:
                 delete([self.folder])
 
-    def clean_up(self, keep: Keep) -> None:
+    def clean_up(self) -> None:
         """Delete the files that this save replaced, then old checkpoints. Called on rank 0 after the commit."""
-        with _warned_of(f"{self.directory}: old checkpoints stay"):
+        with _warned_of(f"{self.folder.parent}: old checkpoints stay"):
             committed = inspect(self.folder).manifest
             if committed is not None:
                 _delete_unlisted(self.folder, keep=committed.files)
-            if keep.last is not None:
-                found = find_checkpoints(self.directory)
-                delete(plan_retention([one for one in found if one.folder.name not in self.spared], keep))
+            if self.settings.keep_last is not None:
+                found = find_checkpoints(self.folder.parent)
+                rest = [one for one in found if one.folder.name not in self.spared]
+                delete(plan_retention(rest, self.settings))
 
 
 @contextmanager
@@ -154,11 +159,11 @@ def _warned_of(what: str) -> Generator[None]:
 
 
 def _delete_unlisted(folder: Place, *, keep: Mapping[str, FileRecord]) -> None:
-    storage.remove(path for path in own_files(folder) if path.name not in keep)
+    storage_of(folder).remove(path for path in own_files(folder) if path.name not in keep)
 
 
 def stage_save(
-    context: Context, save: Save, buffer: HostBuffer, may_wait: Callable[[TensorName], bool] | None = None
+    context: Context, save: Save, buffer: HostBuffer, changes_in_step: Callable[[str], bool] | None
 ) -> Save:
     """Return the same save with host copies of the tensors; see `Save.staged`. Called on all ranks.
 
@@ -166,67 +171,41 @@ def stage_save(
         OtherRankFailedError: Another rank has no memory for its copies; nothing was saved.
         RuntimeError: This rank has no memory for its copies; nothing was saved.
     """
-    try:
+    with save.discarded_on_error():
         return on_each_rank(
-            context, lambda: save.staged(buffer, may_wait), doing=f"the save of step {save.step}"
+            context, lambda: save.staged(buffer, changes_in_step), doing=f"the save of step {save.step}"
         )
-    except BaseException:
-        if save.is_main:
-            save.discard()
-        raise
-
-
-def by_tensor(by_path: Callable[[str], bool]) -> Callable[[TensorName], bool]:
-    """Turn a predicate on paths in the state, such as `"models/model/fc.weight"`, into one on `TensorName`s."""
-
-    def ask(tensor: TensorName) -> bool:
-        path = path_in_state(tensor.part, tensor.name)
-        return path is not None and by_path(path)
-
-    return ask
 
 
 def run_save(
     context: Context,
     save: Save,
     *,
-    keep: Keep,
     on_block: Callable[[], None],
     gather: Callable[[Outcome], list[Outcome]] | None = None,
-) -> Place:
+) -> None:
     """Write a save, commit it, then delete old checkpoints. Called on all ranks.
 
     Args:
         context: The context of this process.
-        save: The save, as `Saver.prepare` or `stage_save` returned it.
-        keep: The rules for which checkpoints to keep.
+        save: The save, as `SaveCoordinator.prepare` or `stage_save` returned it.
         on_block: A function called after each block, as a sign of progress.
         gather: A function that gathers the outcomes of all ranks; None gathers them with the process group.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         OtherRankFailedError: Another rank failed; nothing was saved.
         OSError: The disk is full, or the folder is not writable; nothing was saved.
     """
-    try:
-        records = on_all_ranks(
-            context,
-            lambda: [asdict(record) for record in save.write(on_block)],
-            doing=f"the save of step {save.step}",
-            gather=gather,
-        )
-        on_all_ranks(
-            context,
-            lambda: save.commit([record for own in records for record in own]) if save.is_main else None,
-            doing=f"the commit of step {save.step}",
-            gather=gather,
-        )
-    except BaseException:
+
+    def write() -> list[dict[str, Any]]:
+        return [asdict(record) for record in save.write(on_block)]
+
+    def commit() -> None:
         if save.is_main:
-            save.discard()
-        raise
+            save.commit([record for records in by_rank for record in records])
+
+    with save.discarded_on_error():
+        by_rank = on_all_ranks(context, write, doing=f"the save of step {save.step}", gather=gather)
+        on_all_ranks(context, commit, doing=f"the commit of step {save.step}", gather=gather)
     if save.is_main:
-        save.clean_up(keep)
-    return save.folder
+        save.clean_up()

@@ -12,8 +12,7 @@ from uuid import uuid4
 from weakref import finalize, ref
 
 from drivetrain_checkpoint.errors import CheckpointLockedError, FolderNotSharedError
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, storage_of
 
 try:
     import fcntl
@@ -22,12 +21,12 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-LEASE = "writer.json"
+LOCK_FILE = "writer.json"
 _PATIENCE_SECONDS = 2.0  # a run that was just stopped may still be exiting
 _PROCESS = uuid4().hex  # process ids are not unique across the containers of a host
 
 
-class Lease:
+class WriterLock:
     """The right to write into a directory, held from `take` until `release` or the end of the process.
 
     The operating system holds the lock: it cannot expire, and a crash leaves nothing to clean up.
@@ -44,19 +43,19 @@ class Lease:
         _forget_in_children(self)
 
     def take(self) -> str:
-        """Take the lease, if not yet held; writers in the same process count as one run and share it.
+        """Take the lock, if not yet held; writers in the same process count as one run and share it.
 
         Returns:
-            A random token, written to the lease file: a rank that does not read it there sees another directory.
+            A random token, written to the lock file: a rank that does not read it there sees another directory.
 
         Raises:
-            CheckpointLockedError: Another process holds the lease; the message names it.
+            CheckpointLockedError: Another process holds the lock; the message names it.
         """
         descriptor = self._open()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not _lock(descriptor, self._directory):
             holder = _read(self._directory)
-            # Another Lease of this process holds the lock. Compare pids too: forked children inherit _PROCESS.
+            # Another WriterLock of this process holds the lock. Compare pids too: forked children inherit _PROCESS.
             if (holder.get("process"), holder.get("pid")) == (_PROCESS, os.getpid()):
                 return str(holder["token"])
             if time.monotonic() > deadline:
@@ -74,7 +73,7 @@ class Lease:
         return self._token
 
     def release(self) -> None:
-        """Release the lease."""
+        """Release the lock."""
         if self._close is not None:
             self._close()
             self._close = self._descriptor = None
@@ -87,9 +86,9 @@ class Lease:
             self._close = self._descriptor = None
 
     def _open(self) -> int:
-        """Return a descriptor of the lease file; create the file again if it was deleted."""
+        """Return a descriptor of the lock file; create the file again if it was deleted."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / LEASE
+        path = self._directory / LOCK_FILE
         if self._descriptor is not None and not _is_open_as(self._descriptor, path):
             self.release()
         if self._descriptor is None:
@@ -98,9 +97,9 @@ class Lease:
         return self._descriptor
 
 
-def lease_of(directory: Place) -> Lease | None:
-    """Return the lease of a directory; None for an object store, which has no locks."""
-    return Lease(directory) if isinstance(directory, Path) else None
+def lock_of(directory: Place) -> WriterLock | None:
+    """Return the lock of a directory; None for an object store, which has no locks."""
+    return WriterLock(directory) if isinstance(directory, Path) else None
 
 
 def check_shared(directory: Place, token: str, rank: int) -> None:
@@ -138,9 +137,9 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _forget_in_children(lease: Lease) -> None:
-    """Close the lease file in forked children: an flock lasts until every process with the file open closes it."""
-    parents = ref(lease)
+def _forget_in_children(lock: WriterLock) -> None:
+    """Close the lock file in forked children: an flock lasts until every process with the file open closes it."""
+    parents = ref(lock)
 
     def forget() -> None:
         if (own := parents()) is not None:
@@ -160,6 +159,6 @@ def _close(descriptor: int, opened_by: int) -> None:
 
 def _read(directory: Place) -> dict[str, Any]:
     try:
-        return json.loads(storage.read_whole(directory / LEASE))
+        return json.loads(storage_of(directory).read_whole(directory / LOCK_FILE))
     except (FileNotFoundError, ValueError):  # missing, or just being written
         return {}

@@ -11,7 +11,7 @@ _KINDS = (FileNotFoundError, PermissionError, OSError)
 
 
 @contextmanager
-def told(path: "UPath") -> Generator[None]:
+def as_os_error(path: "UPath") -> Generator[None]:
     """Run the block and turn any exception into an `OSError` that names the URL.
 
     Raises:

@@ -1,11 +1,14 @@
-"""Access a local disk: reads at any offset, atomic writes, and folders."""
+"""The storage on a local disk: reads at any offset, atomic writes, and folders."""
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
+
+from drivetrain_checkpoint.storage.direct_writer import DiskWriter
+from drivetrain_checkpoint.storage.protocol import MOST_BYTES
 
 
 class DiskReader:
@@ -52,6 +55,21 @@ def _fill(file: FileIO, view: memoryview) -> int:
     return done
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder, with its parents."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def create(path: Path) -> DiskWriter:
+    """Create a new file and return its writer."""
+    return DiskWriter(path)
+
+
+def open_to_read(path: Path) -> DiskReader:
+    """Open an existing file."""
+    return DiskReader(path)
+
+
 def put(path: Path, content: bytes) -> None:
     """Create or replace a file atomically; it is on the disk when this returns.
 
@@ -68,7 +86,7 @@ def put(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def read_whole(path: Path, *, most_bytes: int) -> bytes:
+def read_whole(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the content of a file.
 
     Raises:
@@ -102,14 +120,22 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 def folders_in(directory: Path) -> list[str]:
     """Return the names of the folders in a directory; empty if the directory does not exist."""
-    if not directory.is_dir():
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return [path.name for path in directory.iterdir() if path.is_dir()]
 
 
-def sees(folder: Path) -> bool:
-    """Return whether a folder exists, by listing its parent: a network file system may have cached its absence."""
-    return folder.parent.is_dir() and folder in folder.parent.iterdir()
+def is_folder(folder: Path) -> bool:
+    """Return whether a folder exists."""
+    return folder.is_dir()
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete files, which must exist."""
+    for path in paths:
+        path.unlink()
 
 
 def remove_folder(folder: Path) -> None:

@@ -1,10 +1,11 @@
-"""Access an object store by URL, through fsspec: no renames, no folders, and objects appear only when complete."""
+"""The storage in an object store, by URL, through fsspec: no renames, no folders, objects appear when complete."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain_checkpoint.storage import s3
-from drivetrain_checkpoint.storage.errors import told
+from drivetrain_checkpoint.storage.errors import as_os_error
+from drivetrain_checkpoint.storage.protocol import MOST_BYTES
 from drivetrain_checkpoint.storage.uploads import S3Upload, StreamedUpload
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class RemoteReader:
 
     def read_at(self, start: int, views: Sequence[memoryview]) -> int:
         """Fill buffers in order from byte `start` on, and return the number of bytes read."""
-        with told(self._path):
+        with as_os_error(self._path):
             fs: Any = self._path.fs
             content: bytes = fs.cat_file(self._path.path, start=start, end=start + sum(map(len, views)))
         rest = memoryview(content)
@@ -65,36 +66,41 @@ class RemoteReader:
         """Do nothing: no connection is held open."""
 
 
-def create(path: "UPath") -> S3Upload | StreamedUpload:
-    """Create a new object and return its writer."""
-    return S3Upload(path) if s3.is_s3(path.fs) else StreamedUpload(path)
-
-
-def make_ready(folder: "UPath") -> None:
+def make_folder(folder: "UPath") -> None:
     """Abort the incomplete uploads that a killed process left below a prefix; folders need not be created.
 
     Raises:
         FileNotFoundError: The bucket does not exist.
     """
     if s3.is_s3(folder.fs):
-        with told(folder):
+        with as_os_error(folder):
             s3.abort_uploads(folder.fs, folder.path)
+
+
+def create(path: "UPath") -> S3Upload | StreamedUpload:
+    """Create a new object and return its writer."""
+    return S3Upload(path) if s3.is_s3(path.fs) else StreamedUpload(path)
+
+
+def open_to_read(path: "UPath") -> RemoteReader:
+    """Return a reader of an object, without a request."""
+    return RemoteReader(path)
 
 
 def put(path: "UPath", content: bytes) -> None:
     """Create or replace an object, which a store does atomically."""
-    with told(path):
+    with as_os_error(path):
         path.fs.pipe_file(path.path, content)
 
 
-def read_whole(path: "UPath", *, most_bytes: int) -> bytes:
+def read_whole(path: "UPath", *, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the current content of an object, never a cached one.
 
     Raises:
         FileNotFoundError: The object does not exist.
         ValueError: The object holds more than `most_bytes`.
     """
-    with told(path):
+    with as_os_error(path):
         fs: Any = path.fs
         fs.invalidate_cache(path.path)
         content = fs.cat_file(path.path, start=0, end=most_bytes + 1)
@@ -113,25 +119,21 @@ def folders_in(directory: "UPath") -> list[str]:
     return [name for name, entry in _list(directory).items() if entry["type"] == "directory"]
 
 
-def holds_anything(folder: "UPath") -> bool:
+def is_folder(folder: "UPath") -> bool:
     """Return whether there is any object below a prefix."""
     return bool(_list(folder))
 
 
-def sees(folder: "UPath") -> bool:
-    """Return True if this process can list the store; an empty folder does not exist there, so it cannot be checked.
-
-    Raises:
-        OSError: This process lacks the permission, or cannot reach the store.
-    """
-    _list(folder)
-    return True
+def remove(paths: Iterable["UPath"]) -> None:
+    """Delete objects, which must exist."""
+    for path in paths:
+        with as_os_error(path):
+            path.fs.rm_file(path.path)
 
 
-def remove(path: "UPath") -> None:
-    """Delete an object."""
-    with told(path):
-        path.fs.rm_file(path.path)
+def remove_folder(folder: "UPath") -> None:
+    """Do nothing: a prefix without objects does not exist."""
+    del folder
 
 
 def _list(folder: "UPath") -> dict[str, dict[str, Any]]:
@@ -140,7 +142,7 @@ def _list(folder: "UPath") -> dict[str, dict[str, Any]]:
     Raises:
         FileNotFoundError: The bucket does not exist.
     """
-    with told(folder):
+    with as_os_error(folder):
         folder.fs.invalidate_cache(folder.path)
         try:
             entries: list[dict[str, Any]] = folder.fs.ls(folder.path, detail=True)

@@ -4,7 +4,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from drivetrain_checkpoint.storage.errors import told
+from drivetrain_checkpoint.storage.errors import as_os_error
 from drivetrain_checkpoint.storage.threads import Task
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class S3Upload:
 
     def write(self, data: memoryview) -> None:
         """Append `data` to the object; wait while the maximum number of parts is in flight."""
-        with told(self._path):
+        with as_os_error(self._path):
             while len(data):
                 room = PART_BYTES - len(self._part)
                 self._part += data[:room]
@@ -44,7 +44,7 @@ class S3Upload:
 
     def finish(self) -> None:
         """Make the object appear: a small one with one request, a larger one once all parts are uploaded."""
-        with told(self._path):
+        with as_os_error(self._path):
             if self._upload_id is None:
                 self._fs.pipe_file(self._path.path, bytes(self._part))
                 return
@@ -60,7 +60,7 @@ class S3Upload:
         for task in self._on_their_way:
             task.wait()
         if self._upload_id is not None:
-            with told(self._path):
+            with as_os_error(self._path):
                 self._fs.abort_mpu(self._bucket, self._key, self._upload_id)
             self._upload_id = None
 
@@ -99,17 +99,17 @@ class StreamedUpload:
     def __init__(self, path: "UPath") -> None:
         self._path = path
         self._is_finished = False
-        with told(path):
+        with as_os_error(path):
             self._file: Any = path.fs.open(path.path, "wb", block_size=PART_BYTES)
 
     def write(self, data: memoryview) -> None:
         """Append `data` to the object."""
-        with told(self._path):
+        with as_os_error(self._path):
             self._file.write(data)
 
     def finish(self) -> None:
         """Make the object appear."""
-        with told(self._path):
+        with as_os_error(self._path):
             self._file.close()
         self._is_finished = True
 
@@ -117,7 +117,7 @@ class StreamedUpload:
         """Abort the upload unless it is finished."""
         if self._is_finished:
             return
-        with told(self._path):
+        with as_os_error(self._path):
             self._file.discard()
             if hasattr(self._file, "forced"):  # fsspec's buffered files would flush when garbage collected
                 self._file.closed = True

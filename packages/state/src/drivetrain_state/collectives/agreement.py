@@ -12,8 +12,8 @@ from drivetrain_state.errors import CollectiveMismatchError
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """A description of what one rank passes to a collective.
+class CollectiveCall:
+    """A call of a collective, as one rank makes it.
 
     Attributes:
         call: The collective with the arguments that ranks must agree on, such as `"reduce(op='sum')"`.
@@ -28,7 +28,7 @@ class Handed:
         return f"{self.call} of {shown}" if shown else self.call
 
 
-def handed(call: str, data: Nested, *, free_dim: int | None = None) -> Handed:
+def describe_call(call: str, data: Nested, *, free_dim: int | None = None) -> CollectiveCall:
     """Describe a call with `data`; sizes along `free_dim` may differ between ranks."""
     leaves: list[tuple[str, str, tuple[int, ...]]] = []
     for path, leaf in leaves_with_paths(data):
@@ -39,10 +39,10 @@ def handed(call: str, data: Nested, *, free_dim: int | None = None) -> Handed:
             leaves.append((path, str(leaf.dtype).removeprefix("torch."), tuple(shape)))
         else:
             leaves.append((path, type(leaf).__name__, ()))
-    return Handed(call, tuple(leaves))
+    return CollectiveCall(call, tuple(leaves))
 
 
-def compare(by_rank: Sequence[Handed]) -> None:
+def check_same(by_rank: Sequence[CollectiveCall]) -> None:
     """Check that all ranks pass the same structure, dtypes and shapes to the same call.
 
     Raises:
@@ -66,7 +66,7 @@ def check_agreement(context: Context, call: str, data: Nested = None, *, free_di
     """
     if not context.settings.debug or context.topology.world_size == 1:
         return
-    mine = handed(call, data, free_dim=free_dim)
-    by_rank: list[Handed | None] = [None] * context.topology.world_size
+    mine = describe_call(call, data, free_dim=free_dim)
+    by_rank: list[CollectiveCall | None] = [None] * context.topology.world_size
     dist.all_gather_object(by_rank, mine, group=context.group)
-    compare([said for said in by_rank if said is not None])
+    check_same([said for said in by_rank if said is not None])

@@ -13,7 +13,7 @@ class ProgressRecord:
         thread_id: The thread that made the last mark (or created the watch), whose stack is shown for a hang.
 
     Example:
-        >>> watch = Watch()
+        >>> watch = ProgressRecord()
         >>> watch.mark("optimizer step")
         >>> watch.count, watch.label
         (1, 'optimizer step')

@@ -1,9 +1,8 @@
 """The diagnosis of a hang from the answers of all ranks: the suspects, the reasons, and a table. Pure functions."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 _SILENT = "no answer: it was killed or stopped, or a native call holds Python's lock"
 _OWN_CODE = "waits for no other rank, while the others wait"
@@ -39,14 +38,22 @@ class Answer:
     stuck: bool
     stack: str
 
-    def to_json(self) -> str:
-        """Return the JSON text to send through the store."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Answer":
-        """Parse the text written by `to_json`."""
-        return cls(**json.loads(text))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The reporting rank's diagnosis, as published to all ranks.
+
+    Attributes:
+        text: The diagnosis as text.
+        blocked: Whether some rank is stuck waiting for another.
+        witness: The rank whose progress means that the run has resumed.
+        stacks: The path of the file with the full stacks; empty if it could not be written.
+    """
+
+    text: str
+    blocked: bool
+    witness: int
+    stacks: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,28 +1,28 @@
 """The watchdog: two daemon threads per rank that detect a hang, ask every rank for its position, and report it.
 
-The guard checks this process only, so that the network cannot delay it; the talker uses the rendezvous store. Both
-poll several times per hang timeout: at least once a second for up to 2000 ranks, less often for more.
+The monitor checks this process only, so that the network cannot delay it; the reporter uses the rendezvous store.
+Both poll several times per hang timeout: at least once a second for up to 2000 ranks, less often for more.
 """
 
 import threading
 from pathlib import Path
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
-from drivetrain_state.hang.guard import Guard
+from drivetrain_state.hang.monitor import HangMonitor
 from drivetrain_state.hang.progress_record import ProgressRecord
-from drivetrain_state.hang.rounds import HangRounds
-from drivetrain_state.hang.store_talk import Talker
+from drivetrain_state.hang.reporter import HangReporter
 from drivetrain_state.settings import StateSettings
+from drivetrain_state.store_rounds import StoreRounds
 from drivetrain_state.topology import Topology
 
 
 class Watchdog:
     """A handle on the watchdog of one `ProgressRecord`, as returned by `start_watchdog`."""
 
-    def __init__(self, guard: Guard, watch: ProgressRecord) -> None:
-        self._guard = guard
+    def __init__(self, monitor: HangMonitor, watch: ProgressRecord) -> None:
+        self._monitor = monitor
         self._watch = watch
 
     def stop(self) -> None:
@@ -30,7 +30,7 @@ class Watchdog:
 
         Call it before destroying the process group, whose store this process may host. A second call does nothing.
         """
-        self._guard.release(self._watch)
+        self._monitor.release(self._watch)
 
 
 def start_watchdog(
@@ -55,10 +55,10 @@ def start_watchdog(
     """
     shared = _get_default_store() if store is None else store
     for thread in threading.enumerate():
-        if isinstance(thread, Guard) and thread.adopt(watch, shared):
+        if isinstance(thread, HangMonitor) and thread.adopt(watch, shared):
             return Watchdog(thread, watch)
-    guard = Guard(topology=topology, settings=settings, watch=watch, store=shared)
-    rounds = HangRounds(shared, rank=topology.rank)
-    talker = Talker(guard, rounds, directory=report_directory or Path.cwd())
-    guard.begin(talker)
-    return Watchdog(guard, watch)
+    monitor = HangMonitor(topology=topology, settings=settings, watch=watch, store=shared)
+    # A connection of its own: a main thread that waits on `shared` holds its lock.
+    rounds = StoreRounds(PrefixStore("drivetrain_watchdog", shared.clone()), rank=topology.rank)
+    monitor.begin(HangReporter(monitor, rounds, directory=report_directory or Path.cwd()))
+    return Watchdog(monitor, watch)

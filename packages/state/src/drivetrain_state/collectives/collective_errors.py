@@ -4,11 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias, TypeVar, cast
 
-from drivetrain_checkpoint.errors import OtherRankFailedError
-from drivetrain_state import Context, gather_object
+from drivetrain_state.collectives.operations import gather_object
+from drivetrain_state.context import Context
+from drivetrain_state.errors import OtherRankFailedError
 
 Value = TypeVar("Value")
-
 
 # The outcome of an action on a rank: its result, and the text of its error or None.
 Outcome: TypeAlias = tuple[object, str | None]

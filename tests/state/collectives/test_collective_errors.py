@@ -1,8 +1,9 @@
 import pytest
+import torch
 
-from drivetrain_checkpoint.coordination.collective_errors import on_all_ranks, on_each_rank, on_main
-from drivetrain_checkpoint.errors import OtherRankFailedError
-from drivetrain_state import Context, connect
+from drivetrain_state import Context, Topology, connect
+from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each_rank, on_main
+from drivetrain_state.errors import OtherRankFailedError
 
 
 def results_of_two_ranks() -> list[str]:
@@ -45,7 +46,8 @@ def test_a_result_stays_or_comes_from_the_main_rank(run_ranks) -> None:
     assert run_ranks(what_each_keeps_and_what_the_main_rank_tells) == [(0, 7), (1, 7)]
 
 
-def test_alone_it_just_acts(context: Context) -> None:
+def test_alone_it_just_acts() -> None:
+    context = Context(topology=Topology(), device=torch.device("cpu"))
     assert on_all_ranks(context, lambda: 3, doing="the count") == [3]
     with pytest.raises(ZeroDivisionError, match="division"):
         on_all_ranks(context, lambda: 1 // 0, doing="the count")

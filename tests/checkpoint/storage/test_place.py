@@ -12,24 +12,24 @@ from drivetrain_checkpoint import (
     open_export,
     save_model,
 )
-from drivetrain_checkpoint.storage import base as storage
+from drivetrain_checkpoint.storage.place import locate, storage_of
 from drivetrain_state import Context, connect
 
 
 @pytest.mark.parametrize("url", ["file://{}", "local://{}"])
 def test_a_url_of_the_disk_is_a_path(tmp_path: Path, url: str) -> None:
-    assert storage.locate(url.format(tmp_path)) == tmp_path
+    assert locate(url.format(tmp_path)) == tmp_path
 
 
 def test_text_may_begin_with_the_home_folder() -> None:
-    assert storage.locate("~/runs") == Path.home() / "runs"
+    assert locate("~/runs") == Path.home() / "runs"
 
 
 def test_a_url_that_went_through_a_path_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"^'s3:/bucket/run': a Path takes a slash from a URL; give the URL as text"
     ):
-        storage.locate(Path("s3://bucket/run"))
+        locate(Path("s3://bucket/run"))
 
 
 @pytest.mark.parametrize("use", [lambda url: save_model(torch.nn.Linear(1, 1), url), open_export])
@@ -43,7 +43,7 @@ def test_exports_go_to_folders_alone(use) -> None:
 def test_without_the_extra_a_url_asks_for_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "upath", None)
     with pytest.raises(ImportError, match=r"^memory://run: .* pip install 'drivetrain-checkpoint\[remote\]'"):
-        storage.locate("memory://run")
+        locate("memory://run")
 
 
 class TestRemote:
@@ -53,26 +53,26 @@ class TestRemote:
 
     def test_a_protocol_names_the_package_it_needs(self) -> None:
         with pytest.raises(ImportError, match=r"^oci://bucket: Install ocifs"):
-            storage.locate("oci://bucket")
+            locate("oci://bucket")
 
     def test_a_protocol_that_nobody_knows_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"^s4://bucket: Protocol not known: s4"):
-            storage.locate("s4://bucket")
+            locate("s4://bucket")
 
     def test_a_slash_at_the_end_makes_no_difference(self) -> None:
-        assert storage.locate("memory://runs/a/") == storage.locate("memory://runs/a")
+        assert locate("memory://runs/a/") == locate("memory://runs/a")
 
     def test_a_upath_of_the_disk_is_a_path(self, tmp_path: Path) -> None:
         from upath import UPath
 
-        assert storage.locate(UPath(f"file://{tmp_path}")) == tmp_path
+        assert locate(UPath(f"file://{tmp_path}")) == tmp_path
 
     def test_an_upload_that_is_given_up_is_not_there_afterwards(self) -> None:
-        place = storage.locate("memory://given-up/file")
-        writer = storage.create(place)
+        place = locate("memory://given-up/file")
+        writer = storage_of(place).create(place)
         writer.write(memoryview(b"torn"))
         writer.close()
-        assert storage.sizes_in(place.parent) == {}
+        assert storage_of(place).sizes_in(place.parent) == {}
 
     def test_checkpoints_are_kept_in_any_store(self, context: Context) -> None:
         checkpointer = Checkpointer(context, "memory://kept/run")
@@ -85,6 +85,40 @@ class TestRemote:
         assert checkpointer.load("memory://kept/run/step-1").step == 1
         assert checkpointer.latest() == path
         assert [one.folder.name for one in find_checkpoints(checkpointer.directory)] == ["step-2", "step-1"]
+
+
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_a_disk_and_a_store_do_the_same(tmp_path: Path, kind: str) -> None:
+    if kind == "store":
+        pytest.importorskip("upath")
+    directory = locate(tmp_path / "runs" if kind == "disk" else f"memory://{tmp_path.name}/runs")
+    storage, folder = storage_of(directory), directory / "step-1"
+    assert (storage.folders_in(directory), storage.sizes_in(folder)) == ([], {})
+    assert not storage.is_folder(folder)
+    storage.make_folder(folder)
+    with pytest.raises(FileNotFoundError):
+        storage.read_whole(folder / "small")
+    storage.put(folder / "small", b"12")
+    storage.put(folder / "small", b"345")
+    writer = storage.create(folder / "large")
+    for piece in (b"01234", b"56789"):
+        writer.write(memoryview(piece))
+    writer.finish()
+    writer.close()
+    assert storage.folders_in(directory) == ["step-1"]
+    assert storage.sizes_in(folder) == {"small": 3, "large": 10}
+    assert storage.is_folder(folder)
+    assert storage.read_whole(folder / "small") == b"345"
+    with pytest.raises(ValueError, match=r"more than|at most"):
+        storage.read_whole(folder / "large", most_bytes=9)
+    reader = storage.open_to_read(folder / "large")
+    first, second = bytearray(3), bytearray(9)
+    assert reader.read_at(2, [memoryview(first), memoryview(second)]) == 8
+    assert (bytes(first), bytes(second[:5])) == (b"234", b"56789")
+    reader.close()
+    storage.remove([folder / "small", folder / "large"])
+    storage.remove_folder(folder)
+    assert (storage.folders_in(directory), storage.sizes_in(folder)) == ([], {})
 
 
 def save_into_memory_of_its_own() -> tuple[str, list[str]]:

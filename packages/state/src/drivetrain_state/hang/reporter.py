@@ -3,17 +3,17 @@
 import os
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
 
 from torch.distributed import DistError
 
-from drivetrain_state.hang.guard import Guard, say
-from drivetrain_state.hang.report import Answer, diagnose, hang_table, stacks_text
-from drivetrain_state.hang.rounds import HangRounds, Verdict
+from drivetrain_state.hang.monitor import HangMonitor, say
+from drivetrain_state.hang.report import Answer, Verdict, diagnose, hang_table, stacks_text
 from drivetrain_state.hang.stack import find_place, stack_text, thread_frames
+from drivetrain_state.store_rounds import StoreRounds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,41 +22,41 @@ class _Round:
 
     number: int
     seen_at: float = field(default_factory=monotonic)
-    beats: int = 0
-    idle_seconds: float = 0.0
+    num_changes: int = 0
     answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
     verdict: Verdict | None = None
     reported_here: bool = False
     over: bool = False
 
 
-class Talker(threading.Thread):
+class HangReporter(threading.Thread):
     """A thread that asks, answers and reports about hangs; all use of the store goes through it."""
 
-    def __init__(self, guard: Guard, rounds: HangRounds, *, directory: Path) -> None:
-        super().__init__(name="drivetrain-talker", daemon=True)
-        self._guard = guard
+    def __init__(self, monitor: HangMonitor, rounds: StoreRounds, *, directory: Path) -> None:
+        super().__init__(name="drivetrain-hang-reporter", daemon=True)
+        self._monitor = monitor
         self._rounds = rounds
         self._directory = directory
         self._round = _Round(number=rounds.newest(), over=True)
+        rounds.arrive()
         self._false_alarms = 0
-        self._fruitless = 0  # number of rounds since this rank's last progress
-        self._beats = 0
+        self._num_futile_rounds = 0  # since this rank's last progress
+        self._num_changes = 0
         self._quiet_until = 0.0
 
     def run(self) -> None:
-        """Poll the store until the guard stops or the store is gone."""
+        """Poll the store until the monitor stops or the store is gone."""
         try:
-            while not self._guard.stopping.wait(self._guard.poll_seconds):
+            while not self._monitor.stopping.wait(self._monitor.poll_seconds):
                 self._turn()
-                self._guard.heard_at = monotonic()
+                self._monitor.heard_at = monotonic()
             # In a last turn, this rank still answers and reports its latest progress before it departs.
-            self._guard.pulse.look()
+            self._monitor.timer.look()
             self._turn()
-            self._rounds.depart(self._guard.ending)
+            self._rounds.depart(self._monitor.ending)
         except (DistError, OSError):
-            # The store's host is gone, often because it has just finished: the guard decides.
-            self._guard.heard_at = float("-inf")
+            # The store's host is gone, often because it has just finished: the monitor decides.
+            self._monitor.heard_at = float("-inf")
         self._rounds.close()
 
     def _turn(self) -> None:
@@ -70,53 +70,59 @@ class Talker(threading.Thread):
 
     def _may_ask(self) -> bool:
         """Return whether this rank has been idle long enough, and the last question is long enough ago, to ask."""
-        pulse, settings = self._guard.pulse, self._guard.settings
-        if pulse.beats != self._beats:
-            self._beats, self._fruitless, self._quiet_until = pulse.beats, 0, 0.0
+        timer, settings = self._monitor.timer, self._monitor.settings
+        if timer.num_changes != self._num_changes:
+            self._num_changes, self._num_futile_rounds, self._quiet_until = (
+                timer.num_changes,
+                0,
+                0.0,
+            )
         hang = settings.hang_timeout_seconds
         # Wait longer after each false alarm, but never so long that the process ends without a report.
         patience = min(hang * (1 + self._false_alarms), max(hang, settings.timeout_seconds / 2))
-        if self._guard.is_condemned and pulse.idle_seconds > 0.9 * settings.timeout_seconds:
+        if self._monitor.will_end and timer.idle_seconds > 0.9 * settings.timeout_seconds:
             # Other ranks are ending because of the same hang, and a new report would accuse them.
             return False
-        return pulse.idle_seconds > patience and monotonic() >= self._quiet_until
+        return timer.idle_seconds > patience and monotonic() >= self._quiet_until
 
     def _answer(self, number: int) -> None:
-        pulse = self._guard.pulse
-        frames = thread_frames(pulse.latest.thread_id)
+        timer = self._monitor.timer
+        frames = thread_frames(timer.latest.thread_id)
         place = find_place(frames)
         answer = Answer(
-            rank=self._guard.topology.rank,
+            rank=self._rounds.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            idle_seconds=pulse.idle_seconds,
-            label=pulse.latest.label,
+            idle_seconds=timer.idle_seconds,
+            label=timer.latest.label,
             where=place.where,
             call=place.call,
             waits=place.waits_for != "nothing",
-            stuck=self._guard.stuck(place),
+            stuck=self._monitor.stuck(place),
             stack=stack_text(frames),
         )
-        self._rounds.answer(number, answer)
-        self._round = _Round(number=number, beats=pulse.beats, idle_seconds=answer.idle_seconds)
-        self._fruitless += 1
-        self._quiet_until = monotonic() + self._guard.settings.hang_timeout_seconds * 2**self._fruitless
+        self._rounds.answer(number, asdict(answer))
+        self._round = _Round(number=number, num_changes=timer.num_changes)
+        self._num_futile_rounds += 1
+        self._quiet_until = (
+            monotonic() + self._monitor.settings.hang_timeout_seconds * 2**self._num_futile_rounds
+        )
 
     def _follow(self, current: _Round) -> None:
         """Report if this rank is the reporter, read the verdict, and detect that the run resumes."""
         if current.verdict is None:
             if self._is_reporter(current):
                 self._collect(current)
-            current.verdict = self._rounds.verdict(current.number)
-            if current.verdict is not None:
-                self._guard.learn(current.verdict)
+            if (verdict := self._rounds.conclusion(current.number)) is not None:
+                current.verdict = Verdict(**verdict)
+                self._monitor.learn(current.verdict)
             return
-        pulse, rank = self._guard.pulse, self._guard.topology.rank
-        if current.verdict.witness == rank and pulse.beats != current.beats:
-            self._rounds.resume(current.number, f"rank {rank} went on with: {pulse.latest.label}")
-        if (text := self._rounds.resumed(current.number)) is not None:
+        timer, rank, resumed = self._monitor.timer, self._rounds.rank, f"resumed/{current.number}"
+        if current.verdict.witness == rank and timer.num_changes != current.num_changes:
+            self._rounds.post(resumed, f"rank {rank} went on with: {timer.latest.label}")
+        if (text := self._rounds.read(resumed)) is not None:
             current.over = True
-            self._guard.learn(None)
+            self._monitor.learn(None)
             self._false_alarms += 1
             if current.reported_here:
                 waited = monotonic() - current.seen_at
@@ -124,9 +130,9 @@ class Talker(threading.Thread):
 
     def _is_reporter(self, current: _Round) -> bool:
         """Return whether every lower rank has departed, or is silent after 1.5 times the answer time."""
-        late = monotonic() - current.seen_at > 1.5 * self._guard.answer_seconds
-        for lower in range(self._guard.topology.rank):
-            if self._rounds.has_answered(current.number, lower):
+        late = monotonic() - current.seen_at > 1.5 * self._monitor.answer_seconds
+        for lower in range(self._rounds.rank):
+            if self._rounds.answer_of(current.number, lower) is not None:
                 return False
             if not late and not self._rounds.departures([lower]):
                 return False
@@ -134,25 +140,24 @@ class Talker(threading.Thread):
 
     def _collect(self, current: _Round) -> None:
         """Read the answers; report once all have arrived or the answer time is over."""
-        ranks = range(self._guard.topology.world_size)
-        current.answers |= self._rounds.answers(
-            current.number, [r for r in ranks if r not in current.answers]
-        )
+        ranks = range(self._monitor.topology.world_size)
+        found = self._rounds.answers(current.number, [r for r in ranks if r not in current.answers])
+        current.answers |= {rank: Answer(**answer) for rank, answer in found.items()}
         departures = self._rounds.departures(r for r in ranks if r not in current.answers)
         complete = len(current.answers) + len(departures) == len(ranks)
-        late = monotonic() - current.seen_at > self._guard.answer_seconds
-        if (complete or late) and self._rounds.claim_report(current.number):
+        late = monotonic() - current.seen_at > self._monitor.answer_seconds
+        if (complete or late) and self._rounds.count(f"reports/{current.number}", add=1) == 1:
             current.reported_here = True
             self._report(current, departures)
 
     def _report(self, current: _Round, departures: dict[int, str]) -> None:
-        size, answers = self._guard.topology.world_size, current.answers
+        size, answers = self._monitor.topology.world_size, current.answers
         diagnosis = diagnose(size, answers, departures)
         longest = max(answers.values(), key=lambda answer: (answer.stuck, answer.idle_seconds))
         stacks, note = self._write(stacks_text(size, answers, departures))
         verdict = Verdict(text=str(diagnosis), blocked=diagnosis.blocked, witness=longest.rank, stacks=stacks)
-        self._rounds.conclude(current.number, verdict)
-        timeout = f"{self._guard.settings.timeout_seconds:g} s"
+        self._rounds.conclude(current.number, asdict(verdict))
+        timeout = f"{self._monitor.settings.timeout_seconds:g} s"
         say(
             f"drivetrain: no progress for {longest.idle_seconds:.0f} s on rank {longest.rank}; {diagnosis}\n"
             f"{hang_table(size, answers, departures, diagnosis.ranks)}\n{note}"

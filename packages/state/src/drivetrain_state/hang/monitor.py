@@ -11,7 +11,7 @@ from time import monotonic
 from torch.distributed import Store
 
 from drivetrain_state.hang.progress_record import ProgressRecord
-from drivetrain_state.hang.rounds import Verdict
+from drivetrain_state.hang.report import Verdict
 from drivetrain_state.hang.stack import Frame, RankPosition, find_place, thread_frames
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.store_probe import store_address
@@ -20,13 +20,13 @@ from drivetrain_state.topology import Topology
 HANG_EXIT_CODE = 124  # the exit code of GNU `timeout`
 
 
-class Pulse:
+class IdleTimer:
     """A poller of this process's watches that measures the time since any of them made progress."""
 
     def __init__(self, watch: ProgressRecord, *, longest_gap_seconds: float) -> None:
         self.watches: tuple[ProgressRecord, ...] = (watch,)
         self.latest = watch
-        self.beats = 0
+        self.num_changes = 0
         self._counts: dict[ProgressRecord, int] = {}
         self._longest_gap_seconds = longest_gap_seconds
         self._progressed_at = self._looked_at = monotonic()
@@ -51,39 +51,39 @@ class Pulse:
             if count != self._counts.get(watch, 0):
                 self._counts[watch] = count
                 self.latest = watch
-                self.beats += 1
+                self.num_changes += 1
                 self._progressed_at = now
         return stopped_seconds
 
 
-class Guard(threading.Thread):
+class HangMonitor(threading.Thread):
     """A thread that measures idle time, and ends the process if it is stuck beyond the group's timeout."""
 
     def __init__(
         self, *, topology: Topology, settings: StateSettings, watch: ProgressRecord, store: Store
     ) -> None:
-        super().__init__(name="drivetrain-guard", daemon=True)
+        super().__init__(name="drivetrain-hang-monitor", daemon=True)
         self.topology = topology
         self.settings = settings
         hang = settings.hang_timeout_seconds
         # Thousands of ranks may poll one store, which answers about ten thousand requests a second.
         self.poll_seconds = max(min(hang / 20, 1.0), topology.world_size / 2000)
         self.answer_seconds = min(max(hang / 2, 3.0), 15.0)
-        self.pulse = Pulse(watch, longest_gap_seconds=max(5.0, 10 * self.poll_seconds))
+        self.timer = IdleTimer(watch, longest_gap_seconds=max(5.0, 10 * self.poll_seconds))
         self.stopping = threading.Event()
         self.ending = "finished"
         self._verdict: Verdict | None = None
-        self.heard_at = monotonic()  # when the store last answered the talker's requests
+        self.heard_at = monotonic()  # when the store last answered the reporter's requests
         self._store: Store | None = store
         self._store_address = store_address(store)
         self._threads: list[threading.Thread] = [self]
         self._stack: tuple[Frame, ...] = ()
         self._stack_since = monotonic()
-        self._told_at_beat = -1
+        self._told_at_change = -1
 
-    def begin(self, talker: threading.Thread) -> None:
-        """Start this thread and the talker, the thread that uses the store."""
-        self._threads.append(talker)
+    def begin(self, reporter: threading.Thread) -> None:
+        """Start this thread and the reporter, the thread that uses the store."""
+        self._threads.append(reporter)
         atexit.register(self._end_with_process)
         for thread in self._threads:
             thread.start()
@@ -92,24 +92,24 @@ class Guard(threading.Thread):
         """Poll another watch too; return False if it belongs to another store or this thread is stopping."""
         if store is not self._store or self.stopping.is_set():
             return False
-        self.pulse.watches = (*self.pulse.watches, watch)
+        self.timer.watches = (*self.timer.watches, watch)
         return True
 
     def release(self, watch: ProgressRecord) -> None:
         """Stop polling a watch; releasing the last one ends both threads."""
-        self.pulse.watches = tuple(other for other in self.pulse.watches if other is not watch)
-        if not self.pulse.watches and not self.stopping.is_set():
+        self.timer.watches = tuple(other for other in self.timer.watches if other is not watch)
+        if not self.timer.watches and not self.stopping.is_set():
             self.stopping.set()
             atexit.unregister(self._end_with_process)
             for thread in self._threads:
-                thread.join(timeout=2)  # the talker may be blocked in a store that is gone
+                thread.join(timeout=2)  # the reporter may be blocked in a store that is gone
             self._threads, self._store = [], None  # drop the references, which frees the store's port
 
     def run(self) -> None:
         """Poll the watches until the last one is released."""
         while not self.stopping.wait(self.poll_seconds):
-            self.heard_at += self.pulse.look()
-            idle = self.pulse.idle_seconds
+            self.heard_at += self.timer.look()
+            idle = self.timer.idle_seconds
             if idle < self.settings.hang_timeout_seconds / 2:
                 self._stack, self._verdict = (), None
                 continue
@@ -128,7 +128,7 @@ class Guard(threading.Thread):
             self._verdict = verdict
 
     @property
-    def is_condemned(self) -> bool:
+    def will_end(self) -> bool:
         """True if this process will end at the group's timeout unless it makes progress."""
         return self._verdict is not None and self._verdict.blocked
 
@@ -140,18 +140,18 @@ class Guard(threading.Thread):
         return (
             place.waits_for == "ranks"
             and bool(self._stack)
-            and (monotonic() - self._stack_since >= self.pulse.idle_seconds / 3)
+            and (monotonic() - self._stack_since >= self.timer.idle_seconds / 3)
         )
 
     def _look_at_stack(self) -> None:
-        frames = thread_frames(self.pulse.latest.thread_id)
+        frames = thread_frames(self.timer.latest.thread_id)
         if frames != self._stack:
             self._stack, self._stack_since = frames, monotonic()
 
     def _end_process_if_stuck(self, idle: float) -> None:
         place = find_place(self._stack)
         verdict = self._verdict
-        if not self.stuck(place) and not self.is_condemned:
+        if not self.stuck(place) and not self.will_end:
             return
         found = ""
         if verdict is not None:
@@ -159,20 +159,23 @@ class Guard(threading.Thread):
         _end_process(
             f"drivetrain: rank {self.topology.rank} ends its process (exit code {HANG_EXIT_CODE}): no progress for "
             f"{idle:.0f} s, and timeout_seconds={self.settings.timeout_seconds:g}. Last progress: "
-            f"{self.pulse.latest.label}. Now at {place.where}: {place.call or 'no call'}\n{found}"
+            f"{self.timer.latest.label}. Now at {place.where}: {place.call or 'no call'}\n{found}"
         )
 
     def _tell_if_alone(self, idle: float) -> None:
         """Write this rank's position to stderr, once per hang, if the store does not answer."""
-        if self._told_at_beat == self.pulse.beats or monotonic() - self.heard_at < self.answer_seconds:
+        if (
+            self._told_at_change == self.timer.num_changes
+            or monotonic() - self.heard_at < self.answer_seconds
+        ):
             return
         place = find_place(self._stack)
         if not self.stuck(place):
             return
-        self._told_at_beat = self.pulse.beats
+        self._told_at_change = self.timer.num_changes
         say(
             f"drivetrain: rank {self.topology.rank}: no progress for {idle:.0f} s (last: "
-            f"{self.pulse.latest.label}), at {place.where}: {place.call}\n"
+            f"{self.timer.latest.label}), at {place.where}: {place.call}\n"
             f"Likely culprit: whoever hosts the rendezvous store at {self._store_address} (rank 0, or the "
             "launcher): it does not answer, so it was killed or stopped\n"
         )
@@ -181,7 +184,7 @@ class Guard(threading.Thread):
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.ending = f"ended by {type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        for watch in self.pulse.watches:
+        for watch in self.timer.watches:
             self.release(watch)
 
 

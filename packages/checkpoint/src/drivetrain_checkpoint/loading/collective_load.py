@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from drivetrain_checkpoint.coordination.collective_errors import on_all_ranks, on_main
 from drivetrain_checkpoint.errors import CorruptCheckpointError, FolderNotSharedError, NoCheckpointError
 from drivetrain_checkpoint.format.layout import (
-    MANIFEST,
     STATE_PART,
+    has_manifest,
     model_part,
     own_files,
+    path_in_state,
     rank_part,
     step_folders,
 )
@@ -20,10 +20,10 @@ from drivetrain_checkpoint.format.manifest import Manifest, check_files, read_ma
 from drivetrain_checkpoint.format.shards import Leaf
 from drivetrain_checkpoint.format.state_tree import StateTree
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
-from drivetrain_checkpoint.loading.reader import read_parts
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.loading.part_reader import read_parts
+from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import on_all_ranks, on_main
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def load_from(context: Context, folder: Place, how: LoadOptions) -> LoadResult:
         CorruptCheckpointError: The checkpoint is damaged, as seen by any rank; the message names the file.
     """
     doing = f"the load of {folder}"
-    if not all(on_all_ranks(context, lambda: storage.is_folder(folder), doing=doing)):
+    if not all(on_all_ranks(context, lambda: storage_of(folder).is_folder(folder), doing=doing)):
         raise NoCheckpointError(
             f"{folder} is no folder on every rank: name a checkpoint's, such as .../step-100"
         )
@@ -114,11 +114,11 @@ def load_from(context: Context, folder: Place, how: LoadOptions) -> LoadResult:
 
 def _why_none(folder: Place) -> str | None:
     """Return why a folder is neither a checkpoint nor the remains of one; None if it may be."""
-    if storage.is_file(folder / MANIFEST) or own_files(folder):
+    if has_manifest(folder) or own_files(folder):
         return None
     if step_folders(folder / "checkpoints"):
         return f"{folder} is no checkpoint, but {folder / 'checkpoints'} holds some: load from there"
-    if any(name.endswith(".safetensors") for name in storage.sizes_in(folder)):
+    if any(name.endswith(".safetensors") for name in storage_of(folder).sizes_in(folder)):
         return f"{folder} is no checkpoint; it holds a model alone, which load_model() loads"
     return f"{folder} is no checkpoint: name the folder of one, such as .../step-100, or one that holds some"
 
@@ -127,7 +127,7 @@ def holds_checkpoints(context: Context, folder: Place) -> bool:
     """Return whether rank 0 sees checkpoints in a folder that is not a checkpoint itself. Called on all ranks."""
 
     def look() -> bool:
-        return not storage.is_file(folder / MANIFEST) and bool(step_folders(folder))
+        return not has_manifest(folder) and bool(step_folders(folder))
 
     return on_main(context, look, doing=f"the load of {folder}")
 
@@ -195,7 +195,6 @@ def _try(context: Context, folder: Place, how: LoadOptions) -> LoadResult | Corr
 def _read(context: Context, folder: Place, manifest: Manifest, how: LoadOptions) -> LoadResult:
     topology = context.topology
     parts = [*map(model_part, manifest.models), STATE_PART]
-    prefixes = {STATE_PART: "replicated", **{model_part(name): f"models/{name}" for name in manifest.models}}
     same_ranks = manifest.world_size == topology.world_size
     if same_ranks:
         parts.append(rank_part(topology.rank))
@@ -203,7 +202,7 @@ def _read(context: Context, folder: Place, manifest: Manifest, how: LoadOptions)
         folder,
         manifest,
         parts,
-        like=lambda part, name: how.like(f"{prefixes[part]}/{name}") if part in prefixes else None,
+        like=lambda part, name: how.like(path) if (path := path_in_state(part, name)) else None,
         allow_pickle=how.allow_pickle,
         on_block=lambda: context.watch.mark(f"read {folder.name}"),
     )

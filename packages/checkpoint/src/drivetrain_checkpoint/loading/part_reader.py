@@ -14,7 +14,7 @@ from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor
 from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_room
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place
 from drivetrain_weights.safetensors_layout import DTYPES, bytes_of
 
 # Maps a part and a tensor's name to a leaf with the sharding to load it in; None for the whole tensor.

@@ -6,10 +6,9 @@ from functools import wraps
 from typing import TypeVar
 
 from drivetrain_checkpoint.errors import CheckpointLockedError, CorruptCheckpointError, NoCheckpointError
-from drivetrain_checkpoint.format.layout import MANIFEST, step_folders, step_of
+from drivetrain_checkpoint.format.layout import MANIFEST, has_manifest, step_folders, step_of
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_checkpoint.storage import base as storage
-from drivetrain_checkpoint.storage.base import Place
+from drivetrain_checkpoint.storage.place import Place, locate, storage_of
 from drivetrain_config import ConfigError, resolve
 
 # The exit codes of a command that cannot run, and of one that has found damage or could not finish.
@@ -19,7 +18,7 @@ WRONG = 1
 DIRECTORY_HELP = "Folder of checkpoints, or its URL."
 CHECKPOINT_HELP = "Folder of a checkpoint, such as runs/step-100, or its URL."
 
-_TOLD = (
+_REPORTED = (
     ValueError,
     OSError,
     ImportError,
@@ -32,19 +31,19 @@ _TOLD = (
 Arguments = TypeVar("Arguments")
 
 
-def told(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
+def report_errors(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
     """Wrap a command so that an error is one line on stderr and exit code 2 rather than a traceback."""
 
     @wraps(run)
-    def telling(arguments: Arguments) -> int:
+    def report(arguments: Arguments) -> int:
         try:
             return run(arguments)
-        except _TOLD as error:
+        except _REPORTED as error:
             text = " ".join(str(error).split())
             sys.stderr.write(f"drivetrain: error: {text}\n")
             return USAGE
 
-    return telling
+    return report
 
 
 def place_of(text: str) -> Place:
@@ -56,8 +55,8 @@ def place_of(text: str) -> Place:
         NoCheckpointError: The folder does not exist.
     """
     options = resolve(CheckpointSettings, section="checkpoint").value.storage_options
-    place = storage.locate(text, options)
-    if not storage.is_folder(place):
+    place = locate(text, options)
+    if not storage_of(place).is_folder(place):
         raise NoCheckpointError(
             f"{place} is no folder: name a folder of checkpoints, or one of them, such as runs/step-100"
         )
@@ -71,7 +70,7 @@ def directory_of(text: str) -> Place:
         NoCheckpointError: The folder holds no checkpoints, or is a checkpoint itself.
     """
     place = place_of(text)
-    if storage.is_file(place / MANIFEST) or step_of(place) is not None:
+    if has_manifest(place) or step_of(place) is not None:
         raise NoCheckpointError(f"{place} is a checkpoint: name the folder that it is in, {place.parent}")
     if not step_folders(place):
         if step_folders(place / "checkpoints"):
@@ -89,7 +88,7 @@ def checkpoint_of(text: str) -> Place:
         NoCheckpointError: The folder has no manifest.
     """
     place = place_of(text)
-    if storage.is_file(place / MANIFEST):
+    if has_manifest(place):
         return place
     if inside := step_folders(place) or step_folders(place / "checkpoints"):
         raise NoCheckpointError(f"{place} is no checkpoint but holds some: name one, such as {inside[-1]}")

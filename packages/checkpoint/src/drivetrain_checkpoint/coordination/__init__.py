@@ -1,1 +1,0 @@
-"""Make all ranks succeed or fail together, over the process group or the store."""

@@ -1,0 +1,112 @@
+"""Gather the outcomes of a save among the ranks' writing threads, through the store and without the process group."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store
+
+from drivetrain_checkpoint.errors import OtherRankFailedError
+from drivetrain_state import Topology
+from drivetrain_state.collectives.collective_errors import Outcome
+from drivetrain_state.store_rounds import StoreRounds, wait
+
+_FAREWELL_SECONDS = 30.0
+
+
+class StoreGather:
+    """A rank's end of the exchange about one save, each gather a round. Used by one thread only.
+
+    Args:
+        store: A connection to the store, used by this thread alone.
+        save_id: The id of the save, which keeps the keys of different saves apart.
+        topology: The rank of this process and the world size.
+        stall_seconds: The time without progress on any rank, in seconds, after which a `gather` fails.
+
+    Raises:
+        OtherRankFailedError: From `gather`: a rank has not answered, or the store is gone.
+    """
+
+    def __init__(self, store: Store, save_id: str, *, topology: Topology, stall_seconds: float) -> None:
+        self._rounds = StoreRounds(PrefixStore(save_id, store), rank=topology.rank)
+        self._others = range(1, topology.world_size)
+        self._stall_seconds = stall_seconds
+        self._number = 0
+        self._is_concluded = False  # whether the others read a conclusion of this rank
+
+    def progress(self) -> None:
+        """Signal that this rank makes progress."""
+        self._rounds.count("progress", add=1)
+
+    def gather(self, outcome: Outcome) -> list[Outcome]:
+        """Gather the outcomes of an action on all ranks.
+
+        Args:
+            outcome: The outcome on this rank; JSON must be able to hold its value.
+
+        Returns:
+            The outcomes of all ranks, in rank order; on ranks other than 0, errors only, with None for the values.
+        """
+        self._number += 1
+        self._is_concluded = False
+        try:
+            return self._gather_on_main(outcome) if self._rounds.rank == 0 else self._answer(outcome)
+        except (DistError, OSError) as error:
+            raise OtherRankFailedError(
+                "the save was given up: the process that hosts the ranks' store has ended, or cannot be reached"
+            ) from error
+
+    def _gather_on_main(self, outcome: Outcome) -> list[Outcome]:
+        number, rounds = self._number, self._rounds
+        others = [self._wait(partial(rounds.answer_of, number, rank), rank) for rank in self._others]
+        outcomes = [outcome, *others]
+        self._is_concluded = True
+        rounds.conclude(number, [(None, told) for _, told in outcomes])
+        return outcomes
+
+    def _answer(self, outcome: Outcome) -> list[Outcome]:
+        self._rounds.answer(self._number, outcome)
+        outcomes = self._wait(lambda: self._rounds.conclusion(self._number), 0)
+        self._rounds.count(f"heard/{self._number}", add=1)
+        return outcomes
+
+    def close(self) -> None:
+        """Wait on rank 0, which may host the store, until the others have read the last conclusion; delete the keys.
+
+        Errors of the store are ignored: the outcome of the save is already known.
+        """
+        if not self._is_concluded:
+            return
+        last, end = f"heard/{self._number}", time.monotonic() + _FAREWELL_SECONDS
+        try:
+            wait(
+                lambda: self._rounds.count(last) >= len(self._others) or None,
+                while_=lambda: time.monotonic() < end,
+            )
+            for number in range(1, self._number + 1):
+                self._rounds.forget(number, self._others)
+                self._rounds.delete(f"heard/{number}")
+            self._rounds.delete("progress")
+        except (DistError, OSError):
+            return
+
+    def _wait(self, read: Callable[[], Any], rank: int) -> Any:
+        """Wait for what a rank publishes, as long as any rank makes progress."""
+        seen, since = self._rounds.count("progress"), time.monotonic()
+
+        def goes_on() -> bool:
+            nonlocal seen, since
+            if (now_seen := self._rounds.count("progress")) != seen:
+                seen, since = now_seen, time.monotonic()
+            return time.monotonic() - since <= self._stall_seconds
+
+        value = wait(read, while_=goes_on)
+        if value is None:
+            raise OtherRankFailedError(
+                f"the save was given up: rank {rank} has not answered, and no rank has written anything for "
+                f"{self._stall_seconds:g} s; rank {rank} may have died, or its disk hangs (if it is only slow, "
+                "raise checkpoint.stall_seconds)"
+                + ("" if rank else "; rank 0 commits: the newest checkpoint tells whether it has")
+            )
+        return value
