@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from drivetrain_data._nested import Nested, map_leaves, to_device
-from drivetrain_data.sources.base import Reading
+from drivetrain_data.sources.batch_source import Reading
 
 
 class _Copied(NamedTuple):

@@ -11,12 +11,16 @@ from drivetrain_data.active_loaders import LoaderTracker
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.loader import ShardedLoader
 from drivetrain_data.sampling.block_shuffle import IndexFunction
-from drivetrain_data.sampling.torch_samplers import check_undivided
+from drivetrain_data.sampling.known_samplers import check_undivided
+from drivetrain_data.sampling.sharding import Sharding
 from drivetrain_data.settings import DataSettings, ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.base import BatchSource
-from drivetrain_data.sources.build import ReadPlan, is_stock, source_of
-from drivetrain_data.sources.rank0_dispatch import DispatchSource
+from drivetrain_data.sources.batch_source import BatchSource
+from drivetrain_data.sources.external import ExternalSource
+from drivetrain_data.sources.iterable import IterableSource
+from drivetrain_data.sources.map_style import MapStyleSource
+from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
+from drivetrain_data.sources.torch_loader import is_stock
 from drivetrain_data.state.integrations import check_undivided_stream
 
 
@@ -65,27 +69,51 @@ def shard_loader(
         TypeError, ValueError: The object is not a loader, or the settings do not fit it; the message says why.
     """
     _check(loader, shard, even, seed, copy_ahead)
-    tail = "drop" if getattr(loader, "drop_last", False) else even
-    for_all = _is_dispatched(loader, shard, dispatch, group)
-    num_blocks = _num_blocks(strategy, shard, num_nodes)
-    plan = ReadPlan(shard, tail, split_batches, strategy, num_blocks, seed, for_all, group)
-    source, batch_size = source_of(loader, plan)
-    return ShardedLoader(
-        _handed_out(source, plan, group, device, read_ahead) if plan.for_all else source,
-        dataset=getattr(loader, "dataset", None),
+    sharding = Sharding(
         shard=shard,
-        batch_size=batch_size,
-        copies=_copies(device, non_blocking, copy_ahead),
+        even="drop" if getattr(loader, "drop_last", False) else even,
+        split=split_batches,
+        strategy=strategy,
+        num_blocks=_num_blocks(strategy, shard, num_nodes),
+        seed=seed,
+        for_all=_is_dispatched(loader, shard, dispatch, group),
+        group=group,
+    )
+    place = None if device is None else torch.device(device)
+    return ShardedLoader(
+        _source_of(loader, sharding),
+        dataset=getattr(loader, "dataset", None),
+        dispatch=_dispatch(sharding, place, read_ahead=read_ahead),
+        copies=_copies(place, non_blocking, copy_ahead),
         activity=activity,
         on_batch=on_batch,
         seed_source=seed_source,
     )
 
 
-def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
+def _source_of(loader: Any, sharding: Sharding) -> BatchSource:
+    """Return the source of a loader's batches."""
+    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if is_iterable:
+        check_undivided_stream(loader.dataset, alone=sharding.shard.count == 1 and not sharding.for_all)
+    if not is_stock(loader):
+        for name in ("sampler", "batch_sampler"):
+            check_undivided(getattr(loader, name, None))
+        return ExternalSource(loader, sharding)
+    return IterableSource(loader, sharding) if is_iterable else MapStyleSource(loader, sharding)
+
+
+def _dispatch(sharding: Sharding, place: torch.device | None, *, read_ahead: bool) -> Rank0Dispatch | None:
+    """Return the stage that hands every rank its batches; None if each rank reads for itself."""
+    if not sharding.for_all:
+        return None
+    assert sharding.group is not None
+    return Rank0Dispatch(sharding.group, sharding.shard, device=place, read_ahead=read_ahead)
+
+
+def _copies(place: torch.device | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
     """Return the prefetcher for a device; None for the CPU, where a loader's batches already are."""
-    place = torch.device("cpu" if device is None else device)
-    if place.type == "cpu":
+    if place is None or place.type == "cpu":
         return None
     return DeviceCopies(place, non_blocking=non_blocking, num_ahead=num_ahead)
 
@@ -121,19 +149,6 @@ def _is_dispatched(loader: Any, shard: Shard, dispatch: bool | None, group: dist
     by_index = is_stock(loader) and not isinstance(loader.dataset, IterableDataset)
     shared = group is not None and dist.get_world_size(group) > 1
     return shared and (not by_index if dispatch is None else dispatch)
-
-
-def _handed_out(
-    source: BatchSource,
-    plan: ReadPlan,
-    group: dist.ProcessGroup | None,
-    device: torch.device | str | None,
-    read_ahead: bool,
-) -> BatchSource:
-    """Return a source that distributes what the group's first rank reads to all of its ranks."""
-    assert group is not None
-    place = None if device is None else torch.device(device)
-    return DispatchSource(source, group=group, shard=plan.shard, device=place, read_ahead=read_ahead)
 
 
 def _check(loader: Any, shard: Shard, even: UnevenPolicy, seed: int, copy_ahead: int) -> None:

@@ -1,30 +1,18 @@
-"""Prepare a user's sampler for an epoch: restore its state, call `set_epoch` and seed its generators."""
+"""Start the epochs of a user's sampler so that a resume can start the same epoch again."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from torch.utils.data import WeightedRandomSampler
 
 from drivetrain_data.errors import DataStateError
 from drivetrain_data.randomness.generators import KeyedDraws
-from drivetrain_data.state.sampler_generators import seed_own_generators
-from drivetrain_data.state.sampler_objects import SamplerCopy, copy_of, length_of
-
-
-@runtime_checkable
-class StatefulSampler(Protocol):
-    """A sampler with a state dict, for state that changes from epoch to epoch besides its generators."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state that the next iteration depends on."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load the state that `state_dict` returned."""
-        ...
+from drivetrain_data.state.sampler_copy import SamplerCopy, copy_of
+from drivetrain_data.state.sampler_parts import length_of, seed_own_generators
+from drivetrain_data.state.stateful import StatefulReader
 
 
 class Drawn(NamedTuple):
@@ -39,11 +27,18 @@ class Drawn(NamedTuple):
     checksum: int
 
 
-class EpochStart:
-    """A controller that starts the epochs of a user's sampler so that a resume can start the same epoch again.
+class _Snapshot(NamedTuple):
+    """The state from which a sampler begins an epoch."""
+
+    epoch: int
+    state: dict[str, Any]
+
+
+class RestorableSampler:
+    """A user's sampler, with the state that each of its epochs begins from.
 
     A sampler with a `state_dict` gets its state back. A sampler without one whose attributes change when it is read
-    is read again from its first epoch on.
+    is read again from its first epoch on. For any other, the seeds of its generators are the whole state.
 
     Args:
         sampler: The user's sampler or batch sampler.
@@ -51,16 +46,15 @@ class EpochStart:
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
-        self._is_stateful = isinstance(sampler, StatefulSampler)
-        self._told: tuple[int, int] | None = None
+        self._is_stateful = isinstance(sampler, StatefulReader)
+        self._prepared: tuple[int, int] | None = None  # the seed and epoch that the sampler is prepared for
         self._first: SamplerCopy | None = None  # the sampler before its first epoch
-        self._copies = not self._is_stateful and type(sampler) is not WeightedRandomSampler
-        self._before: bytes | None = None
-        self._changes = False
-        self._read: list[list[int]] = []  # the epochs in which the sampler was read, as runs [start, stop)
-        self._begun: tuple[int, dict[str, Any]] | None = None  # the epoch begun last, and the state before it
-        self._resumed: tuple[int, dict[str, Any]] | None = None
-        self._expected: Drawn | None = None  # the summary that the resumed epoch must match
+        self._is_copied = not self._is_stateful and type(sampler) is not WeightedRandomSampler
+        self._content: bytes | None = None  # that of the sampler before the running epoch
+        self._changes = False  # whether reading changes the sampler
+        self._epochs_read: list[list[int]] = []  # as runs [start, stop)
+        self._begun: _Snapshot | None = None  # of the epoch begun last
+        self._loaded: _Snapshot | None = None
 
     @property
     def fixed_length(self) -> int | None:
@@ -74,44 +68,32 @@ class EpochStart:
             TypeError: The sampler has no length.
         """
         if hasattr(self.sampler, "set_epoch"):
-            self._tell(seed, epoch)
+            self._prepare(seed, epoch)
         return len(self.sampler)
-
-    def _tell(self, seed: int, epoch: int) -> None:
-        if self._told != (seed, epoch):
-            self.finish()
-            if self._first is None and self._copies:
-                self._first = copy_of(self.sampler)
-                self._copies = self._first is not None
-            prepare_sampler(self.sampler, seed, epoch)
-            self._told = (seed, epoch)
 
     def begin(self, seed: int, epoch: int) -> None:
         """Prepare the sampler for the iteration of an epoch."""
         self.finish()
-        resumes = self._resumed is not None and self._resumed[0] == epoch
-        resumed = self._resumed[1] if self._resumed is not None and resumes else {}
-        if "sampler" in resumed and self._is_stateful:
-            self.sampler.load_state_dict(deepcopy(resumed["sampler"]))
+        loaded = self._loaded_for(epoch)
+        if loaded is not None and "sampler" in loaded and self._is_stateful:
+            self.sampler.load_state_dict(deepcopy(loaded["sampler"]))
         # A state from the first epoch has no "read", because only finishing an epoch shows that reading changes it.
-        if "read" in resumed or (resumes and self._changes):
-            self._read_again(seed, resumed.get("read", []))
-        leads = {"sampler": deepcopy(self.sampler.state_dict())} if self._is_stateful else {}
-        if self._changes:
-            leads["read"] = [list(run) for run in self._read]
+        if loaded is not None and ("read" in loaded or self._changes):
+            self._read_again(seed, loaded.get("read", []))
+        state = self._current_state()
         self._begin(seed, epoch)
-        self._begun = (epoch, leads)
+        self._begun = _Snapshot(epoch, state)
 
     def finish(self) -> None:
         """Record whether reading has changed the sampler."""
-        if self._before is None:
+        if self._content is None:
             return
         now = copy_of(self.sampler)
-        self._changes = now is not None and now.content != self._before
-        self._before = None
+        self._changes = now is not None and now.content != self._content
+        self._content = None
         if self._changes and self._begun is not None:
-            epoch, leads = self._begun
-            self._begun = (epoch, {**leads, "read": _without_last(self._read)})
+            before = _without_last(self._epochs_read)
+            self._begun = _Snapshot(self._begun.epoch, {**self._begun.state, "read": before})
 
     def exhaust(self, drawn: Iterator[Any], draws: KeyedDraws, *, num_drawn: int) -> None:
         """Draw the rest of an abandoned epoch, if later epochs depend on it and its length is known."""
@@ -136,21 +118,19 @@ class EpochStart:
             epoch: The number of the epoch.
             drawn: The summary of the samples drawn; None if no sample has been received.
         """
-        found = self._leads_to(epoch)
-        if drawn is None:
-            return found
-        length, checksum = drawn
-        return {**found, "drawn": {"length": length, "checksum": checksum}}
+        known = [it.state for it in (self._begun, self._loaded) if it is not None and it.epoch == epoch]
+        state = known[0] if known else self._current_state()
+        return state if drawn is None else {**state, "drawn": drawn._asdict()}
 
-    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+    def load_state(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Start the epoch later from the state that `state` returned."""
-        self._resumed = (epoch, dict(state))
-        self._expected = Drawn(**state["drawn"]) if "drawn" in state else None
-        self._begun = self._told = None
+        self._loaded = _Snapshot(epoch, dict(state))
+        self._begun = self._prepared = None
 
     def expected(self, epoch: int) -> Drawn | None:
-        """Return the summary that a resumed epoch must match; None for any other epoch."""
-        return self._expected if self._resumed is not None and self._resumed[0] == epoch else None
+        """Return the summary that an epoch must match, if it was saved after a sample had been received."""
+        saved = (self._loaded_for(epoch) or {}).get("drawn")
+        return None if saved is None else Drawn(**saved)
 
     def check(self, epoch: int, drawn: Drawn | None) -> None:
         """Check the samples drawn in an epoch against those of the saved run.
@@ -158,8 +138,7 @@ class EpochStart:
         Raises:
             DataStateError: The sampler drew other samples.
         """
-        expected = self.expected(epoch)
-        if expected not in (None, drawn):
+        if self.expected(epoch) not in (None, drawn):
             name = type(self.sampler).__name__
             raise DataStateError(
                 f"{name} drew another order of epoch {epoch} than in the run that was saved, so that samples would "
@@ -168,28 +147,38 @@ class EpochStart:
                 "load_state_dict, or start the epoch anew"
             )
 
-    def _leads_to(self, epoch: int) -> dict[str, Any]:
-        for known in (self._begun, self._resumed):
-            if known is not None and known[0] == epoch:
-                return known[1]
-        found = {"sampler": deepcopy(self.sampler.state_dict())} if self._is_stateful else {}
-        return {**found, "read": [list(run) for run in self._read]} if self._changes else found
+    def _loaded_for(self, epoch: int) -> dict[str, Any] | None:
+        return self._loaded.state if self._loaded is not None and self._loaded.epoch == epoch else None
+
+    def _current_state(self) -> dict[str, Any]:
+        state = {"sampler": deepcopy(self.sampler.state_dict())} if self._is_stateful else {}
+        return {**state, "read": [list(run) for run in self._epochs_read]} if self._changes else state
+
+    def _prepare(self, seed: int, epoch: int) -> None:
+        if self._prepared == (seed, epoch):
+            return
+        self.finish()
+        if self._first is None and self._is_copied:
+            self._first = copy_of(self.sampler)
+            self._is_copied = self._first is not None
+        prepare_sampler(self.sampler, seed, epoch)
+        self._prepared = (seed, epoch)
 
     def _begin(self, seed: int, epoch: int) -> None:
-        self._told = None
-        self._tell(seed, epoch)
-        before = copy_of(self.sampler) if self._copies and not self._changes else None
-        self._before = None if before is None else before.content
-        if self._read and self._read[-1][1] == epoch:
-            self._read[-1][1] += 1
+        self._prepared = None
+        self._prepare(seed, epoch)
+        before = copy_of(self.sampler) if self._is_copied and not self._changes else None
+        self._content = None if before is None else before.content
+        if self._epochs_read and self._epochs_read[-1][1] == epoch:
+            self._epochs_read[-1][1] += 1
         else:
-            self._read.append([epoch, epoch + 1])
+            self._epochs_read.append([epoch, epoch + 1])
 
     def _read_again(self, seed: int, runs: list[list[int]]) -> None:
         """Read earlier epochs again, from the sampler's first state on."""
         if self._first is not None:
             self._first.restore()
-        self._read = []
+        self._epochs_read = []
         self._changes = True
         for start, stop in runs:
             for epoch in range(start, stop):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from drivetrain_data import IndexRangeError
-from drivetrain_data.sampling.sampler_order import DrawnOrder
+from drivetrain_data.sampling.drawn_order import DrawnOrder
 
 
 def whole(order: DrawnOrder) -> list[object]:
