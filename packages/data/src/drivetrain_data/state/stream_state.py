@@ -162,7 +162,7 @@ class EpochReader:
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker = info.id if info else 0
-        if worker < self._start.first_worker:
+        if worker < self._start.next_worker:
             # Torch's loader asks workers in turn from 0 on: the workers before the first one skip their turn.
             yield from repeat(PLACEHOLDER, self._stride)
         last = self._start.snapshots[worker]
