@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from drivetrain_data.randomness.generator_kinds import kind_of
+from drivetrain_data.randomness.generator_kinds import draw_seed
 from drivetrain_data.randomness.permutation import hash_key
 from drivetrain_data.sampling.known_samplers import is_torchs_distributed
 from drivetrain_data.sampling.samplers import PermutationSampler
@@ -34,7 +34,7 @@ def own_seed(loader: Any) -> int | None:
     generators = list(_generators(reader, loader))
     if not generators:
         return None
-    drawn = [kind_of(generator).draw(generator) for generator in generators]
+    drawn = [draw_seed(generator) for generator in generators]
     return drawn[0] if len(drawn) == 1 else hash_key(*drawn) >> 1
 
 

@@ -147,7 +147,7 @@ class BlockOrder(ComputedOrder):
         if self._function is None:
             return
         if num_blocks not in self._checksums:
-            self._checksums[num_blocks] = check_function(self._function, self.num_positions, num_blocks)
+            self._checksums[num_blocks] = check_function(self._function, self.size, num_blocks)
         own = self._checksums[num_blocks]
         if state.get("function", own) != own:
             raise DataStateError(
@@ -157,7 +157,7 @@ class BlockOrder(ComputedOrder):
             )
 
     def _in_block(self, epoch: int, num_blocks: int, block: int, numbers: Positions) -> Positions:
-        size, larger = divmod(self.num_positions, num_blocks)
+        size, larger = divmod(self.size, num_blocks)
         length = size + (block < larger)
         if self._shuffled:
             numbers = self._permutation(length, self.seed, epoch, block).at(numbers)
@@ -168,7 +168,7 @@ class BlockOrder(ComputedOrder):
     def _by_function(self, num_blocks: int, block: int, numbers: Positions) -> Positions:
         function, shard = self._function, Shard(block, num_blocks)
         assert function is not None
-        indices = _values(function, numbers, shard, self.num_positions)
+        indices = _values(function, numbers, shard, self.size)
         if num_blocks == self._num_blocks or not isinstance(function, InvertibleIndexFunction):
             return indices
         for number, index in zip(numbers.tolist(), indices.tolist(), strict=True):
@@ -262,7 +262,7 @@ class BlockShuffledOrder(ComputedOrder):
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
-        num_whole, rest = divmod(self.num_positions, self._block_size)
+        num_whole, rest = divmod(self.size, self._block_size)
         short_at = hash_key(self.seed, epoch, 1) % (num_whole + 1) * self._block_size
         in_short = (positions >= short_at) & (positions < short_at + rest)
         whole = np.where(positions < short_at, positions, positions - rest)

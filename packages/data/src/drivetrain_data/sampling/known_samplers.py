@@ -1,17 +1,16 @@
 """Replace known samplers by equivalent orders that any rank can compute at any position."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from drivetrain_data.randomness.permutation import Positions
 from drivetrain_data.sampling.block_shuffle import BlockOrder
 from drivetrain_data.sampling.drawn_order import DrawnOrder
 from drivetrain_data.sampling.indices import as_indices, outside_of
 from drivetrain_data.sampling.order import (
+    ComputedOrder,
     ReplacementOrder,
     SampleOrder,
     SequentialOrder,
@@ -21,24 +20,6 @@ from drivetrain_data.sampling.order import (
 from drivetrain_data.sampling.samplers import PermutationSampler
 from drivetrain_data.sampling.sharding import Sharding
 from drivetrain_data.state.sampler_parts import parts_of
-
-
-class KnownSampler(NamedTuple):
-    """What is known of a sampler whose order this package computes itself.
-
-    Attributes:
-        size: The number of samples that the dataset must have.
-        order: The function that returns the order for a seed.
-        shuffled: Whether every sample comes once, shuffled (True) or in sequence (False); None for other orders.
-        indices: The indices that the sampler chooses from; None for all up to `size`.
-        epoch: The epoch that the sampler was built to begin with.
-    """
-
-    size: int
-    order: Callable[..., SampleOrder]
-    shuffled: bool | None
-    indices: Positions | None = None
-    epoch: int = 0
 
 
 def order_of(sampler: Any, sharding: Sharding, num_samples: int | None) -> SampleOrder:
@@ -53,12 +34,14 @@ def order_of(sampler: Any, sharding: Sharding, num_samples: int | None) -> Sampl
         ValueError: The sampler divides the data itself, its epoch would be ignored, or it draws from no samples.
         IndexRangeError: The sampler returns indices that are not in the dataset.
     """
-    known = _known(sampler)
-    if known is None:
+    compute = _distributed if is_torchs_distributed(sampler) else _KNOWN.get(_name(type(sampler)))
+    order = None if compute is None else compute(sampler, sharding.seed)
+    if order is None:
         check_undivided(sampler)
         return DrawnOrder(sampler, seed=sharding.seed, size=num_samples, agree=sharding.agree)
-    _check(known, sampler, num_samples)
-    return known.order(seed=sharding.seed)
+    if num_samples is not None and (outside := order.first_outside(num_samples)) is not None:
+        raise outside_of(outside, num_samples, sampler)
+    return order
 
 
 def block_order_of(sampler: Any, sharding: Sharding, num_samples: int | None) -> BlockOrder:
@@ -73,72 +56,58 @@ def block_order_of(sampler: Any, sharding: Sharding, num_samples: int | None) ->
         ValueError: The sampler does not return every sample once, or there are fewer samples than blocks.
         IndexRangeError: The sampler returns indices that are not in the dataset.
     """
-    known = _known(sampler)
-    if known is None or known.shuffled is None:
-        check_undivided(sampler)
+    order = order_of(sampler, sharding, num_samples)
+    shuffled = type(order) is ShuffledOrder and order.num_positions == order.size
+    if not shuffled and not isinstance(order, SequentialOrder):
         raise ValueError(
             f"strategy={sharding.strategy_name}: blocks are read in sequence or shuffled, and "
             f"{type(sampler).__name__} asks for another order; use shuffle=True or no sampler, or "
             "strategy='interleaved'"
         )
-    _check(known, sampler, num_samples)
-    if known.size < sharding.num_blocks:
+    if order.size < sharding.num_blocks:
         raise ValueError(
-            f"strategy={sharding.strategy_name}: {known.size} samples are fewer than {sharding.num_blocks} blocks; "
+            f"strategy={sharding.strategy_name}: {order.size} samples are fewer than {sharding.num_blocks} blocks; "
             "use strategy='interleaved'"
         )
     return BlockOrder(
-        known.size,
+        order.size,
         sharding.num_blocks,
         seed=sharding.seed,
-        shuffled=known.shuffled,
+        shuffled=shuffled,
         function=sharding.strategy if callable(sharding.strategy) else None,
         tells=sharding.shard.index == 0,
     )
 
 
-def _known(sampler: Any) -> KnownSampler | None:
-    if is_torchs_distributed(sampler):
-        return _distributed(sampler)
-    describe = _KNOWN.get(_name(type(sampler)))
-    return None if describe is None else describe(sampler)
-
-
-def _sequential(sampler: SequentialSampler) -> KnownSampler:
-    return KnownSampler(len(sampler), partial(SequentialOrder, len(sampler)), shuffled=False)
-
-
-def _random(sampler: RandomSampler) -> KnownSampler:
+def _random(sampler: RandomSampler, seed: int) -> ComputedOrder:
     size, num_positions = len(sampler.data_source), sampler.num_samples
     if size == 0 and num_positions > 0:
         raise ValueError(
             f"{type(sampler).__name__} has num_samples={num_positions} to draw from a dataset of 0 samples, which "
             "torch refuses at the first batch; give it samples, or leave the loader out"
         )
-    order = partial(
-        ReplacementOrder if sampler.replacement else ShuffledOrder, size, num_positions=num_positions
-    )
-    is_once = not sampler.replacement and num_positions == size
-    return KnownSampler(size, order, shuffled=True if is_once else None)
+    order = ReplacementOrder if sampler.replacement else ShuffledOrder
+    return order(size, seed=seed, num_positions=num_positions)
 
 
-def _subset(sampler: SubsetRandomSampler) -> KnownSampler | None:
+def _subset(sampler: SubsetRandomSampler, seed: int) -> ComputedOrder | None:
     indices = as_indices(list(sampler.indices), None, sampler)
-    if not isinstance(indices, np.ndarray):
-        return None  # keys, not indices
-    return KnownSampler(len(indices), partial(SubsetOrder, indices), shuffled=None, indices=indices)
+    return SubsetOrder(indices, seed=seed) if isinstance(indices, np.ndarray) else None  # None for keys
 
 
-def _distributed(sampler: "DistributedSampler[Any]") -> KnownSampler:
+def _distributed(sampler: "DistributedSampler[Any]", seed: int) -> ComputedOrder:
     # The sampler selects one rank's part; the whole dataset behind it is sharded here instead.
     dataset: Any = sampler.dataset
-    order = ShuffledOrder if sampler.shuffle else SequentialOrder
-    return KnownSampler(len(dataset), partial(order, len(dataset)), shuffled=sampler.shuffle)
+    return (ShuffledOrder if sampler.shuffle else SequentialOrder)(len(dataset), seed=seed)
 
 
-def _permutation(sampler: PermutationSampler) -> KnownSampler:
-    shuffled = True if sampler.block_size is None else None
-    return KnownSampler(sampler.num_samples, sampler.order, shuffled, epoch=sampler.epoch)
+def _permutation(sampler: PermutationSampler, seed: int) -> ComputedOrder:
+    if sampler.epoch:
+        raise ValueError(
+            f"PermutationSampler with epoch={sampler.epoch}: a sharded loader counts epochs itself, from 0; leave it "
+            f"out, and call set_epoch({sampler.epoch}) of the sharded loader"
+        )
+    return sampler.order(seed)
 
 
 def _name(kind: type) -> str:
@@ -146,32 +115,13 @@ def _name(kind: type) -> str:
 
 
 # By name, because torchdata, whose samplers have the fields of torch's, need not be installed.
-_KNOWN: dict[str, Callable[[Any], KnownSampler | None]] = {
-    _name(SequentialSampler): _sequential,
+_KNOWN: dict[str, Callable[[Any, int], ComputedOrder | None]] = {
+    _name(SequentialSampler): lambda sampler, seed: SequentialOrder(len(sampler), seed=seed),
     _name(RandomSampler): _random,
     "torchdata.stateful_dataloader.sampler.RandomSampler": _random,
     _name(SubsetRandomSampler): _subset,
     _name(PermutationSampler): _permutation,
 }
-
-
-def _check(known: KnownSampler, sampler: object, num_samples: int | None) -> None:
-    """Check that a sampler begins at epoch 0 and that its indices are in the dataset."""
-    if known.epoch:
-        raise ValueError(
-            f"PermutationSampler with epoch={known.epoch}: a sharded loader counts epochs itself, from 0; leave it "
-            f"out, and call set_epoch({known.epoch}) of the sharded loader"
-        )
-    if num_samples is None:
-        return
-    if known.indices is None:
-        if known.size > num_samples:
-            raise outside_of(known.size - 1, num_samples, sampler)
-        return
-    # Negative indices are refused: they are a mistake, or name a sample that is already in the subset.
-    outside = known.indices[(known.indices < 0) | (known.indices >= num_samples)]
-    if outside.size:
-        raise outside_of(int(outside[0]), num_samples, sampler)
 
 
 def is_torchs_distributed(sampler: Any) -> bool:

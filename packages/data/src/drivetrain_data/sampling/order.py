@@ -72,13 +72,25 @@ class ComputedOrder(SampleOrder):
 
     Args:
         name: The name and version of the order in a saved position.
-        num_positions: The number of positions in every epoch.
+        size: The number of samples to choose from.
         seed: The seed from which, with the epoch, every order is derived.
+        num_positions: The number of positions in every epoch; `size` by default.
+        built_from: A value that the samples depend on besides, compared with that of a saved position; None for none.
     """
 
-    def __init__(self, name: str, num_positions: int, *, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        *,
+        seed: int,
+        num_positions: int | None = None,
+        built_from: int | None = None,
+    ) -> None:
         super().__init__(name, seed=seed)
-        self.num_positions = num_positions
+        self.size = size
+        self.num_positions = size if num_positions is None else num_positions
+        self._built_from = built_from
 
     def length(self, _epoch: int) -> int:
         """Return the number of positions in an epoch."""
@@ -86,7 +98,12 @@ class ComputedOrder(SampleOrder):
 
     def identity(self) -> dict[str, Any]:
         """Return the values that describe what the order was built from."""
-        return {"num_positions": self.num_positions}
+        found = {"num_positions": self.num_positions}
+        return found if self._built_from is None else {**found, "built_from": self._built_from}
+
+    def first_outside(self, num_samples: int) -> int | None:
+        """Return an index of the order that a dataset of `num_samples` does not have; None if it has all of them."""
+        return self.size - 1 if self.size > num_samples else None
 
 
 class SequentialOrder(ComputedOrder):
@@ -106,22 +123,11 @@ class SequentialOrder(ComputedOrder):
 
 
 class ShuffledOrder(ComputedOrder):
-    """An order of every sample once, keyed and random; beyond the dataset's size, another permutation follows.
+    """An order of every sample once, keyed and random; beyond the dataset's size, another permutation follows."""
 
-    Args:
-        size: The number of samples in the dataset.
-        seed: The seed from which, with the epoch, every order is derived.
-        num_positions: The number of positions in an epoch; `size` by default.
-        name: The name of the order in a saved position, without its version.
-    """
-
-    def __init__(
-        self, size: int, *, seed: int, num_positions: int | None = None, name: str = "shuffled"
-    ) -> None:
-        super().__init__(
-            f"{name}/{ORDER_VERSION}", size if num_positions is None else num_positions, seed=seed
-        )
-        self._size = size
+    def __init__(self, size: int, *, seed: int, num_positions: int | None = None) -> None:
+        name = f"shuffled/{ORDER_VERSION}"
+        super().__init__(name, size, seed=seed, num_positions=num_positions, built_from=size)
         self._permutation = lru_cache(maxsize=2)(Permutation)
 
     @property
@@ -129,76 +135,56 @@ class ShuffledOrder(ComputedOrder):
         """The origin of the order, as a phrase for users."""
         return f"shuffled: permutation {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
 
-    def identity(self) -> dict[str, Any]:
-        """Return the values that describe what the order was built from."""
-        return {**super().identity(), "built_from": self._size}
-
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
-        return self.at(epoch, positions).tolist()
-
-    def at(self, epoch: int, positions: Positions) -> Positions:
-        """Return the indices of the samples at the given positions, as an array."""
-        if self.num_positions <= self._size:
-            return self._permutation(self._size, self.seed, epoch).at(positions)
-        rounds, inside = np.divmod(positions, self._size)
+        if self.num_positions <= self.size:
+            return self._permutation(self.size, self.seed, epoch).at(positions).tolist()
+        rounds, inside = np.divmod(positions, self.size)
         taken = np.empty_like(positions)
         for number in np.unique(rounds):
             chosen = rounds == number
             key = (self.seed, epoch, int(number)) if number else (self.seed, epoch)
-            taken[chosen] = self._permutation(self._size, *key).at(inside[chosen])
-        return taken
+            taken[chosen] = self._permutation(self.size, *key).at(inside[chosen])
+        return taken.tolist()
 
 
 class SubsetOrder(ShuffledOrder):
-    """A shuffled subset of the samples.
-
-    Args:
-        indices: The indices of the samples in the subset.
-        seed: The seed from which, with the epoch, every order is derived.
-    """
+    """A shuffled subset of the samples, those at the given indices."""
 
     def __init__(self, indices: Sequence[int] | Positions, *, seed: int) -> None:
-        super().__init__(len(indices), seed=seed, name="subset-shuffled")
+        super().__init__(len(indices), seed=seed)
         self._indices = np.asarray(indices, dtype=np.int64)
+        self._built_from = checksum_of(self._indices)
+        self.name = f"subset-{self.name}"
 
     @property
     def source(self) -> str:
         """The origin of the order, as a phrase for users."""
         return f"a subset of {len(self._indices)} samples, {super().source}"
 
-    def identity(self) -> dict[str, Any]:
-        """Return the values that describe what the order was built from."""
-        return {**super().identity(), "built_from": checksum_of(self._indices)}
+    def take(self, epoch: int, positions: Positions) -> list[int]:
+        """Return the indices of the samples at the given positions."""
+        return self._indices[np.asarray(super().take(epoch, positions), dtype=np.int64)].tolist()
 
-    def at(self, epoch: int, positions: Positions) -> Positions:
-        """Return the indices of the samples at the given positions, as an array."""
-        return self._indices[super().at(epoch, positions)]
+    def first_outside(self, num_samples: int) -> int | None:
+        """Return an index that a dataset does not have; a negative one is a mistake, or may come twice."""
+        outside = self._indices[(self._indices < 0) | (self._indices >= num_samples)]
+        return int(outside[0]) if outside.size else None
 
 
 class ReplacementOrder(ComputedOrder):
-    """An order of samples drawn with replacement, independently at each position.
-
-    Args:
-        size: The number of samples in the dataset; the bias of a draw is below size / 2**64.
-        seed: The seed from which, with the epoch, every order is derived.
-        num_positions: The number of positions in an epoch.
-    """
+    """An order of samples drawn with replacement, each on its own, with a bias below size / 2**64."""
 
     def __init__(self, size: int, *, seed: int, num_positions: int) -> None:
-        super().__init__(f"replacement/{ORDER_VERSION}", num_positions, seed=seed)
-        self._size = size
+        name = f"replacement/{ORDER_VERSION}"
+        super().__init__(name, size, seed=seed, num_positions=num_positions, built_from=size)
 
     @property
     def source(self) -> str:
         """The origin of the order, as a phrase for users."""
         return f"drawn with replacement: hash {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
 
-    def identity(self) -> dict[str, Any]:
-        """Return the values that describe what the order was built from."""
-        return {**super().identity(), "built_from": self._size}
-
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
         hashed = hash_words(positions.astype(np.uint64), hash_key(self.seed, epoch))
-        return (hashed % np.uint64(self._size)).tolist()
+        return (hashed % np.uint64(self.size)).tolist()

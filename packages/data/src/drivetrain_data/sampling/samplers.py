@@ -99,13 +99,7 @@ class StepSampler(ABC):
 
 
 class OrderSampler(StepSampler):
-    """A sampler that cuts an order of samples into batches by a partition.
-
-    Args:
-        order: The order of every epoch.
-        batch_size: The number of samples in a batch on each shard.
-        sharding: The division of the order.
-    """
+    """A sampler that cuts an order of samples into batches by a partition."""
 
     order: SampleOrder
 
@@ -125,14 +119,17 @@ class OrderSampler(StepSampler):
             num_blocks=num_blocks if num_shards % num_blocks == 0 else 1,
         )
 
-    def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
+    def _plan(self, partition: Partition, step: int) -> BatchPlan:
+        return partition.plan(step, self.sharding.shard.index)
+
+    def steps(self, plans: deque[BatchPlan]) -> Iterator[Any]:
         """Yield batches of indices: full steps, computed in blocks, then the tail."""
-        epoch, size, shard = self.epoch, self._size, self.sharding.shard
+        epoch, size, count = self.epoch, self._size, self.sharding.shard.count
         self.order.begin(epoch)  # before the partition, which needs the length of what is drawn
         partition = self._partition()
         num_full, last = partition.num_full_steps, partition.num_steps - 1
-        full = partition.plan(0, shard.index) if partition.num_steps > 1 else None
-        readers = self.sharding.readers((size,) * shard.count)
+        full = self._plan(partition, 0) if partition.num_steps > 1 else None
+        readers = self.sharding.readers((size,) * count)
         width = len(readers) * size
         block = max(1, _BLOCK // width)
         for first in range(0, num_full, block):
@@ -141,11 +138,11 @@ class OrderSampler(StepSampler):
             taken = self.order.take(epoch, positions.ravel())
             for number in range(end - first):
                 is_last = first + number == last
-                plans.append(partition.plan(last, shard.index) if is_last or full is None else full)
+                plans.append(self._plan(partition, last) if is_last or full is None else full)
                 for begin in range(number * width, (number + 1) * width, size):
                     yield taken[begin : begin + size]
         if partition.tail:
-            plan = partition.plan(last, shard.index)
+            plan = self._plan(partition, last)
             plans.append(plan)
             assert plan.real_counts is not None
             for reader in self.sharding.readers(plan.real_counts):
@@ -153,27 +150,17 @@ class OrderSampler(StepSampler):
 
 
 class ItemSampler(OrderSampler):
-    """A sampler of single indices of an order, for datasets that are read without batching (batch_size=None).
-
-    Args:
-        order: The order of every epoch.
-        sharding: The division of the order.
-    """
+    """A sampler of single indices of an order, for datasets that are read without batching (batch_size=None)."""
 
     def __init__(self, order: SampleOrder, sharding: Sharding) -> None:
         super().__init__(order, 1, sharding)
         self.batch_size = None
 
+    def _plan(self, partition: Partition, step: int) -> BatchPlan:
+        # An item may be a batch made by the dataset, so its number of samples is unknown.
+        return replace(super()._plan(partition, step), sizes=None)
+
     def steps(self, plans: deque[BatchPlan]) -> Iterator[Any]:
         """Yield one index per step."""
-        noted: deque[BatchPlan] = deque()
-        newest = unsized = None
-        for (item,) in super().steps(noted):
-            if noted:
-                plan = noted.popleft()
-                if plan is not newest:
-                    # An item may be a batch made by the dataset, so its number of samples is unknown.
-                    newest, unsized = plan, replace(plan, sizes=None)
-                assert unsized is not None
-                plans.append(unsized)
+        for (item,) in super().steps(plans):
             yield item

@@ -64,12 +64,7 @@ def plan_of_batches(
 
 
 class WholeBatchSampler(StepSampler):
-    """A sampler of a user's batches, distributed whole in turn, or each split among the shards.
-
-    Args:
-        order: The batches of every epoch.
-        sharding: The division of the batches.
-    """
+    """A sampler of a user's batches, distributed whole in turn, or each split among the shards."""
 
     order: DrawnBatches
 

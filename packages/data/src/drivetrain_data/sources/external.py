@@ -15,7 +15,7 @@ from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.sampling.whole_batches import cut_into_steps, deal_out, plan_of_batches
 from drivetrain_data.sources.batch_source import BatchSource, Mark, Reading
 from drivetrain_data.state.integrations import left_out_of_state
-from drivetrain_data.state.sampler_snapshot import prepare_sampler
+from drivetrain_data.state.sampler_parts import prepare_sampler
 from drivetrain_data.state.stream_state import PositionedSnapshot, ReadPosition, Snapshotter
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain_data.randomness.generator_kinds import GENERATORS, kind_of
+from drivetrain_data.randomness.generator_kinds import GENERATORS, seed_generator
+from drivetrain_data.randomness.generators import KeyedDraws
 from drivetrain_data.randomness.permutation import hash_key
 
 CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -67,7 +68,18 @@ def own_generators(sampler: object) -> Iterator[Any]:
 def seed_own_generators(sampler: object, *key: int) -> None:
     """Seed every generator that a sampler holds at any depth, except the global ones, from the key and its number."""
     for number, generator in enumerate(own_generators(sampler)):
-        kind_of(generator).seed(generator, hash_key(*key, number) if number else hash_key(*key))
+        seed_generator(generator, hash_key(*key, number) if number else hash_key(*key))
+
+
+def prepare_sampler(sampler: object, seed: int, epoch: int) -> None:
+    """Call a sampler's `set_epoch`, if it has one, and seed the generators that it holds."""
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if set_epoch is not None:
+        # Seed before as well as after, because set_epoch may draw.
+        seed_own_generators(sampler, seed, epoch)
+        with KeyedDraws(seed, epoch).active():
+            set_epoch(epoch)
+    seed_own_generators(sampler, seed, epoch)
 
 
 def length_of(sized: Any) -> int | None:
