@@ -25,7 +25,6 @@ class ShardedLoader(Generic[Batch]):
 
     Args:
         source: The source of the batches.
-        dataset: The dataset of the user's loader.
         dispatch: The stage that hands every rank its batches, if the source reads for all; None if each rank reads.
         copies: The prefetcher that copies batches to the device; None leaves batches where they are.
         activity: The stack of active loaders to update for every batch.
@@ -44,14 +43,13 @@ class ShardedLoader(Generic[Batch]):
         self,
         source: BatchSource,
         *,
-        dataset: Any,
         dispatch: Rank0Dispatch | None,
         copies: DeviceCopies | None,
         activity: LoaderTracker | None,
         on_batch: Callable[[], None] | None,
         seed_source: str = "",
     ) -> None:
-        self.dataset = dataset
+        self.dataset: Any = source.dataset
         self.shard: Shard = source.sharding.shard
         self.batch_size = source.batch_size
         self.current: BatchPlan | None = None

@@ -12,7 +12,7 @@ from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.loader import ShardedLoader
 from drivetrain_data.sampling.block_shuffle import IndexFunction
 from drivetrain_data.sampling.known_samplers import check_undivided
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.settings import DataSettings, ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import BatchSource
@@ -69,7 +69,7 @@ def shard_loader(
         TypeError, ValueError: The object is not a loader, or the settings do not fit it; the message says why.
     """
     _check(loader, shard, even, seed, copy_ahead)
-    sharding = Sharding(
+    sharding = DataSharding(
         shard=shard,
         even="drop" if getattr(loader, "drop_last", False) else even,
         split=split_batches,
@@ -79,19 +79,15 @@ def shard_loader(
         for_all=_is_dispatched(loader, shard, dispatch, group),
         group=group,
     )
-    place = None if device is None else torch.device(device)
+    source = _source_of(loader, sharding)
+    stage = _dispatch(sharding, device, read_ahead=read_ahead)
+    copies = _copies(device, non_blocking, copy_ahead)
     return ShardedLoader(
-        _source_of(loader, sharding),
-        dataset=getattr(loader, "dataset", None),
-        dispatch=_dispatch(sharding, place, read_ahead=read_ahead),
-        copies=_copies(place, non_blocking, copy_ahead),
-        activity=activity,
-        on_batch=on_batch,
-        seed_source=seed_source,
+        source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
     )
 
 
-def _source_of(loader: Any, sharding: Sharding) -> BatchSource:
+def _source_of(loader: Any, sharding: DataSharding) -> BatchSource:
     """Return the source of a loader's batches."""
     is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if is_iterable:
@@ -103,17 +99,21 @@ def _source_of(loader: Any, sharding: Sharding) -> BatchSource:
     return IterableSource(loader, sharding) if is_iterable else MapStyleSource(loader, sharding)
 
 
-def _dispatch(sharding: Sharding, place: torch.device | None, *, read_ahead: bool) -> Rank0Dispatch | None:
+def _dispatch(
+    sharding: DataSharding, device: torch.device | str | None, *, read_ahead: bool
+) -> Rank0Dispatch | None:
     """Return the stage that hands every rank its batches; None if each rank reads for itself."""
     if not sharding.for_all:
         return None
     assert sharding.group is not None
+    place = None if device is None else torch.device(device)
     return Rank0Dispatch(sharding.group, sharding.shard, device=place, read_ahead=read_ahead)
 
 
-def _copies(place: torch.device | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
+def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
     """Return the prefetcher for a device; None for the CPU, where a loader's batches already are."""
-    if place is None or place.type == "cpu":
+    place = torch.device("cpu" if device is None else device)
+    if place.type == "cpu":
         return None
     return DeviceCopies(place, non_blocking=non_blocking, num_ahead=num_ahead)
 

@@ -12,14 +12,14 @@ from drivetrain_data.sampling.known_samplers import block_order_of, check_undivi
 from drivetrain_data.sampling.order import SampleOrder
 from drivetrain_data.sampling.partition import num_steps
 from drivetrain_data.sampling.samplers import ItemSampler, OrderSampler, StepSampler
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.whole_batches import WholeBatchSampler
 from drivetrain_data.state.sampler_parts import length_of
 
 logger = logging.getLogger(__name__)
 
 
-def step_sampler_of(loader: DataLoader[Any], sharding: Sharding) -> StepSampler:
+def step_sampler_of(loader: DataLoader[Any], sharding: DataSharding) -> StepSampler:
     """Return the sampler of a shard's steps over a loader of a map-style dataset.
 
     Raises:
@@ -54,7 +54,7 @@ def step_sampler_of(loader: DataLoader[Any], sharding: Sharding) -> StepSampler:
     return chosen
 
 
-def _order(sampler: Any, sharding: Sharding, num_samples: int | None) -> SampleOrder:
+def _order(sampler: Any, sharding: DataSharding, num_samples: int | None) -> SampleOrder:
     if sharding.strategy == "interleaved":
         return order_of(sampler, sharding, num_samples)
     if sharding.for_all:
@@ -62,7 +62,7 @@ def _order(sampler: Any, sharding: Sharding, num_samples: int | None) -> SampleO
     return block_order_of(sampler, sharding, num_samples)
 
 
-def _of_batches(batches: Any, sharding: Sharding, num_samples: int | None) -> WholeBatchSampler:
+def _of_batches(batches: Any, sharding: DataSharding, num_samples: int | None) -> WholeBatchSampler:
     name = type(batches).__name__
     sharding.check_interleaved(f"the batches of {name} are dealt out whole")
     check_undivided(batches)

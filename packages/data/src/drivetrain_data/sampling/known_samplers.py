@@ -18,11 +18,11 @@ from drivetrain_data.sampling.order import (
     SubsetOrder,
 )
 from drivetrain_data.sampling.samplers import PermutationSampler
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.state.sampler_parts import parts_of
 
 
-def order_of(sampler: Any, sharding: Sharding, num_samples: int | None) -> SampleOrder:
+def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> SampleOrder:
     """Return the order that replaces a sampler: a computed order for known samplers, else what the sampler draws.
 
     Args:
@@ -44,7 +44,7 @@ def order_of(sampler: Any, sharding: Sharding, num_samples: int | None) -> Sampl
     return order
 
 
-def block_order_of(sampler: Any, sharding: Sharding, num_samples: int | None) -> BlockOrder:
+def block_order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> BlockOrder:
     """Return the order that replaces a sampler if shards keep to blocks, each read in sequence or shuffled.
 
     Args:
@@ -57,8 +57,11 @@ def block_order_of(sampler: Any, sharding: Sharding, num_samples: int | None) ->
         IndexRangeError: The sampler returns indices that are not in the dataset.
     """
     order = order_of(sampler, sharding, num_samples)
-    shuffled = type(order) is ShuffledOrder and order.num_positions == order.size
-    if not shuffled and not isinstance(order, SequentialOrder):
+    if isinstance(order, SequentialOrder):
+        shuffled = False
+    elif type(order) is ShuffledOrder and order.num_positions == order.size:
+        shuffled = True
+    else:
         raise ValueError(
             f"strategy={sharding.strategy_name}: blocks are read in sequence or shuffled, and "
             f"{type(sampler).__name__} asks for another order; use shuffle=True or no sampler, or "
@@ -101,13 +104,13 @@ def _distributed(sampler: "DistributedSampler[Any]", seed: int) -> ComputedOrder
     return (ShuffledOrder if sampler.shuffle else SequentialOrder)(len(dataset), seed=seed)
 
 
-def _permutation(sampler: PermutationSampler, seed: int) -> ComputedOrder:
+def _permutation(sampler: PermutationSampler, _seed: int) -> ComputedOrder:
     if sampler.epoch:
         raise ValueError(
             f"PermutationSampler with epoch={sampler.epoch}: a sharded loader counts epochs itself, from 0; leave it "
             f"out, and call set_epoch({sampler.epoch}) of the sharded loader"
         )
-    return sampler.order(seed)
+    return sampler.order(sampler.seed)
 
 
 def _name(kind: type) -> str:

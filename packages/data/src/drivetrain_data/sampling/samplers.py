@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from drivetrain_data.sampling.block_shuffle import BlockShuffledOrder
 from drivetrain_data.sampling.order import Order, SampleOrder, ShuffledOrder
 from drivetrain_data.sampling.partition import Partition
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
 
 _BLOCK = 8192  # the number of positions computed at once
@@ -79,7 +79,7 @@ class StepSampler(ABC):
         plans: A queue with the plan of each step of the newest iteration; the loader pops plans from the left.
     """
 
-    def __init__(self, order: Order, sharding: Sharding, *, stride: int, batch_size: int | None) -> None:
+    def __init__(self, order: Order, sharding: DataSharding, *, stride: int, batch_size: int | None) -> None:
         self.order = order
         self.sharding = sharding
         self.stride = stride
@@ -103,7 +103,7 @@ class OrderSampler(StepSampler):
 
     order: SampleOrder
 
-    def __init__(self, order: SampleOrder, batch_size: int, sharding: Sharding) -> None:
+    def __init__(self, order: SampleOrder, batch_size: int, sharding: DataSharding) -> None:
         super().__init__(order, sharding, stride=batch_size * sharding.shard.count, batch_size=batch_size)
         self._size = batch_size
 
@@ -152,7 +152,7 @@ class OrderSampler(StepSampler):
 class ItemSampler(OrderSampler):
     """A sampler of single indices of an order, for datasets that are read without batching (batch_size=None)."""
 
-    def __init__(self, order: SampleOrder, sharding: Sharding) -> None:
+    def __init__(self, order: SampleOrder, sharding: DataSharding) -> None:
         super().__init__(order, 1, sharding)
         self.batch_size = None
 

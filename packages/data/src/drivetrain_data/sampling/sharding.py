@@ -1,4 +1,4 @@
-"""How a loader's data is divided among shards: one value that samplers and sources are built from."""
+"""The division of a loader's data among shards: one value that samplers and sources are built from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from drivetrain_data.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
+class DataSharding:
     """A division of a loader's data, as one shard reads it.
 
     Attributes:

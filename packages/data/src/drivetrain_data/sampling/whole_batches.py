@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from drivetrain_data.sampling.drawn_order import DrawnBatches
 from drivetrain_data.sampling.partition import balanced
 from drivetrain_data.sampling.samplers import StepSampler
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.settings import UnevenPolicy
 
@@ -23,7 +23,7 @@ def cut_into_steps(batches: Iterator[Batch], length: int, even: UnevenPolicy) ->
             yield step
 
 
-def deal_out(step: list[Batch], first: Sequence[Batch], sharding: Sharding) -> list[Batch]:
+def deal_out(step: list[Batch], first: Sequence[Batch], sharding: DataSharding) -> list[Batch]:
     """Return the batch of each shard: those of a step, then repeats, from the first step if it is padded."""
     num_missing = sharding.shard.count - len(step)
     if sharding.even == "pad":
@@ -34,7 +34,7 @@ def deal_out(step: list[Batch], first: Sequence[Batch], sharding: Sharding) -> l
 def plan_of_batches(
     counts: Sequence[int],
     sizes: Sequence[int] | None,
-    sharding: Sharding,
+    sharding: DataSharding,
     *,
     advance: int,
     is_last: bool,
@@ -68,7 +68,7 @@ class WholeBatchSampler(StepSampler):
 
     order: DrawnBatches
 
-    def __init__(self, order: DrawnBatches, sharding: Sharding) -> None:
+    def __init__(self, order: DrawnBatches, sharding: DataSharding) -> None:
         super().__init__(
             order, sharding, stride=1 if sharding.split else sharding.shard.count, batch_size=None
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from drivetrain_data.sampling.partition import num_steps
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
 
 
@@ -34,12 +34,14 @@ class BatchSource(ABC):
     3. `identity` and `extra_state` go into a saved state; `load_extra_state` loads the latter before the next `open`.
 
     Args:
+        loader: The user's loader.
         sharding: The division of the data.
         stride: The distance that a full step moves the position.
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
     """
 
-    def __init__(self, sharding: Sharding, *, stride: int, batch_size: int | None) -> None:
+    def __init__(self, loader: Any, sharding: DataSharding, *, stride: int, batch_size: int | None) -> None:
+        self.dataset: Any = getattr(loader, "dataset", None)
         self.sharding = sharding
         self.stride = stride
         self.batch_size = batch_size

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from drivetrain_data._nested import leading_size, leading_sizes
 from drivetrain_data.randomness.generators import KeyedDraws, load_plain_states
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.sampling.whole_batches import cut_into_steps, deal_out, plan_of_batches
 from drivetrain_data.sources.batch_source import BatchSource, Mark, Reading
@@ -30,14 +30,13 @@ class ExternalSource(BatchSource):
         sharding: The division of the batches.
     """
 
-    def __init__(self, loader: Any, sharding: Sharding) -> None:
+    def __init__(self, loader: Any, sharding: DataSharding) -> None:
         self._name = type(loader).__name__
         sharding.check_unsplit(f"batches of {self._name} are dealt out whole")
         sharding.check_interleaved(f"the batches of {self._name} are dealt out in turn")
-        super().__init__(sharding, stride=sharding.shard.count, batch_size=None)
+        super().__init__(loader, sharding, stride=sharding.shard.count, batch_size=None)
         self._loader = loader
-        dataset = getattr(loader, "dataset", None)
-        self._stream: Any = dataset if isinstance(dataset, IterableDataset) else None
+        self._stream: Any = self.dataset if isinstance(self.dataset, IterableDataset) else None
         self._left_out = left_out_of_state(self._stream, getattr(loader, "num_workers", 0))
         self._snapshotter = Snapshotter(loader, trusted=self._left_out is None)
         self._received = ReadPosition.beginning(0)

@@ -2,16 +2,16 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Generator
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from drivetrain_data.errors import DataStateError
 from drivetrain_data.randomness.generators import KeyedDraws
 from drivetrain_data.randomness.permutation import hash_key
 from drivetrain_data.sampling.partition import step_plan
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.sources.batch_source import BatchSource, Mark, Reading
 from drivetrain_data.sources.shard_collate import CollatedStep, ShardCollate
@@ -43,32 +43,30 @@ class IterableSource(BatchSource):
         ValueError: The loader does not fit the sharding, or its ranks would read in different orders.
     """
 
-    def __init__(self, loader: DataLoader[Any], sharding: Sharding) -> None:
+    def __init__(self, loader: DataLoader[Any], sharding: DataSharding) -> None:
         sharding.check_interleaved("an iterable dataset is dealt out in turn")
         if loader.batch_size is None:
             sharding.check_unsplit("with batch_size=None there are no batches to split")
         size = None if loader.batch_size is None else sharding.size_on_each(loader.batch_size)
-        super().__init__(sharding, stride=(size or 1) * sharding.shard.count, batch_size=size)
-        dataset = cast("IterableDataset[Any]", loader.dataset)
-        self._dataset: Any = dataset
-        self._name = type(dataset).__name__
+        super().__init__(loader, sharding, stride=(size or 1) * sharding.shard.count, batch_size=size)
+        self._name = type(self.dataset).__name__
         self._check_seeded()
         self._num_workers = max(1, loader.num_workers)
         self._reads_here = loader.num_workers == 0
-        self._left_out = left_out_of_state(dataset, loader.num_workers)
+        self._left_out = left_out_of_state(self.dataset, loader.num_workers)
         self._reader = EpochReader(
-            dataset,
+            self.dataset,
             num_workers=loader.num_workers,
             stride=self.stride,
             persistent=loader.persistent_workers,
             trusted=self._left_out is None,
         )
-        snapshotter = Snapshotter(dataset if self._reads_here else None, trusted=self._left_out is None)
+        snapshotter = Snapshotter(self.dataset if self._reads_here else None, trusted=self._left_out is None)
         self._collate = ShardCollate(loader.collate_fn, size, sharding, snapshotter)
         self._generator = Generator()
         self._users_loader = loader
         self._loader = self._build()
-        self._own_draws = own_draws(dataset)
+        self._own_draws = own_draws(self.dataset)
         self._forget(epoch=0)
 
     @property
@@ -103,7 +101,7 @@ class IterableSource(BatchSource):
         Raises:
             TypeError: The number of steps is unknown: the dataset has no length, or several workers read it.
         """
-        num_samples = len(self._dataset)
+        num_samples = len(self.dataset)
         if self._num_workers > 1:
             raise TypeError(
                 f"the steps of a stream that {self._num_workers} workers read cannot be counted beforehand: only "
@@ -116,7 +114,7 @@ class IterableSource(BatchSource):
         """Return the values that must match those of a saved state."""
         return {
             "order": f"stream:{self._name}",
-            "num_positions": length_of(self._dataset),
+            "num_positions": length_of(self.dataset),
             "num_workers": self._num_workers,
         }
 
@@ -203,7 +201,7 @@ class IterableSource(BatchSource):
         Raises:
             ValueError: Several ranks read the stream.
         """
-        if not shuffles_unseeded(self._dataset):
+        if not shuffles_unseeded(self.dataset):
             return
         shard = self.sharding.shard
         if shard.count > 1 and not self.sharding.for_all:

@@ -11,7 +11,7 @@ from drivetrain_data.randomness.permutation import hash_key
 from drivetrain_data.randomness.worker_seeds import LoopSeededDataset, LoopSeedSampler
 from drivetrain_data.sampling.choose_sampler import step_sampler_of
 from drivetrain_data.sampling.samplers import ItemSampler
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import BatchSource, Reading
 from drivetrain_data.sources.torch_loader import rebuild
 from drivetrain_data.state.sampler_parts import length_of
@@ -25,16 +25,15 @@ class MapStyleSource(BatchSource):
         sharding: The division of the data.
     """
 
-    def __init__(self, loader: DataLoader[Any], sharding: Sharding) -> None:
+    def __init__(self, loader: DataLoader[Any], sharding: DataSharding) -> None:
         sampler = step_sampler_of(loader, sharding)
-        super().__init__(sampler.sharding, stride=sampler.stride, batch_size=sampler.batch_size)
+        super().__init__(loader, sampler.sharding, stride=sampler.stride, batch_size=sampler.batch_size)
         self._sampler = sampler
         self._order = sampler.order
-        self._dataset: Any = loader.dataset
-        self._num_samples = length_of(self._dataset)
+        self._num_samples = length_of(self.dataset)
         self._loop_seeds = LoopSeedSampler(sampler) if loader.persistent_workers else None
         self._generator = Generator()
-        dataset = self._dataset if self._loop_seeds is None else LoopSeededDataset(self._dataset)
+        dataset = self.dataset if self._loop_seeds is None else LoopSeededDataset(self.dataset)
         steps: Any = self._loop_seeds or sampler
         layout: dict[str, Any] = {"batch_sampler": steps}
         if isinstance(sampler, ItemSampler):
@@ -61,10 +60,10 @@ class MapStyleSource(BatchSource):
         Raises:
             ValueError: The length of the dataset has changed since the loader was sharded.
         """
-        if length_of(self._dataset) != self._num_samples:
+        if length_of(self.dataset) != self._num_samples:
             raise ValueError(
                 f"the dataset had {self._num_samples} samples when its loader was sharded, and has "
-                f"{length_of(self._dataset)} now: shard a new DataLoader over it"
+                f"{length_of(self.dataset)} now: shard a new DataLoader over it"
             )
         self._sampler.epoch, self._sampler.position = epoch, position
         # The seed does not depend on the program's draws, and includes the position so that workers do not repeat

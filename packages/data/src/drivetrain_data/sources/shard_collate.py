@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 
 from drivetrain_data.sampling.partition import tail_counts
-from drivetrain_data.sampling.sharding import Sharding
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import Mark
 from drivetrain_data.state.stream_state import PLACEHOLDER, Snapshotter
 
@@ -39,7 +39,7 @@ class ShardCollate:
         self,
         collate: Callable[[Any], Any],
         batch_size: int | None,
-        sharding: Sharding,
+        sharding: DataSharding,
         snapshotter: Snapshotter,
     ) -> None:
         self._collate = collate

@@ -1,4 +1,4 @@
-"""What users' samplers, streams and loaders have that can save their state."""
+"""The interface of users' samplers, streams and loaders that can save their state."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
