@@ -225,10 +225,10 @@ class ShardedLoader(Generic[Batch]):
         try:
             open_source = partial(source.open, self._epoch, self._position)
             readings = open_source() if self._dispatch is None else self._dispatch.dispatched(open_source)
-            for plan, batch, mark in readings if copies is None else copies.copied(readings):
+            for plan, batch, origin in readings if copies is None else copies.copied(readings):
                 self._position += plan.advance
-                if mark is not None:
-                    source.note_received(plan, mark)
+                if origin is not None:
+                    source.note_received(plan, origin)
                 self.current = plan
                 if activity is not None:
                     activity.push(self)
@@ -306,5 +306,5 @@ def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> Skipped
 
 def _fingerprint(dataset: Any) -> str | None:
     """Return a dataset's own fingerprint of its content, as Hugging Face datasets have, or None."""
-    mark = getattr(dataset, "_fingerprint", None)
-    return mark if isinstance(mark, str) else None
+    found = getattr(dataset, "_fingerprint", None)
+    return found if isinstance(found, str) else None

@@ -52,7 +52,7 @@ class BlockOrder(ComputedOrder):
         shuffled: Whether each block is read in a random order that changes with the epoch.
         function: The user's function that assigns samples to shards, where each block belongs to one shard; None for
             contiguous blocks.
-        tells: Whether to warn if a resume makes shards leave their blocks; set it on one rank only.
+        warns: Whether to warn if a resume makes shards leave their blocks; set it on one rank only.
 
     Raises:
         IndexRangeError: `function` returns an index that is not in the dataset.
@@ -67,7 +67,7 @@ class BlockOrder(ComputedOrder):
         seed: int,
         shuffled: bool,
         function: IndexFunction | None = None,
-        tells: bool = True,
+        warns: bool = True,
     ) -> None:
         kind = "blocks" if function is None else f"function:{_name(function)}"
         super().__init__(
@@ -76,7 +76,7 @@ class BlockOrder(ComputedOrder):
         self._num_blocks = num_blocks
         self._shuffled = shuffled
         self._function = function
-        self._tells = tells
+        self._warns = warns
         self._resumed: tuple[int, int] | None = None  # a resumed epoch and its original number of blocks
         self._permutation = lru_cache(maxsize=num_blocks)(Permutation)
         # The number of shards -> the checksum of the function's values.
@@ -132,7 +132,7 @@ class BlockOrder(ComputedOrder):
                 "the function inverse(index, num_shards) -> (position, shard index)"
             )
         self._check_values(num_blocks, state)
-        if num_blocks != self._num_blocks and self._tells:
+        if num_blocks != self._num_blocks and self._warns:
             logger.warning(
                 "epoch %d was begun with %d blocks of the data, and there are %d now: its rest is read by the old "
                 "blocks, so that shards leave theirs until the epoch ends",

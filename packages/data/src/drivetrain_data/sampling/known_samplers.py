@@ -78,7 +78,7 @@ def block_order_of(sampler: Any, sharding: DataSharding, num_samples: int | None
         seed=sharding.seed,
         shuffled=shuffled,
         function=sharding.strategy if callable(sharding.strategy) else None,
-        tells=sharding.shard.index == 0,
+        warns=sharding.shard.index == 0,
     )
 
 

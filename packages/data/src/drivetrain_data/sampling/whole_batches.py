@@ -1,4 +1,4 @@
-"""Batches that a user made, dealt out whole among the shards, or each split among them."""
+"""Batches that a user made, held out whole among the shards, or each split among them."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def cut_into_steps(batches: Iterator[Batch], length: int, even: UnevenPolicy) ->
             yield step
 
 
-def deal_out(step: list[Batch], first: Sequence[Batch], sharding: DataSharding) -> list[Batch]:
+def distribute(step: list[Batch], first: Sequence[Batch], sharding: DataSharding) -> list[Batch]:
     """Return the batch of each shard: those of a step, then repeats, from the first step if it is padded."""
     num_missing = sharding.shard.count - len(step)
     if sharding.even == "pad":
@@ -81,14 +81,14 @@ class WholeBatchSampler(StepSampler):
         for step, is_last in look_ahead(cut_into_steps(batches, self.stride, sharding.even)):
             first = first or step
             if sharding.split:
-                dealt, counts = _split(step[0], sharding.shard.count)
+                held, counts = _split(step[0], sharding.shard.count)
             else:
-                dealt = deal_out(step, first, sharding)
-                counts = [len(batch) for batch in step] + [0] * (len(dealt) - len(step))
-            sizes = [len(batch) for batch in dealt]
+                held = distribute(step, first, sharding)
+                counts = [len(batch) for batch in step] + [0] * (len(held) - len(step))
+            sizes = [len(batch) for batch in held]
             plans.append(plan_of_batches(counts, sizes, sharding, advance=len(step), is_last=is_last))
             for shard in sharding.readers(counts):
-                yield dealt[shard]
+                yield held[shard]
 
 
 def _split(batch: list[Any], count: int) -> tuple[list[list[Any]], list[int]]:

@@ -9,8 +9,8 @@ from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
 
 
-class Mark(NamedTuple):
-    """A note that travels with a step and comes back to the source once the loop has received the step.
+class StepOrigin(NamedTuple):
+    """The origin of a step, which travels with it and comes back to the source once the loop has received the step.
 
     Attributes:
         worker: The index of the worker that read the step; 0 without workers.
@@ -21,16 +21,16 @@ class Mark(NamedTuple):
     snapshot: Any = None
 
 
-# A step's plan, this rank's batch, and a mark if a resume needs more than the position. Where one rank reads for all,
-# the batch is a list of the batches of the shards that have their own, in shard order.
-Reading: TypeAlias = tuple[BatchPlan, Any, Mark | None]
+# A step's plan, this rank's batch, and an origin if a resume needs more than the position. Where one rank reads for
+# all, the batch is a list of the batches of the shards that have their own, in shard order.
+Reading: TypeAlias = tuple[BatchPlan, Any, StepOrigin | None]
 
 
 class BatchSource(ABC):
     """A base class of sources of a shard's batches and their plans. Every rank has one and makes the same calls.
 
     1. `open` starts an epoch at a position.
-    2. `note_received` follows each step that has a mark, once the loop has received the step.
+    2. `note_received` follows each step that has an origin, once the loop has received the step.
     3. `identity` and `extra_state` go into a saved state; `load_extra_state` loads the latter before the next `open`.
 
     Args:
@@ -101,5 +101,5 @@ class BatchSource(ABC):
             DataStateError: The state does not fit this source; the source is unchanged.
         """
 
-    def note_received(self, plan: BatchPlan, mark: Mark, /) -> None:  # noqa: B027 most positions say all
+    def note_received(self, plan: BatchPlan, origin: StepOrigin, /) -> None:  # noqa: B027 most positions say all
         """Record that the loop has received a step."""

@@ -12,8 +12,8 @@ from drivetrain_data._nested import leading_size, leading_sizes
 from drivetrain_data.randomness.generators import KeyedDraws, load_plain_states
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
-from drivetrain_data.sampling.whole_batches import cut_into_steps, deal_out, plan_of_batches
-from drivetrain_data.sources.batch_source import BatchSource, Mark, Reading
+from drivetrain_data.sampling.whole_batches import cut_into_steps, distribute, plan_of_batches
+from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
 from drivetrain_data.state.integrations import left_out_of_state
 from drivetrain_data.state.sampler_parts import prepare_sampler
 from drivetrain_data.state.stream_state import PositionedSnapshot, ReadPosition, Snapshotter
@@ -60,16 +60,16 @@ class ExternalSource(BatchSource):
             self._received = ReadPosition.beginning(epoch)
         steps = KeyedDraws(self.seed, epoch).around(self._steps_from(position))
         first: list[Any] = []
-        for (step, mark), is_last in look_ahead(steps):
+        for (step, origin), is_last in look_ahead(steps):
             first = first or step
-            dealt = deal_out(step, first, self.sharding)
-            counts, plan = self._plan(dealt, num_new=len(step), is_last=is_last)
-            batches = [dealt[shard] for shard in self.sharding.readers(counts)]
-            yield plan, batches if self.sharding.for_all else batches[0], mark
+            held = distribute(step, first, self.sharding)
+            counts, plan = self._plan(held, num_new=len(step), is_last=is_last)
+            batches = [held[shard] for shard in self.sharding.readers(counts)]
+            yield plan, batches if self.sharding.for_all else batches[0], origin
 
-    def note_received(self, plan: BatchPlan, mark: Mark) -> None:
+    def note_received(self, plan: BatchPlan, origin: StepOrigin) -> None:
         """Count the received batches, and keep the snapshot of the loader."""
-        self._received.receive(plan.advance, mark.worker, mark.snapshot)
+        self._received.receive(plan.advance, origin.worker, origin.snapshot)
 
     def length(self, _epoch: int) -> int:
         """Return the number of batches in an epoch.
@@ -94,11 +94,11 @@ class ExternalSource(BatchSource):
         if "stand" in state:
             self._received.snapshots = [PositionedSnapshot(**state["stand"])]
 
-    def _steps_from(self, position: int) -> Iterator[tuple[list[Any], Mark]]:
-        """Yield the batches of each step from a position on, and the mark that belongs to it."""
+    def _steps_from(self, position: int) -> Iterator[tuple[list[Any], StepOrigin]]:
+        """Yield the batches of each step from a position on, and its origin."""
         for step in cut_into_steps(self._batches_from(position), self.stride, self.sharding.even):
             # Take the snapshot now, because the next step is read before this one is yielded to the loop.
-            yield step, Mark(0, self._snapshotter.take())
+            yield step, StepOrigin(0, self._snapshotter.take())
 
     def _batches_from(self, position: int) -> Iterator[Any]:
         read = self._received
@@ -117,15 +117,15 @@ class ExternalSource(BatchSource):
             load_plain_states(last.snapshot["generators"])
         return islice(batches, position - last.received, None)
 
-    def _plan(self, dealt: list[Any], *, num_new: int, is_last: bool) -> tuple[list[int], BatchPlan]:
+    def _plan(self, held: list[Any], *, num_new: int, is_last: bool) -> tuple[list[int], BatchPlan]:
         """Return a step's real counts and plan, with sizes guessed from its batches."""
-        guessed = [leading_size(batch) for batch in dealt]
+        guessed = [leading_size(batch) for batch in held]
         sizes = [size for size in guessed if size is not None]
-        are_known = len(sizes) == len(dealt)
+        are_known = len(sizes) == len(held)
         if not are_known and self.stride > 1 and not self._has_warned:
             self._has_warned = True
-            self._warn_of_unknown_size(dealt[guessed.index(None)])
-        counts = [*(sizes if are_known else [1] * num_new)[:num_new], *[0] * (len(dealt) - num_new)]
+            self._warn_of_unknown_size(held[guessed.index(None)])
+        counts = [*(sizes if are_known else [1] * num_new)[:num_new], *[0] * (len(held) - num_new)]
         return counts, plan_of_batches(
             counts,
             sizes if are_known else None,

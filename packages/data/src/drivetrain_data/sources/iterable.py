@@ -13,7 +13,7 @@ from drivetrain_data.randomness.permutation import hash_key
 from drivetrain_data.sampling.partition import step_plan
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
-from drivetrain_data.sources.batch_source import BatchSource, Mark, Reading
+from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
 from drivetrain_data.sources.shard_collate import CollatedStep, ShardCollate
 from drivetrain_data.sources.torch_loader import rebuild
 from drivetrain_data.state.integrations import left_out_of_state, own_draws, shuffles_unseeded
@@ -89,11 +89,11 @@ class IterableSource(BatchSource):
         for step, is_last in look_ahead(steps):
             is_full = step.num_samples == self.stride and not is_last
             plan = full if is_full else self._plan(step.num_samples, is_last=is_last)
-            yield plan, step.batches if self.sharding.for_all else step.batches[0], step.mark
+            yield plan, step.batches if self.sharding.for_all else step.batches[0], step.origin
 
-    def note_received(self, plan: BatchPlan, mark: Mark) -> None:
+    def note_received(self, plan: BatchPlan, origin: StepOrigin) -> None:
         """Count the samples received from a worker, and keep the snapshot of its dataset."""
-        self._received.receive(plan.advance, mark.worker, mark.snapshot)
+        self._received.receive(plan.advance, origin.worker, origin.snapshot)
 
     def length(self, _epoch: int) -> int:
         """Return the number of samples in an epoch.

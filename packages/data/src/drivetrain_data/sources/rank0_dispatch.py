@@ -17,7 +17,7 @@ import torch.distributed as dist
 from drivetrain_data.errors import DispatchError
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.batch_source import Mark, Reading
+from drivetrain_data.sources.batch_source import Reading, StepOrigin
 from drivetrain_data.transport.channel import open_channel
 from drivetrain_data.transport.message import Incoming, Layout, Outgoing, SeparatedBatch, take_apart
 
@@ -92,7 +92,7 @@ class Rank0Dispatch:
         except DispatchError:  # a receiving rank has exited, so there is no one to send an error to
             raise
         except (Exception, SystemExit):  # reading or packing failed: send the traceback to all ranks
-            self._tell(traceback.format_exc())
+            self._send_note(traceback.format_exc())
             raise
 
     def _sent_steps(self, readings: Iterator[Reading]) -> Generator[Reading]:
@@ -105,8 +105,8 @@ class Rank0Dispatch:
                     group = self._post(next(groups, []))
                 except (Exception, SystemExit) as raised:  # noqa: BLE001 raised below, after the steps before it
                     error = raised
-            for (plan, batches, mark), _ in held:
-                yield plan, batches[min(self._shard.index, len(batches) - 1)], mark
+            for (plan, batches, origin), _ in held:
+                yield plan, batches[min(self._shard.index, len(batches) - 1)], origin
             if error is not None:
                 raise error
             if not self._read_ahead:
@@ -141,9 +141,9 @@ class Rank0Dispatch:
 
     def _post(self, group: list[_Read]) -> list[_Read]:
         if not group:
-            self._tell(None)
+            self._send_note(None)
             return group
-        tags = [_NO_WORKER if mark is None else mark.worker for (_, _, mark), _ in group]
+        tags = [_NO_WORKER if origin is None else origin.worker for (_, _, origin), _ in group]
         layouts = group[0].layouts
         known = _same_layouts(layouts, self._sent)
         self._sent = layouts
@@ -156,7 +156,7 @@ class Rank0Dispatch:
         self._channel.send([by_slot[slot] for slot in slots], complete=not self._read_ahead)
         return group
 
-    def _tell(self, note: str | None) -> None:
+    def _send_note(self, note: str | None) -> None:
         self._sent = []
         message = Outgoing([take_apart(note, ())], [_NO_WORKER], loop=self._loop, with_layout=True)
         self._channel.send([message] * (len(self._shards) - 1), complete=not self._read_ahead)
@@ -180,7 +180,7 @@ class Rank0Dispatch:
             if self._read_ahead:
                 self._channel.expect()
             for step, tag in enumerate(message.tags):
-                yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else Mark(tag)
+                yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else StepOrigin(tag)
 
     def _for_this_shard(self, layout: Layout) -> Layout:
         plan = layout.note

@@ -7,7 +7,7 @@ from torch.utils.data import get_worker_info
 
 from drivetrain_data.sampling.partition import tail_counts
 from drivetrain_data.sampling.sharding import DataSharding
-from drivetrain_data.sources.batch_source import Mark
+from drivetrain_data.sources.batch_source import StepOrigin
 from drivetrain_data.state.stream_state import PLACEHOLDER, Snapshotter
 
 
@@ -16,12 +16,12 @@ class CollatedStep(NamedTuple):
 
     Attributes:
         num_samples: The number of samples read for all shards; 0 if a worker skips its turn.
-        mark: The worker that read the samples, and occasionally the state of its dataset after them.
+        origin: The worker that read the samples, and occasionally the state of its dataset after them.
         batches: A list of this shard's batch, or of the batches of all shards that have their own.
     """
 
     num_samples: int
-    mark: Mark
+    origin: StepOrigin
     batches: list[Any]
 
 
@@ -52,7 +52,7 @@ class ShardCollate:
         info = get_worker_info()
         worker = info.id if info else 0
         if samples[0] is PLACEHOLDER:
-            return CollatedStep(0, Mark(worker), [])
+            return CollatedStep(0, StepOrigin(worker), [])
         size, even = self._batch_size or 1, self._sharding.even
         counts = tail_counts(len(samples), self._sharding.shard.count, size, even)
         batches: list[Any] = []
@@ -64,4 +64,4 @@ class ShardCollate:
                 chosen = samples[begin : begin + counts[shard]] or samples[-1:]
             batches.append(self._collate(chosen[0] if self._batch_size is None else chosen))
         # Take the snapshot last, since collating may draw from the generators too.
-        return CollatedStep(len(samples), Mark(worker, self._snapshotter.take()), batches)
+        return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches)

@@ -157,7 +157,7 @@ class EpochReader:
         """Set what the next loop reads. Called before its workers start, or continue with another epoch."""
         self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, epoch
         self._start = start or ReadPosition.beginning(epoch, self._num_workers)
-        self._tell_epoch(epoch)
+        self._set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -179,7 +179,7 @@ class EpochReader:
             stream.load_state_dict(deepcopy(self._first_state))
         self._has_moved = True
         seed, epoch = self._seed_and_epoch.tolist()
-        self._tell_epoch(epoch)
+        self._set_epoch(epoch)
         if isinstance(stream, IterDataPipe):
             _prepare_pipe(stream, hash_key(seed, epoch))
         if worker is not None:  # without workers, the source swaps the generators around each read
@@ -188,7 +188,7 @@ class EpochReader:
             stream.load_state_dict(deepcopy(last.snapshot["reader"]))
             load_plain_states(last.snapshot["generators"])
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def _set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch` before workers start, and in each worker that does not know the epoch yet.
 
         Workers of Hugging Face datasets share the epoch set here; setting it again in a worker would change it and
