@@ -223,6 +223,7 @@ class ShardedLoader(Generic[Batch]):
         if num_skipped:
             self._position = source.position_after(self._position, num_skipped)
         try:
+            source.move_to(self._epoch, self._position)
             open_source = partial(source.open, self._epoch, self._position)
             readings = open_source() if self._dispatch is None else self._dispatch.dispatched(open_source)
             for plan, batch, origin in readings if copies is None else copies.copied(readings):

@@ -29,7 +29,7 @@ Reading: TypeAlias = tuple[BatchPlan, Any, StepOrigin | None]
 class BatchSource(ABC):
     """A base class of sources of a shard's batches and their plans. Every rank has one and makes the same calls.
 
-    1. `open` starts an epoch at a position.
+    1. `move_to` chooses an epoch and a position, on all ranks; `open` reads from there, on those that read.
     2. `note_received` follows each step that has an origin, once the loop has received the step.
     3. `identity` and `extra_state` go into a saved state; `load_extra_state` loads the latter before the next `open`.
 
@@ -60,6 +60,9 @@ class BatchSource(ABC):
     @abstractmethod
     def order_source(self) -> str:
         """The origin of the order, as a phrase for users."""
+
+    def move_to(self, epoch: int, position: int, /) -> None:  # noqa: B027 most positions say all
+        """Move to the position that the loop starts from. Called on all ranks, also if one reads for all."""
 
     @abstractmethod
     def open(self, epoch: int, position: int) -> Iterator[Reading]:

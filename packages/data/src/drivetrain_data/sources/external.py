@@ -51,13 +51,15 @@ class ExternalSource(BatchSource):
             f"the batches of {self._name}, dealt out in turn; it must yield the same on every rank that reads"
         )
 
+    def move_to(self, epoch: int, position: int) -> None:
+        """Move to a position; snapshots of another epoch are of no use there."""
+        self._received.move_to(epoch, position)
+
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch from a position on, one step ahead, since only the loader knows when it ends."""
         prepare_sampler(self._loader, self.seed, epoch)
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(epoch)
-        if not position or epoch != self._received.epoch:
-            self._received = ReadPosition.beginning(epoch)
         steps = KeyedDraws(self.seed, epoch).around(self._steps_from(position))
         first: list[Any] = []
         for (step, origin), is_last in look_ahead(steps):
@@ -102,7 +104,6 @@ class ExternalSource(BatchSource):
 
     def _batches_from(self, position: int) -> Iterator[Any]:
         read = self._received
-        read.move_to(position)
         if not position:
             return iter(self._loader)
         if self.sharding.is_first_reader:

@@ -66,8 +66,8 @@ class IterableSource(BatchSource):
         self._generator = Generator()
         self._users_loader = loader
         self._loader = self._build()
-        self._own_draws = own_draws(self.dataset)
-        self._forget(epoch=0)
+        self._own_draws = self._saved_draws = own_draws(self.dataset)
+        self._received = ReadPosition.beginning(0, self._num_workers)
 
     @property
     def order_source(self) -> str:
@@ -78,6 +78,12 @@ class IterableSource(BatchSource):
             f"the order in which {self._name} yields; each rank reads all of it and keeps its part, so that it must "
             "yield the same on every rank"
         )
+
+    def move_to(self, epoch: int, position: int) -> None:
+        """Move to a position; what was saved of another epoch is of no use there."""
+        if not position or epoch != self._received.epoch:
+            self._saved_draws = self._own_draws
+        self._received.move_to(epoch, position)
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch from a position on, one step ahead, since only the dataset knows when it ends."""
@@ -134,17 +140,12 @@ class IterableSource(BatchSource):
 
     def load_extra_state(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Load the saved state of each worker."""
-        self._forget(epoch)
-        read = self._received
+        self._received = read = ReadPosition.beginning(epoch, self._num_workers)
         read.received = list(state.get("received", read.received))
         read.next_worker = state.get("next_worker", 0)
         if "stands" in state:
             read.snapshots = [None if it is None else PositionedSnapshot(**it) for it in state["stands"]]
         self._saved_draws = state.get("own_draws", self._own_draws)
-
-    def _forget(self, epoch: int) -> None:
-        self._received = ReadPosition.beginning(epoch, self._num_workers)
-        self._saved_draws = self._own_draws
 
     def _build(self) -> DataLoader[Any]:
         return rebuild(
@@ -163,19 +164,15 @@ class IterableSource(BatchSource):
         )
 
     def _steps_from(self, epoch: int, position: int) -> Iterator[CollatedStep]:
-        if position == 0 or epoch != self._received.epoch:
-            self._forget(epoch)
         if position == 0:
             self._reader.begin(self.seed, epoch)
             return iter(self._loader)
-        read = self._received
-        read.move_to(position)
         self._check_known(position)
         if self.sharding.is_first_reader:
-            read.warn_if_read_again(
+            self._received.warn_if_read_again(
                 position, "sample", of="a stream", reader=self._name, left_out=self._left_out
             )
-        self._reader.begin(self.seed, epoch, read.copy())
+        self._reader.begin(self.seed, epoch, self._received.copy())
         # Persistent workers have started already and cannot take a new start: build a loader with workers of its own.
         return iter(self._build())
 

@@ -62,8 +62,12 @@ class ReadPosition:
         """Return a position that stays as it is while this one moves."""
         return ReadPosition(self.epoch, list(self.received), list(self.snapshots), self.next_worker)
 
-    def move_to(self, position: int) -> None:
-        """Move to another position of the epoch, which is known only of a single reader."""
+    def move_to(self, epoch: int, position: int) -> None:
+        """Move to the beginning of an epoch or, with a single reader, to any position."""
+        if not position or epoch != self.epoch:
+            self.epoch, self.next_worker = epoch, 0
+            self.received = [0] * len(self.received)
+            self.snapshots = [None] * len(self.snapshots)
         if len(self.received) == 1:
             self.received = [position]
             # Drop a snapshot beyond the position: the epoch may have been read further before.
