@@ -12,7 +12,7 @@ from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import BatchSource
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
-from drivetrain_data.state.loader_state import check_state, make_state
+from drivetrain_data.state.loader_state import STATE_FORMAT, check_state
 
 Batch = TypeVar("Batch")
 
@@ -178,14 +178,15 @@ class ShardedLoader(Generic[Batch]):
             position, extra = self._stepped, self._stepped_extra
         else:
             extra = self._source.extra_state(epoch, position)
-        return make_state(
-            epoch=epoch,
-            position=position,
-            seed=self._source.seed,
-            identity=self._source.identity(),
-            fingerprint=_fingerprint(self.dataset),
-            extra=extra,
-        )
+        return {
+            "format": STATE_FORMAT,
+            "epoch": epoch,
+            "position": position,
+            "seed": self._source.seed,
+            "identity": dict(self._source.identity()),
+            "fingerprint": _fingerprint(self.dataset),
+            "extra": dict(extra),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a position: the next loop continues with the first sample that was not received.

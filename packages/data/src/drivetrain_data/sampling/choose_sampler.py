@@ -7,9 +7,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain_data.sampling.drawn_order import DrawnBatches
+from drivetrain_data.sampling.drawn_order import DrawnBatches, IndexOrder
 from drivetrain_data.sampling.known_samplers import block_order_of, check_undivided, order_of
-from drivetrain_data.sampling.order import SampleOrder
 from drivetrain_data.sampling.partition import num_steps
 from drivetrain_data.sampling.samplers import ItemSampler, OrderSampler, StepSampler
 from drivetrain_data.sampling.sharding import DataSharding
@@ -54,7 +53,7 @@ def step_sampler_of(loader: DataLoader[Any], sharding: DataSharding) -> StepSamp
     return chosen
 
 
-def _order(sampler: Any, sharding: DataSharding, num_samples: int | None) -> SampleOrder:
+def _order(sampler: Any, sharding: DataSharding, num_samples: int | None) -> IndexOrder:
     if sharding.strategy == "interleaved":
         return order_of(sampler, sharding, num_samples)
     if sharding.for_all:

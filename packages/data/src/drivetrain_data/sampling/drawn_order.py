@@ -8,7 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from torch.utils.data import WeightedRandomSampler
@@ -16,7 +16,7 @@ from torch.utils.data import WeightedRandomSampler
 from drivetrain_data.randomness.generators import KeyedDraws
 from drivetrain_data.randomness.permutation import Positions
 from drivetrain_data.sampling.indices import as_indices, checksum_of
-from drivetrain_data.sampling.order import SampleOrder
+from drivetrain_data.sampling.order import ComputedOrder
 from drivetrain_data.sampling.sampler_order import Drawn, SamplerOrder
 
 _BATCHES_AT_ONCE = 64  # so that generators are swapped seldom
@@ -32,7 +32,7 @@ class _Epoch(NamedTuple):
     state: dict[str, Any]  # built once because extra_state is called at every step
 
 
-class DrawnOrder(SamplerOrder, SampleOrder):
+class DrawnOrder(SamplerOrder):
     """An order of samples drawn by a sampler with a length. A whole epoch is drawn as it starts."""
 
     kind = "drawn"
@@ -86,6 +86,10 @@ class DrawnOrder(SamplerOrder, SampleOrder):
             state = self._state(epoch, summary)
             self._drawn = _Epoch(self.seed, epoch, drawn, summary, state)
         return self._drawn
+
+
+# An order of samples, which can be read at any position.
+IndexOrder: TypeAlias = ComputedOrder | DrawnOrder
 
 
 class DrawnBatches(SamplerOrder):

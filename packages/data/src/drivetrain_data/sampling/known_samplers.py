@@ -7,12 +7,11 @@ import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from drivetrain_data.sampling.block_shuffle import BlockOrder
-from drivetrain_data.sampling.drawn_order import DrawnOrder
+from drivetrain_data.sampling.drawn_order import DrawnOrder, IndexOrder
 from drivetrain_data.sampling.indices import as_indices, outside_of
 from drivetrain_data.sampling.order import (
     ComputedOrder,
     ReplacementOrder,
-    SampleOrder,
     SequentialOrder,
     ShuffledOrder,
     SubsetOrder,
@@ -22,7 +21,7 @@ from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.state.sampler_parts import parts_of
 
 
-def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> SampleOrder:
+def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> IndexOrder:
     """Return the order that replaces a sampler: a computed order for known samplers, else what the sampler draws.
 
     Args:

@@ -40,6 +40,13 @@ class Order(ABC):
     def identity(self) -> dict[str, Any]:
         """Return the values, besides the name, that must match those of a saved position."""
 
+    def begin(self, epoch: int, /) -> None:  # noqa: B027 only what is drawn whole has something to prepare
+        """Prepare an epoch as a loop starts. Called on all ranks."""
+
+    def num_blocks(self, _epoch: int, /) -> int:
+        """Return the number of blocks of data that the positions of an epoch cycle through."""
+        return 1
+
     def extra_state(self, _epoch: int, _position: int, /) -> dict[str, Any]:
         """Return what a state must hold besides the epoch and the position: nothing, for most orders."""
         return {}
@@ -52,22 +59,7 @@ class Order(ABC):
         """
 
 
-class SampleOrder(Order):
-    """A base class of orders of samples, which can be read at any position."""
-
-    @abstractmethod
-    def take(self, epoch: int, positions: Positions, /) -> list[Any]:
-        """Return the dataset indices or keys at positions in [0, length)."""
-
-    def begin(self, epoch: int, /) -> None:
-        """Prepare an epoch as a loop starts. Called on all ranks."""
-
-    def num_blocks(self, _epoch: int, /) -> int:
-        """Return the number of blocks of data that the positions of an epoch cycle through."""
-        return 1
-
-
-class ComputedOrder(SampleOrder):
+class ComputedOrder(Order):
     """A base class of orders whose sample at a position is computed.
 
     Args:
@@ -100,6 +92,10 @@ class ComputedOrder(SampleOrder):
         """Return the values that describe what the order was built from."""
         found = {"num_positions": self.num_positions}
         return found if self._built_from is None else {**found, "built_from": self._built_from}
+
+    @abstractmethod
+    def take(self, epoch: int, positions: Positions, /) -> list[Any]:
+        """Return the indices of the samples at positions in [0, length)."""
 
     def first_outside(self, num_samples: int) -> int | None:
         """Return an index of the order that a dataset of `num_samples` does not have; None if it has all of them."""

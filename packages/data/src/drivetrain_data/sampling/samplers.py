@@ -10,7 +10,8 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from drivetrain_data.sampling.block_shuffle import BlockShuffledOrder
-from drivetrain_data.sampling.order import Order, SampleOrder, ShuffledOrder
+from drivetrain_data.sampling.drawn_order import IndexOrder
+from drivetrain_data.sampling.order import Order, ShuffledOrder
 from drivetrain_data.sampling.partition import Partition
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
@@ -101,9 +102,9 @@ class StepSampler(ABC):
 class OrderSampler(StepSampler):
     """A sampler that cuts an order of samples into batches by a partition."""
 
-    order: SampleOrder
+    order: IndexOrder
 
-    def __init__(self, order: SampleOrder, batch_size: int, sharding: DataSharding) -> None:
+    def __init__(self, order: IndexOrder, batch_size: int, sharding: DataSharding) -> None:
         super().__init__(order, sharding, stride=batch_size * sharding.shard.count, batch_size=batch_size)
         self._size = batch_size
 
@@ -152,7 +153,7 @@ class OrderSampler(StepSampler):
 class ItemSampler(OrderSampler):
     """A sampler of single indices of an order, for datasets that are read without batching (batch_size=None)."""
 
-    def __init__(self, order: SampleOrder, sharding: DataSharding) -> None:
+    def __init__(self, order: IndexOrder, sharding: DataSharding) -> None:
         super().__init__(order, 1, sharding)
         self.batch_size = None
 
