@@ -87,7 +87,7 @@ class ExternalSource(BatchSource):
 
     def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
         """Return the loader's own state, if it has one; else the position suffices, if the loader repeats itself."""
-        (last,) = self._received.snapshots
+        (last,) = self._received.snapshots  # a snapshot is called a stand in state format 1
         return {"stand": last._asdict()} if position and last is not None else {}
 
     def load_extra_state(self, epoch: int, state: Mapping[str, Any]) -> None:

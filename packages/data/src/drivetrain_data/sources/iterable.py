@@ -132,7 +132,7 @@ class IterableSource(BatchSource):
         snapshots = self._received.snapshots
         if self._num_workers > 1:
             found.update(received=list(self._received.received), next_worker=self._received.next_worker)
-        if any(snapshots):
+        if any(snapshots):  # which are called stands in state format 1
             found["stands"] = [None if it is None else it._asdict() for it in snapshots]
         if self._saved_draws is not None:
             found["own_draws"] = self._saved_draws
