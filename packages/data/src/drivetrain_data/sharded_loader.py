@@ -49,7 +49,7 @@ def shard_loader(
         loader: A DataLoader, or any iterable of batches that has a `dataset`, or `state_dict` and `load_state_dict`.
         shard: The shard that this rank reads.
         device: The device to copy batches to; None leaves them on the CPU.
-        even: The treatment of an epoch's tail: "uneven" repeats no sample, "pad" fills it with repeats, "drop" drops it.
+        even: The treatment of a tail: "uneven" repeats no sample, "pad" fills it with repeats, "drop" drops it.
         strategy: The assignment of samples to shards: "interleaved", "block" or "node" (a contiguous block for each
             shard or node), or a function of (position, shard) that returns an index.
         num_nodes: The number of nodes, required for "node"; each node has equally many consecutive shards.
