@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from drivetrain_data import BatchPlan, Shard, shard_loader
 from drivetrain_data.device_prefetch import DeviceCopies
-from drivetrain_data.sources.base import Reading
+from drivetrain_data.sources.batch_source import Reading
 
 META = torch.device("meta")  # has no streams, and copies nothing
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from drivetrain_data.randomness.generators import KeyedDraws, load_plain_states, plain_states
-from drivetrain_data.state.sampler_generators import seed_own_generators
+from drivetrain_data.state.sampler_parts import seed_own_generators
 
 
 def draw() -> tuple[float, float, float]:

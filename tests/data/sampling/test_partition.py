@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from drivetrain_data import Partition, UnevenPolicy
 from drivetrain_data.sampling.partition import balanced
+from drivetrain_data.sampling.partition import num_steps as count_steps
 
 evens = st.sampled_from(get_args(UnevenPolicy))
 
@@ -156,3 +157,10 @@ def test_a_step_or_shard_that_is_not_there_is_refused(step: int, shard: int) -> 
     partition = Partition(start=0, stop=8, num_shards=2, batch_size=2, even="uneven")
     with pytest.raises(IndexError, match=r"of 2 steps, 2 shards"):
         partition.positions(step, shard)
+
+
+@given(partitions())
+def test_steps_are_counted_without_a_partition(partition: Partition) -> None:
+    left = partition.stop - partition.start
+    assert count_steps(left, partition.stride, partition.even) == partition.num_steps
+    assert count_steps(-1, partition.stride, partition.even) == 0

@@ -1,20 +1,358 @@
+"""Samplers of users: generators seeded, draws remembered, and what cannot come again refused."""
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
-from drivetrain_data import IndexRangeError
-from drivetrain_data.sampling.sampler_order import DrawnOrder
+from drivetrain_data import DataStateError, Shard, ShardedLoader, shard_loader, skip_first_batches
+from drivetrain_data.state.sampler_copy import copy_of
 
-
-def whole(order: DrawnOrder) -> list[object]:
-    return order.take(0, np.arange(order.length(0)))
-
-
-def test_a_drawn_order_is_named_after_its_sampler() -> None:
-    assert DrawnOrder([0], seed=0, size=1).name == "drawn:list"
+LENGTH = 20
 
 
-def test_keys_that_are_no_integers_are_handed_on() -> None:
-    order = DrawnOrder(["b", "a"], seed=0, size=None)
-    assert whole(order) == ["b", "a"]
-    with pytest.raises(IndexRangeError, match="gave index 2"):
-        whole(DrawnOrder([2], seed=0, size=2))
+class Counting(Sampler[int]):
+    """Counts its epochs itself."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(LENGTH))
+        random.Random(self.epoch).shuffle(order)
+        self.epoch += 1
+        return iter(order)
+
+
+class Reshuffling(Counting):
+    """Shuffles what the epoch before left."""
+
+    def __init__(self) -> None:
+        self.order = list(range(LENGTH))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(list(self.order))
+
+
+class InDict(Counting):
+    def __init__(self) -> None:
+        self.held = {"generator": torch.Generator(), "others": [np.random.default_rng()]}
+
+    def __iter__(self) -> Iterator[int]:
+        first = torch.randperm(LENGTH, generator=self.held["generator"])
+        return iter(first[self.held["others"][0].permutation(LENGTH)].tolist())
+
+
+class Inside(Counting):
+    def __init__(self) -> None:
+        self.inner = RandomSampler(range(LENGTH), generator=torch.Generator())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+
+class Slotted:
+    __slots__ = ("generator",)
+
+    def __init__(self) -> None:
+        self.generator = random.Random()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.sample(range(LENGTH), LENGTH))
+
+
+class SetsAndDraws(Counting):
+    """Draws when it is told the epoch."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.order = list(range(LENGTH))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(LENGTH, generator=self.generator).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class Entropy(Counting):
+    """Draws from what nobody can seed."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(LENGTH).tolist())
+
+
+class Pairs(Sampler[list[int]]):
+    def __init__(self, sampler: Any) -> None:
+        self.inside = sampler
+        if hasattr(sampler, "set_epoch"):
+            self.set_epoch = sampler.set_epoch
+
+    def __len__(self) -> int:
+        return LENGTH // 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.inside)
+        return iter([order[i : i + 2] for i in range(0, LENGTH, 2)])
+
+
+def build(make: Callable[[], Any], *, batches: bool, length: int = LENGTH) -> Any:
+    arguments = {"batch_sampler": Pairs(make())} if batches else {"sampler": make(), "batch_size": 2}
+    return shard_loader(DataLoader(torch.arange(length), **arguments), Shard(0, 1))
+
+
+def read(loader: Any, num_steps: int) -> list[int]:
+    found: list[int] = []
+    for number, batch in enumerate(loader, 1):
+        found += batch.tolist()
+        if number == num_steps:
+            break
+    return found
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("make", [Counting, Reshuffling, InDict, Inside, Slotted, SetsAndDraws])
+@pytest.mark.parametrize("epoch", [0, 1, 3])
+def test_a_sampler_goes_on_in_its_order_in_a_fresh_process(make, batches: bool, epoch: int) -> None:
+    whole = build(make, batches=batches)
+    epochs = [read(whole, 10) if number < epoch else read(whole, 99) for number in range(epoch + 2)]
+    assert all(sorted(one) == list(range(LENGTH)) for one in epochs)
+    assert len({str(one) for one in epochs}) == len(epochs)
+    for stop in (0, 3, 10):
+        first = build(make, batches=batches)
+        for number in range(epoch):
+            assert read(first, 99) == epochs[number]
+        assert read(first, stop) if stop else True
+        states = [first.state_dict()]
+        fresh = build(make, batches=batches)
+        fresh.load_state_dict(states[0])
+        assert fresh.state_dict() == states[0]
+        assert read(fresh, 99) == epochs[epoch][2 * stop :]
+        again = fresh.state_dict()
+        assert read(fresh, 99) == epochs[epoch + 1]
+        later = build(make, batches=batches)
+        later.load_state_dict(again)
+        assert read(later, 99) == epochs[epoch + 1]
+        # In the process that has read on, too.
+        fresh.load_state_dict(states[0])
+        assert read(fresh, 99) == epochs[epoch][2 * stop :]
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_an_order_that_does_not_come_again_is_refused(batches: bool) -> None:
+    first = build(Entropy, batches=batches)
+    read(first, 3)
+    fresh = build(Entropy, batches=batches)
+    fresh.load_state_dict(first.state_dict())
+    with pytest.raises(DataStateError, match=r"drew another order of epoch 0 than in the run that was saved"):
+        next(iter(fresh))
+
+
+def test_the_plan_says_that_epochs_are_drawn_again() -> None:
+    loader = build(Counting, batches=False)
+    list(loader)
+    assert "drawn on every rank after all epochs before it, since reading changes it" in loader.order_source
+    assert loader.state_dict()["extra"] == {"read": [[0, 1]]}
+    pure = build(Inside, batches=False)
+    list(pure)
+    assert "after all epochs" not in pure.order_source
+    assert pure.state_dict()["extra"] == {}
+
+
+def test_a_sampler_is_not_drawn_before_it_is_read() -> None:
+    sampler = Counting()
+    loader = shard_loader(DataLoader(range(LENGTH), sampler=sampler, batch_size=2), Shard(0, 2), even="drop")
+    assert len(loader) == 5
+    loader.state_dict()
+    assert sampler.epoch == 0
+
+
+def test_generators_of_the_program_are_left_alone() -> None:
+    class Global(Counting):
+        def __init__(self) -> None:
+            self.generator = torch.default_generator
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(LENGTH, generator=self.generator).tolist())
+
+    before = torch.get_rng_state()
+    loader = build(Global, batches=False)
+    assert read(loader, 99) != read(loader, 99)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_two_generators_of_a_sampler_draw_apart() -> None:
+    class Two(Counting):
+        def __init__(self) -> None:
+            self.inner = [RandomSampler(range(10), generator=torch.Generator()) for _ in range(2)]
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([*self.inner[0], *(10 + index for index in self.inner[1])])
+
+    drawn = read(build(Two, batches=False), 99)
+    assert [index + 10 for index in drawn[:10]] != drawn[10:]
+
+
+class Shrinking(Sampler[int]):
+    """Gives a sample fewer each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return LENGTH - self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+def test_a_length_that_depends_on_the_epoch_is_that_of_the_epoch() -> None:
+    def make() -> Any:
+        return shard_loader(DataLoader(range(LENGTH), sampler=Shrinking(), batch_size=1), Shard(0, 1))
+
+    loader = make()
+    assert len(loader) == 20
+    loader.set_epoch(3)
+    assert len(loader) == 17
+    assert len(read(loader, 5)) == 5
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    assert read(again, 99) == list(range(5, 17))
+    assert read(again, 99) == list(range(16))
+
+
+@pytest.mark.parametrize("weights", [[2.0] * 19 + [1.0], [1.0] * 20])
+def test_other_weights_are_refused_and_the_same_are_not(weights: list[float]) -> None:
+    def make(weights: list[float]) -> Any:
+        return build(lambda: WeightedRandomSampler(weights, LENGTH), batches=False)
+
+    first = make([1.0] * 20)
+    read(first, 3)
+    if weights == [1.0] * 20:
+        make(weights).load_state_dict(first.state_dict())
+        return
+    with pytest.raises(DataStateError, match="built from other indices, weights or lengths"):
+        make(weights).load_state_dict(first.state_dict())
+
+
+class Placed:
+    """Batches of one, of which the sampler itself keeps the place, and says it if it is `stateful`."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.place < 100:
+            self.place += 1
+            yield [self.place - 1]
+        self.place = 0
+
+
+class StatefulPlaced(Placed):
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("kind", [Placed, StatefulPlaced])
+def test_a_batch_sampler_that_keeps_its_place_begins_anew_after_a_loop_that_was_left(
+    kind: type[Placed],
+) -> None:
+    def make() -> ShardedLoader[torch.Tensor]:
+        return shard_loader(DataLoader(torch.arange(100), batch_sampler=kind()), Shard(0, 1))  # pyright: ignore[reportArgumentType]
+
+    loader = make()
+    for number, _ in enumerate(loader):
+        if number == 3:
+            break
+    begun = [int(batch) for batch in islice(loader, 10)]
+    assert begun == list(range(10))
+    rest = make()
+    rest.load_state_dict(loader.state_dict())
+    assert [int(batch) for batch in rest] == list(range(10, 100))
+
+
+class Told:
+    """Batches of one in an order of the epoch that it is told, looked at as late as possible."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 200
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(200):
+            yield [(number + 50 * self.epoch) % 200]
+
+
+def test_lengths_that_are_asked_for_in_a_loop_leave_its_order_as_it_is() -> None:
+    loader = shard_loader(DataLoader(torch.arange(200), batch_sampler=Told()), Shard(0, 1))  # pyright: ignore[reportArgumentType]
+    rest = skip_first_batches(loader, 5)
+    read: list[int] = []
+    for batch in rest:
+        read.append(int(batch))
+        assert len(rest) == 195
+        assert loader.num_left() == len(loader) == 200
+    assert read == list(range(5, 200))
+
+
+class LongInPlace(Sampler[int]):
+    """Shuffles its own long list, again and again, and holds data in another."""
+
+    def __init__(self) -> None:
+        self.order = list(range(2000))
+        self.data = [torch.zeros(1) for _ in range(2000)]
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+def test_a_long_order_that_is_shuffled_in_place_comes_again_and_data_is_not_copied() -> None:
+    def make() -> ShardedLoader[torch.Tensor]:
+        return shard_loader(DataLoader(torch.arange(2000), batch_size=50, sampler=LongInPlace()), Shard(0, 1))  # pyright: ignore[reportArgumentType]
+
+    loader = make()
+    for _ in loader:
+        pass
+    begun = [batch.tolist() for batch in islice(loader, 3)]
+    rest = make()
+    rest.load_state_dict(loader.state_dict())
+    assert sorted(i for batch in [*begun, *(batch.tolist() for batch in rest)] for i in batch) == list(
+        range(2000)
+    )
+    sampler = LongInPlace()
+    copy = copy_of(sampler)
+    assert copy is not None
+    assert len(copy.content) < 20_000
+    data, order = sampler.data, list(sampler.order)
+    sampler.order.reverse()
+    copy.restore()
+    assert sampler.data is data
+    assert sampler.order == order

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain_data import Shard, shard_loader
 from drivetrain_data.sampling.partition import step_plan
+from drivetrain_data.sampling.step_info import look_ahead
 
 TAIL = step_plan(5, 4, 3, "uneven", shard=0, is_last=True)
 PADDED = step_plan(5, 4, 3, "pad", shard=0, is_last=True)
@@ -105,3 +106,13 @@ class Listed:
 def test_a_shard_that_is_none_has_no_weight(shard: Any) -> None:
     with pytest.raises(ValueError, match=r"with 4 shards they are 0 to 3"):
         TAIL.weight(shard)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_step_is_known_to_be_the_last_once_one_more_was_asked_for(num_steps: int) -> None:
+    read: list[int] = []
+    steps = (read.append(number) or number for number in range(num_steps))
+    for number, is_last in look_ahead(steps):
+        assert is_last == (number == num_steps - 1)
+        assert len(read) == min(num_steps, number + 2)
+    assert len(read) == num_steps

@@ -1,5 +1,6 @@
 import logging
 import random
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
-from drivetrain_data import Shard, ShardedLoader, shard_loader, trim
+from drivetrain_data import Shard, ShardedLoader, shard_loader, skip_first_batches, trim
 
 
 class Ready:
@@ -131,6 +132,23 @@ def test_what_a_loader_draws_is_the_same_on_every_rank_and_after_a_resume(
     again = stepped(resumed)  # the next epoch
     assert sorted(again) == sorted(whole)
     assert again != whole
+
+
+class Slow(Standing):
+    """Takes long enough over a batch for a second snapshot, after it."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(super().__iter__()):
+            if number == 4:
+                time.sleep(0.6)
+            yield batch
+
+
+def test_batches_skipped_in_a_later_epoch_are_found_without_the_states_of_an_earlier_one() -> None:
+    epochs = [[batch.tolist() for batch in loader] for loader in [shard_loader(Standing(), Shard(0, 1))] * 2]
+    loader = shard_loader(Slow(), Shard(0, 1))
+    assert [batch.tolist() for batch in loader] == epochs[0]
+    assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == epochs[1][2:]
 
 
 def test_what_the_program_draws_is_not_felt_by_a_loader_nor_the_other_way_round() -> None:

@@ -304,7 +304,7 @@ def test_a_dispatched_loader_goes_on_and_skips(run_ranks, workers: int) -> None:
     assert len(results[0][1]) + len(results[1][1]) == 22
 
 
-def shared_streams_of_workers() -> tuple[list[int], Any]:
+def shared_streams_of_workers(num_epochs: int) -> tuple[list[int], Any]:
     class Shared(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             info = torch.utils.data.get_worker_info()
@@ -314,6 +314,8 @@ def shared_streams_of_workers() -> tuple[list[int], Any]:
         return dispatched(DataLoader(Shared(), batch_size=2, num_workers=2))
 
     part = loader()
+    for _ in range(num_epochs):
+        list(part)
     seen: list[int] = []
     for number, batch in enumerate(part):
         seen += batch[: part.current.real_counts[dist.get_rank()]].tolist()
@@ -327,8 +329,9 @@ def shared_streams_of_workers() -> tuple[list[int], Any]:
     return seen, state
 
 
-def test_every_rank_knows_where_each_worker_stands(run_ranks) -> None:
-    (one, state), (other, same) = run_ranks(shared_streams_of_workers)
+@pytest.mark.parametrize("num_epochs", [0, 1])
+def test_every_rank_knows_where_each_worker_stands(run_ranks, num_epochs: int) -> None:
+    (one, state), (other, same) = run_ranks(shared_streams_of_workers, num_epochs)
     assert state == same
     assert sum(state["extra"]["received"]) == state["position"] == 20
     assert sorted(one + other) == list(range(41))

@@ -9,7 +9,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain_data import Shard, shard_loader, skip_first_batches
-from drivetrain_data.state.stream_state import EpochReader, EpochStream, Snapshots, Stand, Start
+from drivetrain_data.state.stream_state import (
+    EpochReader,
+    EpochStream,
+    PositionedSnapshot,
+    ReadPosition,
+    Snapshotter,
+)
 from stateful_stream import Standing
 
 
@@ -66,15 +72,15 @@ def test_a_dataset_without_a_state_gives_none() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
-    assert Snapshots(Plain()).take() is None
-    assert Snapshots(Standing(3)).take() is not None
+    assert Snapshotter(Plain()).take() is None
+    assert Snapshotter(Standing(3)).take() is not None
 
 
-def test_a_stream_is_begun_at_its_stand() -> None:
+def test_a_stream_is_begun_at_its_snapshot() -> None:
     stream = Standing(10)
     reader = EpochReader(stream, num_workers=0, stride=1, persistent=False, trusted=True)
-    snapshot = {"reader": {"number": 4}, "generators": Snapshots(stream).take()["generators"]}
-    reader.begin(0, 0, Start((6,), (Stand(4, snapshot),)))
+    snapshot = {"reader": {"number": 4}, "generators": Snapshotter(stream).take()["generators"]}
+    reader.begin(0, 0, ReadPosition(0, [6], [PositionedSnapshot(4, snapshot)]))
     assert [int(sample[0]) for sample in EpochStream(reader)] == [6, 7, 8, 9]
     assert stream.asked == [4, 5, 6, 7, 8, 9]
     reader.begin(0, 1)

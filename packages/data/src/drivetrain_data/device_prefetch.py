@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from drivetrain_data._nested import Nested, map_leaves, to_device
-from drivetrain_data.sources.base import Reading
+from drivetrain_data.sources.batch_source import Reading
 
 
 class _Copied(NamedTuple):
@@ -62,11 +62,11 @@ class DeviceCopies:
             yield self._arrived(ahead.popleft())
 
     def _start(self, reading: Reading) -> _Copied:
-        plan, batch, mark = reading
+        plan, batch, origin = reading
         with nullcontext() if self._stream is None else self._stream:
             batch = to_device(batch, self._device, non_blocking=self._non_blocking)
         done = None if self._stream is None else self._stream.record_event()
-        return _Copied((plan, batch, mark), done)
+        return _Copied((plan, batch, origin), done)
 
     def _arrived(self, copied: _Copied) -> Reading:
         """Make the loop's stream wait for the copy, and keep the memory until that stream has finished with it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
@@ -9,8 +10,9 @@ from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.base import BatchSource
-from drivetrain_data.state.loader_state import check_state, make_state
+from drivetrain_data.sources.batch_source import BatchSource
+from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
+from drivetrain_data.state.loader_state import STATE_FORMAT, check_state
 
 Batch = TypeVar("Batch")
 
@@ -23,9 +25,7 @@ class ShardedLoader(Generic[Batch]):
 
     Args:
         source: The source of the batches.
-        dataset: The dataset of the user's loader.
-        shard: The shard that this loader reads.
-        batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
+        dispatch: The stage that hands every rank its batches, if the source reads for all; None if each rank reads.
         copies: The prefetcher that copies batches to the device; None leaves batches where they are.
         activity: The stack of active loaders to update for every batch.
         on_batch: A callback to call for every batch.
@@ -43,20 +43,19 @@ class ShardedLoader(Generic[Batch]):
         self,
         source: BatchSource,
         *,
-        dataset: Any,
-        shard: Shard,
-        batch_size: int | None,
+        dispatch: Rank0Dispatch | None,
         copies: DeviceCopies | None,
         activity: LoaderTracker | None,
         on_batch: Callable[[], None] | None,
         seed_source: str = "",
     ) -> None:
-        self.dataset = dataset
-        self.shard = shard
-        self.batch_size = batch_size
+        self.dataset: Any = source.dataset
+        self.shard: Shard = source.sharding.shard
+        self.batch_size = source.batch_size
         self.current: BatchPlan | None = None
         self.seed_source = seed_source
         self._source = source
+        self._dispatch = dispatch
         self._copies = copies
         self._activity = activity
         self._on_batch = on_batch
@@ -81,7 +80,8 @@ class ShardedLoader(Generic[Batch]):
     @property
     def order_source(self) -> str:
         """The origin of the order, as a phrase for users."""
-        return self._source.order_source
+        order_source = self._source.order_source
+        return order_source if self._dispatch is None else self._dispatch.describe(order_source)
 
     @property
     def total_batch_size(self) -> int | None:
@@ -178,14 +178,15 @@ class ShardedLoader(Generic[Batch]):
             position, extra = self._stepped, self._stepped_extra
         else:
             extra = self._source.extra_state(epoch, position)
-        return make_state(
-            epoch=epoch,
-            position=position,
-            seed=self._source.seed,
-            identity=self._source.identity(),
-            fingerprint=_fingerprint(self.dataset),
-            extra=extra,
-        )
+        return {
+            "format": STATE_FORMAT,
+            "epoch": epoch,
+            "position": position,
+            "seed": self._source.seed,
+            "identity": dict(self._source.identity()),
+            "fingerprint": _fingerprint(self.dataset),
+            "extra": dict(extra),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a position: the next loop continues with the first sample that was not received.
@@ -194,7 +195,7 @@ class ShardedLoader(Generic[Batch]):
             DataStateError: The state belongs to other data or another order, or its format is newer.
         """
         check_state(state, identity=self._source.identity(), fingerprint=_fingerprint(self.dataset))
-        self._source.take_up(state["epoch"], state["extra"])
+        self._source.load_extra_state(state["epoch"], state["extra"])
         self._source.seed = state["seed"]
         self.seed_source = "the loader state that was loaded"
         self._start(state["epoch"], position=state["position"])
@@ -221,13 +222,15 @@ class ShardedLoader(Generic[Batch]):
         self._newest = this = object()
         source, activity, on_batch, copies = self._source, self._activity, self._on_batch, self._copies
         if num_skipped:
-            self._position = source.position_after(self._epoch, self._position, num_skipped)
+            self._position = source.position_after(self._position, num_skipped)
         try:
-            readings = source.open(self._epoch, self._position)
-            for plan, batch, mark in readings if copies is None else copies.copied(readings):
+            source.move_to(self._epoch, self._position)
+            open_source = partial(source.open, self._epoch, self._position)
+            readings = open_source() if self._dispatch is None else self._dispatch.dispatched(open_source)
+            for plan, batch, origin in readings if copies is None else copies.copied(readings):
                 self._position += plan.advance
-                if mark is not None:
-                    source.note_received(plan, mark)
+                if origin is not None:
+                    source.note_received(plan, origin)
                 self.current = plan
                 if activity is not None:
                     activity.push(self)
@@ -305,5 +308,5 @@ def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> Skipped
 
 def _fingerprint(dataset: Any) -> str | None:
     """Return a dataset's own fingerprint of its content, as Hugging Face datasets have, or None."""
-    mark = getattr(dataset, "_fingerprint", None)
-    return mark if isinstance(mark, str) else None
+    found = getattr(dataset, "_fingerprint", None)
+    return found if isinstance(found, str) else None

@@ -1,19 +1,16 @@
 """Draw a loader's seed from the generators that the user gave to the loader or its sampler."""
 
-import random
 from collections.abc import Iterator
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from drivetrain_data.randomness.generator_kinds import draw_seed
 from drivetrain_data.randomness.permutation import hash_key
+from drivetrain_data.sampling.known_samplers import is_torchs_distributed
 from drivetrain_data.sampling.samplers import PermutationSampler
-from drivetrain_data.sampling.torch_samplers import is_torchs_distributed
-from drivetrain_data.state.sampler_generators import own_generators
-
-_SEED_BITS = 63
+from drivetrain_data.state.sampler_parts import own_generators
 
 
 def own_seed(loader: Any) -> int | None:
@@ -37,7 +34,7 @@ def own_seed(loader: Any) -> int | None:
     generators = list(_generators(reader, loader))
     if not generators:
         return None
-    drawn = [_draw(generator) for generator in generators]
+    drawn = [draw_seed(generator) for generator in generators]
     return drawn[0] if len(drawn) == 1 else hash_key(*drawn) >> 1
 
 
@@ -67,7 +64,7 @@ def _fixed_seed(reader: Any) -> int | None:
     if type(reader) is PermutationSampler:
         return reader.seed
     if isinstance(reader, DistributedSampler) and is_torchs_distributed(reader):
-        return (reader.seed % 2**_SEED_BITS) or None
+        return (reader.seed % 2**63) or None
     return None
 
 
@@ -78,22 +75,3 @@ def _generators(reader: Any, loader: Any) -> Iterator[Any]:
     if not found and isinstance(own, torch.Generator) and own is not torch.default_generator:
         found = [own]
     return iter(found)
-
-
-def _draw(generator: Any) -> int:
-    if isinstance(generator, torch.Generator):
-        return _draw_from_torch(generator)
-    if isinstance(generator, np.random.Generator):
-        return int(generator.integers(2**_SEED_BITS))
-    if isinstance(generator, np.random.RandomState):
-        return int(generator.randint(2**_SEED_BITS - 1, dtype=np.int64))
-    assert isinstance(generator, random.Random)
-    return generator.getrandbits(_SEED_BITS)
-
-
-def _draw_from_torch(generator: torch.Generator) -> int:
-    seed = generator.initial_seed()
-    fresh = torch.Generator(device=generator.device).manual_seed(seed)
-    undrawn = torch.equal(fresh.get_state(), generator.get_state())
-    drawn = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator).item()
-    return (seed if undrawn else int(drawn)) % 2**_SEED_BITS

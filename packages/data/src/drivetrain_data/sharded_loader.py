@@ -11,12 +11,16 @@ from drivetrain_data.active_loaders import LoaderTracker
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.loader import ShardedLoader
 from drivetrain_data.sampling.block_shuffle import IndexFunction
-from drivetrain_data.sampling.torch_samplers import check_undivided
+from drivetrain_data.sampling.known_samplers import check_undivided
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.settings import DataSettings, ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.base import BatchSource
-from drivetrain_data.sources.build import ReadPlan, is_stock, source_of
-from drivetrain_data.sources.rank0_dispatch import DispatchSource
+from drivetrain_data.sources.batch_source import BatchSource
+from drivetrain_data.sources.external import ExternalSource
+from drivetrain_data.sources.iterable import IterableSource
+from drivetrain_data.sources.map_style import MapStyleSource
+from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
+from drivetrain_data.sources.torch_loader import is_stock
 from drivetrain_data.state.integrations import check_undivided_stream
 
 
@@ -45,8 +49,7 @@ def shard_loader(
         loader: A DataLoader, or any iterable of batches that has a `dataset`, or `state_dict` and `load_state_dict`.
         shard: The shard that this rank reads.
         device: The device to copy batches to; None leaves them on the CPU.
-        even: The treatment of an epoch's tail: "uneven" distributes it without counting a sample twice, "pad" fills
-            all shards with repeats, "drop" drops it.
+        even: The treatment of a tail: "uneven" repeats no sample, "pad" fills it with repeats, "drop" drops it.
         strategy: The assignment of samples to shards: "interleaved", "block" or "node" (a contiguous block for each
             shard or node), or a function of (position, shard) that returns an index.
         num_nodes: The number of nodes, required for "node"; each node has equally many consecutive shards.
@@ -65,21 +68,45 @@ def shard_loader(
         TypeError, ValueError: The object is not a loader, or the settings do not fit it; the message says why.
     """
     _check(loader, shard, even, seed, copy_ahead)
-    tail = "drop" if getattr(loader, "drop_last", False) else even
-    for_all = _is_dispatched(loader, shard, dispatch, group)
-    num_blocks = _num_blocks(strategy, shard, num_nodes)
-    plan = ReadPlan(shard, tail, split_batches, strategy, num_blocks, seed, for_all, group)
-    source, batch_size = source_of(loader, plan)
-    return ShardedLoader(
-        _handed_out(source, plan, group, device, read_ahead) if plan.for_all else source,
-        dataset=getattr(loader, "dataset", None),
+    sharding = DataSharding(
         shard=shard,
-        batch_size=batch_size,
-        copies=_copies(device, non_blocking, copy_ahead),
-        activity=activity,
-        on_batch=on_batch,
-        seed_source=seed_source,
+        even="drop" if getattr(loader, "drop_last", False) else even,
+        split=split_batches,
+        strategy=strategy,
+        num_blocks=_num_blocks(strategy, shard, num_nodes),
+        seed=seed,
+        for_all=_is_dispatched(loader, shard, dispatch, group),
+        group=group,
     )
+    source = _source_of(loader, sharding)
+    stage = _dispatch(sharding, device, read_ahead=read_ahead)
+    copies = _copies(device, non_blocking, copy_ahead)
+    return ShardedLoader(
+        source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
+    )
+
+
+def _source_of(loader: Any, sharding: DataSharding) -> BatchSource:
+    """Return the source of a loader's batches."""
+    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if is_iterable:
+        check_undivided_stream(loader.dataset, alone=sharding.shard.count == 1 and not sharding.for_all)
+    if not is_stock(loader):
+        for name in ("sampler", "batch_sampler"):
+            check_undivided(getattr(loader, name, None))
+        return ExternalSource(loader, sharding)
+    return IterableSource(loader, sharding) if is_iterable else MapStyleSource(loader, sharding)
+
+
+def _dispatch(
+    sharding: DataSharding, device: torch.device | str | None, *, read_ahead: bool
+) -> Rank0Dispatch | None:
+    """Return the stage that hands every rank its batches; None if each rank reads for itself."""
+    if not sharding.for_all:
+        return None
+    assert sharding.group is not None
+    place = None if device is None else torch.device(device)
+    return Rank0Dispatch(sharding.group, sharding.shard, device=place, read_ahead=read_ahead)
 
 
 def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
@@ -121,19 +148,6 @@ def _is_dispatched(loader: Any, shard: Shard, dispatch: bool | None, group: dist
     by_index = is_stock(loader) and not isinstance(loader.dataset, IterableDataset)
     shared = group is not None and dist.get_world_size(group) > 1
     return shared and (not by_index if dispatch is None else dispatch)
-
-
-def _handed_out(
-    source: BatchSource,
-    plan: ReadPlan,
-    group: dist.ProcessGroup | None,
-    device: torch.device | str | None,
-    read_ahead: bool,
-) -> BatchSource:
-    """Return a source that distributes what the group's first rank reads to all of its ranks."""
-    assert group is not None
-    place = None if device is None else torch.device(device)
-    return DispatchSource(source, group=group, shard=plan.shard, device=place, read_ahead=read_ahead)
 
 
 def _check(loader: Any, shard: Shard, even: UnevenPolicy, seed: int, copy_ahead: int) -> None:

@@ -2,15 +2,17 @@
 
 import base64
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from drivetrain_data.randomness.permutation import hash_key
+
+T = TypeVar("T")
 
 
 class _States(NamedTuple):
@@ -45,6 +47,16 @@ class KeyedDraws:
         finally:
             self._states = _capture()
             _restore(outside)
+
+    def around(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield items, each read with the keyed generators in place of the global ones."""
+        end = object()
+        while True:
+            with self.active():
+                item = next(items, end)
+            if item is end:
+                return
+            yield item  # pyright: ignore[reportReturnType]
 
 
 def seed_global_generators(seed: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from drivetrain_data.dataset_proxy import DatasetProxy
 from drivetrain_data.randomness.generators import seed_global_generators
 from drivetrain_data.randomness.permutation import hash_key
 
@@ -46,55 +47,42 @@ class LoopSeedSampler(Sampler[Any]):
             yield loop, wanted
 
 
-class LoopSeededDataset(Dataset[Any]):
-    """A wrapper of a dataset that reseeds its worker at the first indices of each loop.
-
-    All other attributes are those of the dataset.
+class LoopSeededDataset(DatasetProxy, Dataset[Any]):
+    """A proxy of a dataset that reseeds its worker at the first indices of each loop.
 
     Args:
-        dataset: The dataset to wrap.
+        dataset: The dataset to read.
     """
 
+    _drivetrain_loop: int
+
     def __init__(self, dataset: Any) -> None:
-        # Bypasses __setattr__, which writes to the dataset.
-        self.__dict__.update({_DATASET: dataset, _LOOP: 0})
+        super().__init__(dataset, _drivetrain_loop=0)
 
     def __len__(self) -> int:
-        return len(self.__dict__[_DATASET])
+        return len(self._drivetrain_dataset)
 
     def __getitem__(self, sent: Any) -> Any:
         if not (isinstance(sent, tuple) and sent and isinstance(sent[0], Loop)):
-            return self.__dict__[_DATASET][sent]  # a plain index, for example from worker_init_fn
+            return self._drivetrain_dataset[sent]  # a plain index, for example from worker_init_fn
         loop, index = sent
         self._seed_for(loop)
-        return self.__dict__[_DATASET][index]
+        return self._drivetrain_dataset[index]
 
     def __getitems__(self, sent: tuple[Loop, list[Any]]) -> list[Any]:
         """Return the samples of a batch."""
         loop, indices = sent
         self._seed_for(loop)
-        dataset = self.__dict__[_DATASET]
+        dataset = self._drivetrain_dataset
         if getattr(dataset, "__getitems__", None):
             return dataset.__getitems__(indices)
         return [dataset[index] for index in indices]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__[_DATASET], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__[_DATASET], name, value)
-
     def __reduce__(self) -> tuple[type["LoopSeededDataset"], tuple[Any]]:
-        return LoopSeededDataset, (self.__dict__[_DATASET],)
+        return LoopSeededDataset, (self._drivetrain_dataset,)
 
     def _seed_for(self, loop: Loop) -> None:
-        if self.__dict__[_LOOP] != loop.number:
-            self.__dict__[_LOOP] = loop.number
+        if self._drivetrain_loop != loop.number:
+            vars(self)["_drivetrain_loop"] = loop.number
             info = get_worker_info()
             seed_global_generators(hash_key(loop.seed, info.id if info else 0))
-
-
-_DATASET = "_drivetrain_dataset"  # attribute names that no dataset uses
-_LOOP = "_drivetrain_loop"

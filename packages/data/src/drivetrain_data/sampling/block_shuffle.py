@@ -10,6 +10,7 @@ import numpy as np
 
 from drivetrain_data.errors import DataStateError, IndexRangeError
 from drivetrain_data.randomness.permutation import ORDER_VERSION, Permutation, Positions, hash_key
+from drivetrain_data.sampling.order import ComputedOrder
 from drivetrain_data.shard import Shard
 
 _CHECKED_WHOLE = 2**20  # up to this many samples, a function is checked at every position
@@ -38,7 +39,7 @@ class InvertibleIndexFunction(IndexFunction, Protocol):
         ...
 
 
-class BlockOrder:
+class BlockOrder(ComputedOrder):
     """An order that cycles through blocks of the data, each in its own order.
 
     Position p is number p // num_blocks of block p % num_blocks, so that the samples read are a prefix of the order.
@@ -51,7 +52,7 @@ class BlockOrder:
         shuffled: Whether each block is read in a random order that changes with the epoch.
         function: The user's function that assigns samples to shards, where each block belongs to one shard; None for
             contiguous blocks.
-        tells: Whether to warn if a resume makes shards leave their blocks; set it on one rank only.
+        warns: Whether to warn if a resume makes shards leave their blocks; set it on one rank only.
 
     Raises:
         IndexRangeError: `function` returns an index that is not in the dataset.
@@ -66,24 +67,20 @@ class BlockOrder:
         seed: int,
         shuffled: bool,
         function: IndexFunction | None = None,
-        tells: bool = True,
+        warns: bool = True,
     ) -> None:
-        self.size = size
-        self.seed = seed
+        kind = "blocks" if function is None else f"function:{_name(function)}"
+        super().__init__(
+            f"{kind}, {'shuffled' if shuffled else 'sequential'}/{ORDER_VERSION}", size, seed=seed
+        )
         self._num_blocks = num_blocks
         self._shuffled = shuffled
         self._function = function
-        self._tells = tells
+        self._warns = warns
         self._resumed: tuple[int, int] | None = None  # a resumed epoch and its original number of blocks
         self._permutation = lru_cache(maxsize=num_blocks)(Permutation)
         # The number of shards -> the checksum of the function's values.
         self._checksums = {} if function is None else {num_blocks: check_function(function, size, num_blocks)}
-
-    @property
-    def name(self) -> str:
-        """The name of the order in a saved position."""
-        kind = "blocks" if self._function is None else f"function:{_name(self._function)}"
-        return f"{kind}, {'shuffled' if self._shuffled else 'sequential'}/{ORDER_VERSION}"
 
     @property
     def source(self) -> str:
@@ -101,14 +98,6 @@ class BlockOrder:
     def num_blocks(self, epoch: int) -> int:
         """Return the number of blocks of an epoch; a resumed epoch keeps the number it was begun with."""
         return self._resumed[1] if self._resumed and self._resumed[0] == epoch else self._num_blocks
-
-    def length(self, _epoch: int) -> int:
-        """Return the number of positions in an epoch."""
-        return self.size
-
-    def identity(self) -> dict[str, Any]:
-        """Return the values that describe what the order was built from."""
-        return {"num_positions": self.size}
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
@@ -128,7 +117,7 @@ class BlockOrder:
         found = {"num_blocks": num_blocks}
         return {**found, "function": self._checksums[num_blocks]} if self._function is not None else found
 
-    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+    def load_extra_state(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Resume an epoch with the number of blocks that it was begun with.
 
         Raises:
@@ -143,7 +132,7 @@ class BlockOrder:
                 "the function inverse(index, num_shards) -> (position, shard index)"
             )
         self._check_values(num_blocks, state)
-        if num_blocks != self._num_blocks and self._tells:
+        if num_blocks != self._num_blocks and self._warns:
             logger.warning(
                 "epoch %d was begun with %d blocks of the data, and there are %d now: its rest is read by the old "
                 "blocks, so that shards leave theirs until the epoch ends",
@@ -245,7 +234,7 @@ def _values(function: IndexFunction, positions: Positions, shard: Shard, size: i
     return np.asarray(given, dtype=np.int64)
 
 
-class BlockShuffledOrder:
+class BlockShuffledOrder(ComputedOrder):
     """An order of shuffled runs of neighbouring samples, each shuffled within, which keeps random access local.
 
     If the last run is shorter, it too gets a random place among the others.
@@ -259,39 +248,25 @@ class BlockShuffledOrder:
     def __init__(self, size: int, block_size: int, *, seed: int) -> None:
         if block_size < 1:
             raise ValueError(f"block_size={block_size!r}: a block holds at least 1 sample")
-        self.size = size
-        self.block_size = block_size
-        self.seed = seed
+        super().__init__(f"shuffled in blocks of {block_size}/{ORDER_VERSION}", size, seed=seed)
+        self._block_size = block_size
         self._blocks = lru_cache(maxsize=2)(Permutation)
-
-    @property
-    def name(self) -> str:
-        """The name of the order in a saved position."""
-        return f"shuffled in blocks of {self.block_size}/{ORDER_VERSION}"
 
     @property
     def source(self) -> str:
         """The origin of the order, as a phrase for users."""
         return (
-            f"blocks of {self.block_size} neighbours, shuffled and each shuffled within: permutation {ORDER_VERSION} "
-            f"keyed by (seed {self.seed}, epoch)"
+            f"blocks of {self._block_size} neighbours, shuffled and each shuffled within: permutation "
+            f"{ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
         )
-
-    def length(self, _epoch: int) -> int:
-        """Return the number of positions in an epoch."""
-        return self.size
-
-    def identity(self) -> dict[str, Any]:
-        """Return the values that describe what the order was built from."""
-        return {"num_positions": self.size}
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
-        num_whole, rest = divmod(self.size, self.block_size)
-        short_at = hash_key(self.seed, epoch, 1) % (num_whole + 1) * self.block_size
+        num_whole, rest = divmod(self.size, self._block_size)
+        short_at = hash_key(self.seed, epoch, 1) % (num_whole + 1) * self._block_size
         in_short = (positions >= short_at) & (positions < short_at + rest)
         whole = np.where(positions < short_at, positions, positions - rest)
-        places, within = np.divmod(whole, self.block_size)
+        places, within = np.divmod(whole, self._block_size)
         blocks = np.full_like(positions, num_whole)  # the short run
         if num_whole:
             blocks[~in_short] = self._blocks(num_whole, self.seed, epoch, 0).at(places[~in_short])
@@ -299,9 +274,9 @@ class BlockShuffledOrder:
         taken = np.empty_like(positions)
         for block in np.unique(blocks).tolist():
             chosen = blocks == block
-            length = rest if block == num_whole else self.block_size
+            length = rest if block == num_whole else self._block_size
             inside = Permutation(length, self.seed, epoch, 2, block).at(within[chosen])
-            taken[chosen] = inside + block * self.block_size
+            taken[chosen] = inside + block * self._block_size
         return taken.tolist()
 
 

@@ -1,12 +1,13 @@
 """The order of an epoch: the sample at each position, the same on every rank.
 
-An order depends only on the epoch and on the values it was built from. It is independent of ranks, workers and batch
-sizes, so any of these may change in the middle of an epoch.
+A computed order depends only on the epoch and on the values it was built from. It is independent of ranks, workers
+and batch sizes, so any of these may change in the middle of an epoch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -14,104 +15,74 @@ from drivetrain_data.randomness.permutation import ORDER_VERSION, Permutation, P
 from drivetrain_data.sampling.indices import checksum_of
 
 
-class Order(Protocol):
-    """An order of samples for every epoch."""
+class Order(ABC):
+    """A base class of orders: the samples, or the batches, of every epoch.
+
+    Args:
+        name: The name and version of the order in a saved position; a different name means a different order.
+        seed: The seed from which, with the epoch, every order is derived; loading a state sets the saved seed.
+    """
+
+    def __init__(self, name: str, *, seed: int) -> None:
+        self.name = name
+        self.seed = seed
 
     @property
-    def seed(self) -> int:
-        """The seed of the order of every epoch; loading a state sets the saved seed."""
-        ...
-
-    @seed.setter
-    def seed(self, seed: int) -> None: ...
-
-    @property
-    def name(self) -> str:
-        """The name and version of the order in a saved position; a different name means a different order."""
-        ...
-
-    @property
+    @abstractmethod
     def source(self) -> str:
         """The origin of the order, as a phrase for users."""
-        ...
 
+    @abstractmethod
     def length(self, epoch: int, /) -> int:
         """Return the number of positions in an epoch."""
-        ...
 
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return the values, besides the name, that must match those of a saved position."""
-        ...
 
-    def take(self, epoch: int, positions: Positions, /) -> list[Any]:
-        """Return the dataset indices or keys at positions in [0, length)."""
-        ...
+    def begin(self, epoch: int, /) -> None:  # noqa: B027 only what is drawn whole has something to prepare
+        """Prepare an epoch as a loop starts. Called on all ranks."""
 
+    def num_blocks(self, _epoch: int, /) -> int:
+        """Return the number of blocks of data that the positions of an epoch cycle through."""
+        return 1
 
-@runtime_checkable
-class Resumable(Protocol):
-    """An order, or a sampler of a user's batches, whose state is more than the position."""
+    def extra_state(self, _epoch: int, _position: int, /) -> dict[str, Any]:
+        """Return what a state must hold besides the epoch and the position: nothing, for most orders."""
+        return {}
 
-    def extra_state(self, epoch: int, position: int, /) -> dict[str, Any]:
-        """Return what a state must hold besides the epoch and the position."""
-        ...
-
-    def resume(self, epoch: int, state: Mapping[str, Any], /) -> None:
-        """Resume an epoch from a saved state.
+    def load_extra_state(self, epoch: int, state: Mapping[str, Any], /) -> None:  # noqa: B027 most have none
+        """Load what `extra_state` returned in an epoch.
 
         Raises:
             DataStateError: The state does not fit this order.
         """
-        ...
 
 
-class SequentialOrder:
-    """The dataset's own order."""
-
-    name = "sequential"
-    source = "the dataset's own order"
-
-    def __init__(self, size: int, *, seed: int) -> None:
-        self.size = size
-        self.seed = seed  # seeds the workers only; the order does not depend on it
-
-    def length(self, _epoch: int) -> int:
-        """Return the number of positions in an epoch."""
-        return self.size
-
-    def identity(self) -> dict[str, Any]:
-        """Return the values that describe what the order was built from."""
-        return {"num_positions": self.size}
-
-    def take(self, _epoch: int, positions: Positions) -> list[int]:
-        """Return the positions unchanged."""
-        return positions.tolist()
-
-
-class ShuffledOrder:
-    """An order of every sample once, keyed and random; beyond the dataset's size, another permutation follows.
+class ComputedOrder(Order):
+    """A base class of orders whose sample at a position is computed.
 
     Args:
-        size: The number of samples in the dataset.
+        name: The name and version of the order in a saved position.
+        size: The number of samples to choose from.
         seed: The seed from which, with the epoch, every order is derived.
-        num_positions: The number of positions in an epoch; `size` by default.
+        num_positions: The number of positions in every epoch; `size` by default.
+        built_from: A value that the samples depend on besides, compared with that of a saved position; None for none.
     """
 
-    def __init__(self, size: int, *, seed: int, num_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        *,
+        seed: int,
+        num_positions: int | None = None,
+        built_from: int | None = None,
+    ) -> None:
+        super().__init__(name, seed=seed)
         self.size = size
-        self.seed = seed
         self.num_positions = size if num_positions is None else num_positions
-        self._permutation = lru_cache(maxsize=2)(Permutation)
-
-    @property
-    def name(self) -> str:
-        """The name of the order in a saved position."""
-        return f"shuffled/{ORDER_VERSION}"
-
-    @property
-    def source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        return f"shuffled: permutation {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
+        self._built_from = built_from
 
     def length(self, _epoch: int) -> int:
         """Return the number of positions in an epoch."""
@@ -119,7 +90,46 @@ class ShuffledOrder:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that describe what the order was built from."""
-        return {"num_positions": self.num_positions, "built_from": self.size}
+        found = {"num_positions": self.num_positions}
+        return found if self._built_from is None else {**found, "built_from": self._built_from}
+
+    @abstractmethod
+    def take(self, epoch: int, positions: Positions, /) -> list[Any]:
+        """Return the indices of the samples at positions in [0, length)."""
+
+    def first_outside(self, num_samples: int) -> int | None:
+        """Return an index of the order that a dataset of `num_samples` does not have; None if it has all of them."""
+        return self.size - 1 if self.size > num_samples else None
+
+
+class SequentialOrder(ComputedOrder):
+    """The dataset's own order; the seed is that of the workers alone."""
+
+    def __init__(self, size: int, *, seed: int) -> None:
+        super().__init__("sequential", size, seed=seed)
+
+    @property
+    def source(self) -> str:
+        """The origin of the order, as a phrase for users."""
+        return "the dataset's own order"
+
+    def take(self, _epoch: int, positions: Positions) -> list[int]:
+        """Return the positions unchanged."""
+        return positions.tolist()
+
+
+class ShuffledOrder(ComputedOrder):
+    """An order of every sample once, keyed and random; beyond the dataset's size, another permutation follows."""
+
+    def __init__(self, size: int, *, seed: int, num_positions: int | None = None) -> None:
+        name = f"shuffled/{ORDER_VERSION}"
+        super().__init__(name, size, seed=seed, num_positions=num_positions, built_from=size)
+        self._permutation = lru_cache(maxsize=2)(Permutation)
+
+    @property
+    def source(self) -> str:
+        """The origin of the order, as a phrase for users."""
+        return f"shuffled: permutation {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
@@ -134,83 +144,43 @@ class ShuffledOrder:
         return taken.tolist()
 
 
-class ReplacementOrder:
-    """An order of samples drawn with replacement, independently at each position.
+class SubsetOrder(ShuffledOrder):
+    """A shuffled subset of the samples, those at the given indices."""
 
-    Args:
-        size: The number of samples in the dataset; the bias of a draw is below size / 2**64.
-        seed: The seed from which, with the epoch, every order is derived.
-        num_positions: The number of positions in an epoch.
-    """
-
-    def __init__(self, size: int, *, seed: int, num_positions: int) -> None:
-        self.size = size
-        self.seed = seed
-        self.num_positions = num_positions
+    def __init__(self, indices: Sequence[int] | Positions, *, seed: int) -> None:
+        super().__init__(len(indices), seed=seed)
+        self._indices = np.asarray(indices, dtype=np.int64)
+        self._built_from = checksum_of(self._indices)
+        self.name = f"subset-{self.name}"
 
     @property
-    def name(self) -> str:
-        """The name of the order in a saved position."""
-        return f"replacement/{ORDER_VERSION}"
+    def source(self) -> str:
+        """The origin of the order, as a phrase for users."""
+        return f"a subset of {len(self._indices)} samples, {super().source}"
+
+    def take(self, epoch: int, positions: Positions) -> list[int]:
+        """Return the indices of the samples at the given positions."""
+        return self._indices[np.asarray(super().take(epoch, positions), dtype=np.int64)].tolist()
+
+    def first_outside(self, num_samples: int) -> int | None:
+        """Return an index that a dataset does not have; a negative one is a mistake, or may come twice."""
+        outside = self._indices[(self._indices < 0) | (self._indices >= num_samples)]
+        return int(outside[0]) if outside.size else None
+
+
+class ReplacementOrder(ComputedOrder):
+    """An order of samples drawn with replacement, each on its own, with a bias below size / 2**64."""
+
+    def __init__(self, size: int, *, seed: int, num_positions: int) -> None:
+        name = f"replacement/{ORDER_VERSION}"
+        super().__init__(name, size, seed=seed, num_positions=num_positions, built_from=size)
 
     @property
     def source(self) -> str:
         """The origin of the order, as a phrase for users."""
         return f"drawn with replacement: hash {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
 
-    def length(self, _epoch: int) -> int:
-        """Return the number of positions in an epoch."""
-        return self.num_positions
-
-    def identity(self) -> dict[str, Any]:
-        """Return the values that describe what the order was built from."""
-        return {"num_positions": self.num_positions, "built_from": self.size}
-
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
         hashed = hash_words(positions.astype(np.uint64), hash_key(self.seed, epoch))
         return (hashed % np.uint64(self.size)).tolist()
-
-
-class SubsetOrder:
-    """A shuffled subset of the samples.
-
-    Args:
-        indices: The indices of the samples in the subset.
-        seed: The seed from which, with the epoch, every order is derived.
-    """
-
-    def __init__(self, indices: Sequence[int] | Positions, *, seed: int) -> None:
-        self._indices = np.asarray(indices, dtype=np.int64)
-        self._inner = ShuffledOrder(len(indices), seed=seed)
-
-    @property
-    def seed(self) -> int:
-        """The seed of the order of every epoch."""
-        return self._inner.seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._inner.seed = seed
-
-    @property
-    def name(self) -> str:
-        """The name of the order in a saved position."""
-        return f"subset-{self._inner.name}"
-
-    @property
-    def source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        return f"a subset of {len(self._indices)} samples, {self._inner.source}"
-
-    def length(self, _epoch: int) -> int:
-        """Return the number of positions in an epoch."""
-        return len(self._indices)
-
-    def identity(self) -> dict[str, Any]:
-        """Return the values that describe what the order was built from."""
-        return {"num_positions": len(self._indices), "built_from": checksum_of(self._indices)}
-
-    def take(self, epoch: int, positions: Positions) -> list[int]:
-        """Return the indices of the samples at the given positions."""
-        return self._indices[np.asarray(self._inner.take(epoch, positions), dtype=np.int64)].tolist()

@@ -23,6 +23,12 @@ def balanced(total: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < larger)
 
 
+def num_steps(num_positions: int, stride: int, even: UnevenPolicy) -> int:
+    """Return the number of steps of `stride` positions in `num_positions`, with one for the tail unless dropped."""
+    full, tail = divmod(max(0, num_positions), stride)
+    return full + (tail > 0 and even != "drop")
+
+
 def tail_counts(total: int, num_shards: int, batch_size: int, even: UnevenPolicy) -> tuple[int, ...]:
     """Return how many real samples of a last global batch of `total` each shard gets."""
     if even == "pad":

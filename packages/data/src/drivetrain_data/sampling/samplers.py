@@ -1,5 +1,6 @@
 """Samplers for torch's DataLoader that yield one shard's batches and record the plan of each step."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,14 +9,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from drivetrain_data.collective_errors import Agree
-from drivetrain_data.sampling.block_shuffle import BlockOrder, BlockShuffledOrder
+from drivetrain_data.sampling.block_shuffle import BlockShuffledOrder
+from drivetrain_data.sampling.drawn_order import IndexOrder
 from drivetrain_data.sampling.order import Order, ShuffledOrder
 from drivetrain_data.sampling.partition import Partition
-from drivetrain_data.sampling.sampler_order import DrawnOrder
+from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
-from drivetrain_data.settings import UnevenPolicy
-from drivetrain_data.shard import Shard
 
 _BLOCK = 8192  # the number of positions computed at once
 
@@ -65,14 +64,15 @@ class PermutationSampler(Sampler[int]):
         return BlockShuffledOrder(self.num_samples, self.block_size, seed=seed)
 
 
-class StepSampler:
+class StepSampler(ABC):
     """A base class of samplers that read for a shard and record a plan for each step.
 
     Args:
-        shard: The shard whose plans to record.
-        even: The treatment of an epoch's tail.
-        reads_for_all: Whether to yield the batches of all shards in shard order, without repeats, instead of only
-            this shard's.
+        order: The order of every epoch.
+        sharding: The division of the order. Where it reads for all, the sampler yields the batches of all shards that
+            have their own, in shard order.
+        stride: The number of positions of the order in a full step.
+        batch_size: The number of samples in a batch on each shard; None if the user or the dataset makes batches.
 
     Attributes:
         epoch: The epoch that the next iteration yields.
@@ -80,10 +80,11 @@ class StepSampler:
         plans: A queue with the plan of each step of the newest iteration; the loader pops plans from the left.
     """
 
-    def __init__(self, shard: Shard, even: UnevenPolicy, *, reads_for_all: bool) -> None:
-        self.shard = shard
-        self.even: UnevenPolicy = even
-        self.reads_for_all = reads_for_all
+    def __init__(self, order: Order, sharding: DataSharding, *, stride: int, batch_size: int | None) -> None:
+        self.order = order
+        self.sharding = sharding
+        self.stride = stride
+        self.batch_size = batch_size
         self.epoch = 0
         self.position = 0
         self.plans: deque[BatchPlan] = deque()
@@ -93,77 +94,43 @@ class StepSampler:
         self.plans = deque()
         return self.steps(self.plans)
 
-    def __len__(self) -> int:
-        return self.num_steps(self.epoch, self.position)
-
+    @abstractmethod
     def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
         """Yield batches of indices, and append each step's plan to `plans` before its first batch."""
-        raise NotImplementedError
-
-    def num_steps(self, epoch: int, position: int) -> int:
-        """Return the number of steps of an epoch from a position on.
-
-        Raises:
-            TypeError: The number of steps cannot be known in advance.
-        """
-        raise NotImplementedError
 
 
 class OrderSampler(StepSampler):
-    """A sampler that cuts an order into batches by a partition.
+    """A sampler that cuts an order of samples into batches by a partition."""
 
-    Args:
-        order: The order of every epoch.
-        batch_size: The number of samples in a batch on each shard.
-        shard: The shard whose batches to yield.
-        even: The treatment of an epoch's tail.
-        reads_for_all: Whether to yield the batches of all shards.
-        agree: A callback that checks, as an epoch starts, that all ranks drew the same samples.
-    """
+    order: IndexOrder
 
-    def __init__(
-        self,
-        order: Order,
-        batch_size: int,
-        shard: Shard,
-        even: UnevenPolicy,
-        *,
-        reads_for_all: bool = False,
-        agree: Agree | None = None,
-    ) -> None:
-        super().__init__(shard, even, reads_for_all=reads_for_all)
-        self.order = order
-        self.batch_size = batch_size
-        self._agree = agree
+    def __init__(self, order: IndexOrder, batch_size: int, sharding: DataSharding) -> None:
+        super().__init__(order, sharding, stride=batch_size * sharding.shard.count, batch_size=batch_size)
+        self._size = batch_size
 
-    def partition(self, epoch: int, position: int) -> Partition:
-        """Return the rest of an epoch; shards keep to the order's blocks if their number divides that of shards."""
-        num_blocks = self.order.num_blocks(epoch) if isinstance(self.order, BlockOrder) else 1
+    def _partition(self) -> Partition:
+        """Return the rest of the epoch; shards keep to the order's blocks if their number divides that of shards."""
+        num_shards, num_blocks = self.sharding.shard.count, self.order.num_blocks(self.epoch)
         return Partition(
-            start=position,
-            stop=self.order.length(epoch),
-            num_shards=self.shard.count,
-            batch_size=self.batch_size,
-            even=self.even,
-            num_blocks=num_blocks if self.shard.count % num_blocks == 0 else 1,
+            start=self.position,
+            stop=self.order.length(self.epoch),
+            num_shards=num_shards,
+            batch_size=self._size,
+            even=self.sharding.even,
+            num_blocks=num_blocks if num_shards % num_blocks == 0 else 1,
         )
 
-    def num_steps(self, epoch: int, position: int) -> int:
-        """Return the number of steps of an epoch from a position on."""
-        return self.partition(epoch, position).num_steps
+    def _plan(self, partition: Partition, step: int) -> BatchPlan:
+        return partition.plan(step, self.sharding.shard.index)
 
-    def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
+    def steps(self, plans: deque[BatchPlan]) -> Iterator[Any]:
         """Yield batches of indices: full steps, computed in blocks, then the tail."""
-        epoch = self.epoch
-        if isinstance(self.order, DrawnOrder):
-            checksum = self.order.checksum(epoch)  # also draws the epoch, whose length the partition needs
-            if self._agree is not None:
-                self._agree(type(self.order.sampler).__name__, checksum)
-        partition = self.partition(epoch, self.position)
-        readers = range(self.shard.count) if self.reads_for_all else [self.shard.index]
-        num_full, size = partition.num_full_steps, self.batch_size
-        full = partition.plan(0, self.shard.index) if partition.num_steps > 1 else None
-        last = partition.num_steps - 1
+        epoch, size, count = self.epoch, self._size, self.sharding.shard.count
+        self.order.begin(epoch)  # before the partition, which needs the length of what is drawn
+        partition = self._partition()
+        num_full, last = partition.num_full_steps, partition.num_steps - 1
+        full = self._plan(partition, 0) if partition.num_steps > 1 else None
+        readers = self.sharding.readers((size,) * count)
         width = len(readers) * size
         block = max(1, _BLOCK // width)
         for first in range(0, num_full, block):
@@ -172,28 +139,29 @@ class OrderSampler(StepSampler):
             taken = self.order.take(epoch, positions.ravel())
             for number in range(end - first):
                 is_last = first + number == last
-                plans.append(partition.plan(last, self.shard.index) if is_last or full is None else full)
+                plans.append(self._plan(partition, last) if is_last or full is None else full)
                 for begin in range(number * width, (number + 1) * width, size):
                     yield taken[begin : begin + size]
         if partition.tail:
-            plans.append(partition.plan(last, self.shard.index))
-            for reader in range(partition.holders(last)) if self.reads_for_all else readers:
+            plan = self._plan(partition, last)
+            plans.append(plan)
+            assert plan.real_counts is not None
+            for reader in self.sharding.readers(plan.real_counts):
                 yield self.order.take(epoch, partition.positions(last, reader))
 
 
 class ItemSampler(OrderSampler):
     """A sampler of single indices of an order, for datasets that are read without batching (batch_size=None)."""
 
+    def __init__(self, order: IndexOrder, sharding: DataSharding) -> None:
+        super().__init__(order, 1, sharding)
+        self.batch_size = None
+
+    def _plan(self, partition: Partition, step: int) -> BatchPlan:
+        # An item may be a batch made by the dataset, so its number of samples is unknown.
+        return replace(super()._plan(partition, step), sizes=None)
+
     def steps(self, plans: deque[BatchPlan]) -> Iterator[Any]:
         """Yield one index per step."""
-        noted: deque[BatchPlan] = deque()
-        newest = unsized = None
-        for (item,) in super().steps(noted):
-            if noted:
-                plan = noted.popleft()
-                if plan is not newest:
-                    # An item may be a batch made by the dataset, so its number of samples is unknown.
-                    newest, unsized = plan, replace(plan, sizes=None)
-                assert unsized is not None
-                plans.append(unsized)
+        for (item,) in super().steps(plans):
             yield item

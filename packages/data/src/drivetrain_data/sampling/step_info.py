@@ -1,6 +1,10 @@
 """The plan of a step, which every rank knows without communication."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -9,13 +13,13 @@ class BatchPlan:
 
     Attributes:
         real_counts: The number of real samples of each shard, in shard order, without padding and replays. None if
-            unknown. For a foreign loader whose batch sizes are unknown, 1 for each shard that has a batch.
+            unknown. For an external loader whose batch sizes are unknown, 1 for each shard that has a batch.
         sizes: The number of samples that each shard holds, repeats included. None if unknown.
         even: Whether all shards hold equally many samples, as in a full step, and all of them count in training.
         is_last: Whether this is the last step of the epoch.
         replayed: Whether this shard has no sample of its own and repeats one, with weight 0, to keep in step.
         advance: The distance that the step moves the position in the epoch.
-        guessed: Whether the sizes were guessed from the batches of a foreign loader.
+        guessed: Whether the sizes were guessed from the batches of an external loader.
     """
 
     real_counts: tuple[int, ...] | None
@@ -67,3 +71,12 @@ class BatchPlan:
         if self.real_counts is None:
             raise RuntimeError("the loader does not know how many samples each shard holds")
         return slice(0, self.real_counts[shard])
+
+
+def look_ahead(steps: Iterator[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each step, and whether it is the last; each is read before the one before it is yielded."""
+    end = object()
+    following = next(steps, end)
+    while following is not end:
+        step, following = following, next(steps, end)
+        yield step, following is end  # pyright: ignore[reportReturnType]

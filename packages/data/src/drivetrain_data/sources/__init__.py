@@ -1,1 +1,1 @@
-"""Read batches from map-style and iterable datasets, from foreign loaders, or from rank 0."""
+"""Read batches from map-style and iterable datasets, from external loaders, or from rank 0."""

@@ -6,10 +6,10 @@ they change. A reader that fails sends its traceback in place of a batch, so tha
 """
 
 import traceback
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from drivetrain_data.errors import DispatchError
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
-from drivetrain_data.sources.base import BatchSource, Mark, Reading
+from drivetrain_data.sources.batch_source import Reading, StepOrigin
 from drivetrain_data.transport.channel import open_channel
 from drivetrain_data.transport.message import Incoming, Layout, Outgoing, SeparatedBatch, take_apart
 
@@ -37,31 +37,26 @@ class _Read(NamedTuple):
         return [step.layout for step in self.steps]
 
 
-class DispatchSource:
-    """A source that distributes what another source reads on the first rank of a group.
+class Rank0Dispatch:
+    """A stage after a source that hands every rank of a group its batches of what the first rank reads.
 
     Every method is called on all ranks of the group.
 
     Args:
-        inner: The source that reads for all shards. Only the first rank opens it.
         group: The process group of the ranks that receive batches.
         shard: The shard of this rank, which selects its batch of a step.
         device: The device that the group communicates on, if it cannot communicate on the CPU.
         read_ahead: Whether to start sending the next message before the loop gets the batches of the current one.
     """
 
-    reads_for_all = False
-
     def __init__(
         self,
-        inner: BatchSource,
-        *,
         group: dist.ProcessGroup,
         shard: Shard,
+        *,
         device: torch.device | None,
         read_ahead: bool,
     ) -> None:
-        self._inner = inner
         self._shard = shard
         self._is_reader = dist.get_rank(group) == 0
         self._channel = open_channel(group, device)
@@ -71,63 +66,33 @@ class DispatchSource:
         self._sent: list[Layout] = []
         self._received: Layout | None = None
 
-    @property
-    def seed(self) -> int:
-        """The seed of the order of every epoch."""
-        return self._inner.seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._inner.seed = seed
-
-    @property
-    def order_source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        order = self._inner.order_source.split("; ")[0]
+    def describe(self, order_source: str) -> str:
+        """Return the origin of the order that one rank reads, as a phrase for users."""
+        order = order_source.split("; ")[0]
         return f"{order}; read by one rank, which hands out every rank's batches through {self._channel.name}"
 
-    def open(self, epoch: int, position: int) -> Iterator[Reading]:
-        """Read an epoch on the first rank, and receive it on the others."""
+    def dispatched(self, open_source: Callable[[], Iterator[Reading]]) -> Iterator[Reading]:
+        """Read on the first rank, and receive on the others.
+
+        Args:
+            open_source: A function that starts to read for all shards. Only the first rank calls it.
+        """
         self._loop += 1
         self._sent = []  # a receiver may have left a message unread, and so lack the layout sent in it
-        steps = self._send(epoch, position) if self._is_reader else self._receive()
+        steps = self._send(open_source) if self._is_reader else self._receive()
         try:
             yield from steps
         finally:
             steps.close()
             self._channel.settle()
 
-    def note_received(self, plan: BatchPlan, mark: Mark) -> None:
-        """Record that the loop has received a step."""
-        self._inner.note_received(plan, mark)
-
-    def num_steps(self, epoch: int, position: int) -> int:
-        """Return the number of steps of an epoch from a position on."""
-        return self._inner.num_steps(epoch, position)
-
-    def position_after(self, epoch: int, position: int, num_steps: int) -> int:
-        """Return the position `num_steps` steps after `position`."""
-        return self._inner.position_after(epoch, position, num_steps)
-
-    def identity(self) -> Mapping[str, Any]:
-        """Return the values that must match those of a saved state."""
-        return self._inner.identity()
-
-    def extra_state(self, epoch: int, position: int) -> Mapping[str, Any]:
-        """Return what a state must hold besides the position; only the reading rank has a stream's own state."""
-        return self._inner.extra_state(epoch, position)
-
-    def take_up(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Load the state that `extra_state` returned."""
-        self._inner.take_up(epoch, state)
-
-    def _send(self, epoch: int, position: int) -> Generator[Reading]:
+    def _send(self, open_source: Callable[[], Iterator[Reading]]) -> Generator[Reading]:
         try:
-            yield from self._sent_steps(self._inner.open(epoch, position))
+            yield from self._sent_steps(open_source())
         except DispatchError:  # a receiving rank has exited, so there is no one to send an error to
             raise
         except (Exception, SystemExit):  # reading or packing failed: send the traceback to all ranks
-            self._tell(traceback.format_exc())
+            self._send_note(traceback.format_exc())
             raise
 
     def _sent_steps(self, readings: Iterator[Reading]) -> Generator[Reading]:
@@ -140,8 +105,8 @@ class DispatchSource:
                     group = self._post(next(groups, []))
                 except (Exception, SystemExit) as raised:  # noqa: BLE001 raised below, after the steps before it
                     error = raised
-            for (plan, batches, mark), _ in held:
-                yield plan, batches[min(self._shard.index, len(batches) - 1)], mark
+            for (plan, batches, origin), _ in held:
+                yield plan, batches[min(self._shard.index, len(batches) - 1)], origin
             if error is not None:
                 raise error
             if not self._read_ahead:
@@ -176,9 +141,9 @@ class DispatchSource:
 
     def _post(self, group: list[_Read]) -> list[_Read]:
         if not group:
-            self._tell(None)
+            self._send_note(None)
             return group
-        tags = [_NO_WORKER if mark is None else mark.worker for (_, _, mark), _ in group]
+        tags = [_NO_WORKER if origin is None else origin.worker for (_, _, origin), _ in group]
         layouts = group[0].layouts
         known = _same_layouts(layouts, self._sent)
         self._sent = layouts
@@ -191,7 +156,7 @@ class DispatchSource:
         self._channel.send([by_slot[slot] for slot in slots], complete=not self._read_ahead)
         return group
 
-    def _tell(self, note: str | None) -> None:
+    def _send_note(self, note: str | None) -> None:
         self._sent = []
         message = Outgoing([take_apart(note, ())], [_NO_WORKER], loop=self._loop, with_layout=True)
         self._channel.send([message] * (len(self._shards) - 1), complete=not self._read_ahead)
@@ -215,7 +180,7 @@ class DispatchSource:
             if self._read_ahead:
                 self._channel.expect()
             for step, tag in enumerate(message.tags):
-                yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else Mark(tag)
+                yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else StepOrigin(tag)
 
     def _for_this_shard(self, layout: Layout) -> Layout:
         plan = layout.note

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from drivetrain_data.state.sampler_objects import reachable
+from drivetrain_data.state.sampler_parts import reachable
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,14 @@
-"""The state of a loader's position, and the checks before a loader loads it."""
+"""The format of a loader's saved position, and the checks before a loader loads it.
+
+A state is a dict of plain values:
+    format: The number of this format.
+    epoch: The epoch being read, or the next one if the loop has reached its end.
+    position: The number of samples received (of batches, where a user's batches are distributed whole).
+    seed: The seed of the order.
+    identity: The values that must match when the state is loaded.
+    fingerprint: The dataset's own fingerprint of its content; None if it has none.
+    extra: The further state that the source needs.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,36 +16,6 @@ from typing import Any
 from drivetrain_data.errors import DataStateError
 
 STATE_FORMAT = 1
-
-
-def make_state(
-    *,
-    epoch: int,
-    position: int,
-    seed: int,
-    identity: Mapping[str, Any],
-    fingerprint: str | None,
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return a position as plain values.
-
-    Args:
-        epoch: The epoch being read, or the next one if the loop has reached its end.
-        position: The number of samples received (of batches, where a user's batches are distributed whole).
-        seed: The seed of the order.
-        identity: The values that must match when the state is loaded.
-        fingerprint: The dataset's own fingerprint of its content; None if it has none.
-        extra: The further state that the source needs.
-    """
-    return {
-        "format": STATE_FORMAT,
-        "epoch": epoch,
-        "position": position,
-        "seed": seed,
-        "identity": dict(identity),
-        "fingerprint": fingerprint,
-        "extra": dict(extra),
-    }
 
 
 def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], fingerprint: str | None) -> None:
@@ -59,7 +39,7 @@ def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], finger
 
 
 def _check_values(state: Mapping[str, Any]) -> None:
-    """Check that a state has the format and the values of `make_state`.
+    """Check that a state has the format and the values of a saved one.
 
     Raises:
         DataStateError: A value is missing or invalid, or the format is newer.

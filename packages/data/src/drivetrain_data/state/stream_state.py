@@ -1,17 +1,23 @@
 """Take the state of an iterable dataset or loader from time to time as it is read, and resume from such a state."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
+from drivetrain_data.dataset_proxy import DatasetProxy
 from drivetrain_data.randomness.generators import load_plain_states, plain_states, seed_global_generators
 from drivetrain_data.randomness.permutation import hash_key
+from drivetrain_data.state.stateful import StatefulReader
+
+logger = logging.getLogger(__name__)
 
 # Taking a snapshot may cost as much as reading many samples; a resume reads those since the last snapshot again.
 _SECONDS_BETWEEN = 0.5
@@ -19,47 +25,88 @@ _SECONDS_BETWEEN = 0.5
 PLACEHOLDER = object()  # stands for the samples of a worker that skips its turn
 
 
-@runtime_checkable
-class StatefulReader(Protocol):
-    """An iterable with a state dict, such as Hugging Face's datasets and torchdata's loaders."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the iteration."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load a state from which the next iteration continues."""
-        ...
-
-
-class Stand(NamedTuple):
-    """A snapshot of one worker's dataset, with its position.
+class PositionedSnapshot(NamedTuple):
+    """A snapshot of a reader, with its position.
 
     Attributes:
-        received: The number of samples received from the worker up to the snapshot.
-        snapshot: The snapshot from `Snapshots.take`.
+        received: The number of samples, or batches, received from the reader up to the snapshot.
+        snapshot: The snapshot from `Snapshotter.take`.
     """
 
     received: int
     snapshot: Mapping[str, Any]
 
 
-class Start(NamedTuple):
-    """The point at which an epoch is started or resumed.
+@dataclass
+class ReadPosition:
+    """A position in an epoch that can only be read forwards, by one reader or several workers.
 
     Attributes:
-        received: The number of samples received from each worker so far.
-        stands: The last snapshot of each worker's dataset, or None; samples since then are read again and dropped.
-        first_worker: The index of the worker whose turn it is.
+        epoch: The epoch that the position is in.
+        received: The number of samples, or batches, received from each worker so far.
+        snapshots: The last snapshot of each worker's reader, or None; what follows it is read again and dropped.
+        next_worker: The index of the worker whose turn it is.
     """
 
-    received: tuple[int, ...]
-    stands: tuple[Stand | None, ...]
-    first_worker: int = 0
+    epoch: int
+    received: list[int]
+    snapshots: list[PositionedSnapshot | None]
+    next_worker: int = 0
+
+    @classmethod
+    def beginning(cls, epoch: int, num_workers: int = 1) -> "ReadPosition":
+        """Return the beginning of an epoch."""
+        return cls(epoch, [0] * num_workers, [None] * num_workers)
+
+    def copy(self) -> "ReadPosition":
+        """Return a position that stays as it is while this one moves."""
+        return ReadPosition(self.epoch, list(self.received), list(self.snapshots), self.next_worker)
+
+    def move_to(self, epoch: int, position: int) -> None:
+        """Move to the beginning of an epoch or, with a single reader, to any position."""
+        if not position or epoch != self.epoch:
+            self.epoch, self.next_worker = epoch, 0
+            self.received = [0] * len(self.received)
+            self.snapshots = [None] * len(self.snapshots)
+        if len(self.received) == 1:
+            self.received = [position]
+            # Drop a snapshot beyond the position: the epoch may have been read further before.
+            self.snapshots = [it if it and it.received <= position else None for it in self.snapshots]
+
+    def receive(self, advance: int, worker: int, snapshot: Mapping[str, Any] | None) -> None:
+        """Move past what was received from a worker, and keep the snapshot of its reader if there is one."""
+        self.received[worker] += advance
+        self.next_worker = (worker + 1) % len(self.received)
+        if snapshot is not None:
+            self.snapshots[worker] = PositionedSnapshot(self.received[worker], snapshot)
+
+    def warn_if_read_again(
+        self, position: int, unit: str, *, of: str, reader: str, left_out: str | None
+    ) -> None:
+        """Warn that a resume reads again, and drops, what lies between the last snapshots and a position.
+
+        Args:
+            position: The position, the number of samples or batches.
+            unit: The word for one of them.
+            of: The thing whose position it is.
+            reader: The thing that is read again.
+            left_out: The part that the reader's own state lacks; None if it is complete.
+        """
+        known = sum(it.received for it in self.snapshots if it is not None)
+        if known < position:
+            logger.warning(
+                "going on at %s %d of %s: %s is read and dropped %s%s",
+                unit,
+                position,
+                of,
+                reader,
+                f"from {unit} {known} on, where its own state ends" if known else "up to there",
+                "" if left_out is None else f", since its own state leaves out {left_out}",
+            )
 
 
-class Snapshots:
-    """The snapshots of a dataset or loader, taken from time to time, with the global generators that it may use.
+class Snapshotter:
+    """A taker of snapshots, from time to time, of a dataset or loader and the global generators that it may use.
 
     Args:
         reader: The loader, or the dataset if it is read without workers; a worker uses its own dataset instead.
@@ -101,8 +148,8 @@ class EpochReader:
     ) -> None:
         self.stream = stream
         self._stride = stride
-        self._beginning = Start((0,) * max(1, num_workers), (None,) * max(1, num_workers))
-        self._start = self._beginning
+        self._num_workers = max(1, num_workers)
+        self._start = ReadPosition.beginning(0, self._num_workers)
         self._seed_and_epoch = torch.zeros(2, dtype=torch.int64)
         if persistent:
             self._seed_and_epoch.share_memory_()
@@ -110,25 +157,25 @@ class EpochReader:
         self._first_state: Any = None  # the dataset's state before this process read anything
         self._has_moved = False  # whether an iteration was left, or started, in the middle of the dataset
 
-    def begin(self, seed: int, epoch: int, start: Start | None = None) -> None:
+    def begin(self, seed: int, epoch: int, start: ReadPosition | None = None) -> None:
         """Set what the next loop reads. Called before its workers start, or continue with another epoch."""
         self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, epoch
-        self._start = start or self._beginning
-        self._tell_epoch(epoch)
+        self._start = start or ReadPosition.beginning(epoch, self._num_workers)
+        self._set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker = info.id if info else 0
-        if worker < self._start.first_worker:
+        if worker < self._start.next_worker:
             # Torch's loader asks workers in turn from 0 on: the workers before the first one skip their turn.
             yield from repeat(PLACEHOLDER, self._stride)
-        stand = self._start.stands[worker]
-        self._prepare(worker if info else None, stand)
+        last = self._start.snapshots[worker]
+        self._prepare(worker if info else None, last)
         samples = iter(self.stream)
-        yield from islice(samples, self._start.received[worker] - (stand.received if stand else 0), None)
-        self._has_moved = stand is not None
+        yield from islice(samples, self._start.received[worker] - (last.received if last else 0), None)
+        self._has_moved = last is not None
 
-    def _prepare(self, worker: int | None, stand: Stand | None) -> None:
+    def _prepare(self, worker: int | None, last: PositionedSnapshot | None) -> None:
         stream: Any = self.stream
         if self._is_stateful and self._first_state is None:
             self._first_state = deepcopy(stream.state_dict())
@@ -136,16 +183,16 @@ class EpochReader:
             stream.load_state_dict(deepcopy(self._first_state))
         self._has_moved = True
         seed, epoch = self._seed_and_epoch.tolist()
-        self._tell_epoch(epoch)
+        self._set_epoch(epoch)
         if isinstance(stream, IterDataPipe):
             _prepare_pipe(stream, hash_key(seed, epoch))
         if worker is not None:  # without workers, the source swaps the generators around each read
             seed_global_generators(hash_key(seed, epoch, worker))
-        if stand is not None:
-            stream.load_state_dict(deepcopy(stand.snapshot["reader"]))
-            load_plain_states(stand.snapshot["generators"])
+        if last is not None:
+            stream.load_state_dict(deepcopy(last.snapshot["reader"]))
+            load_plain_states(last.snapshot["generators"])
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def _set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch` before workers start, and in each worker that does not know the epoch yet.
 
         Workers of Hugging Face datasets share the epoch set here; setting it again in a worker would change it and
@@ -164,37 +211,25 @@ def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
         apply_sharding(pipe, info.num_workers, info.id)
 
 
-class EpochStream(IterableDataset[Any]):
-    """A dataset that a reader iterates; all other attributes are those of the reader's own dataset.
-
-    This includes attributes that a worker's `worker_init_fn` reads or sets.
+class EpochStream(DatasetProxy, IterableDataset[Any]):
+    """A proxy of an iterable dataset whose epochs a reader starts.
 
     Args:
         reader: The reader of the dataset.
     """
 
+    _drivetrain_reader: EpochReader
+
     def __init__(self, reader: EpochReader) -> None:
-        self.__dict__[_READER] = reader  # bypasses __setattr__, which writes to the user's dataset
+        super().__init__(reader.stream, _drivetrain_reader=reader)
 
     @staticmethod
     def inside(dataset: Any) -> Any:
         """Return the user's dataset inside an `EpochStream`, or any other dataset unchanged."""
-        reader = vars(dataset).get(_READER) if isinstance(dataset, EpochStream) else None
-        return dataset if reader is None else reader.stream
+        return dataset._drivetrain_dataset if isinstance(dataset, EpochStream) else dataset
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.__dict__[_READER])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__[_READER].stream, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__[_READER].stream, name, value)
+        return iter(self._drivetrain_reader)
 
     def __reduce__(self) -> tuple[type["EpochStream"], tuple[Any, ...]]:
-        return EpochStream, (self.__dict__[_READER],)
-
-
-_READER = "_drivetrain_reader"  # an attribute name that no dataset uses
+        return EpochStream, (self._drivetrain_reader,)

@@ -1,0 +1,25 @@
+"""A proxy of a user's dataset, which neither the dataset's own code nor a `worker_init_fn` notices."""
+
+from typing import Any
+
+
+class DatasetProxy:
+    """A mixin of datasets that read another: all attributes but their own are read from and written to that dataset.
+
+    Args:
+        dataset: The user's dataset.
+        own: The proxy's own attributes, under names that no dataset uses.
+    """
+
+    _drivetrain_dataset: Any
+
+    def __init__(self, dataset: Any, **own: Any) -> None:
+        vars(self).update(_drivetrain_dataset=dataset, **own)  # bypasses __setattr__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "_drivetrain")):
+            raise AttributeError(name)
+        return getattr(self._drivetrain_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._drivetrain_dataset, name, value)

@@ -1,0 +1,159 @@
+"""Replace known samplers by equivalent orders that any rank can compute at any position."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from drivetrain_data.sampling.block_shuffle import BlockOrder
+from drivetrain_data.sampling.drawn_order import DrawnOrder, IndexOrder
+from drivetrain_data.sampling.indices import as_indices, outside_of
+from drivetrain_data.sampling.order import (
+    ComputedOrder,
+    ReplacementOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    SubsetOrder,
+)
+from drivetrain_data.sampling.samplers import PermutationSampler
+from drivetrain_data.sampling.sharding import DataSharding
+from drivetrain_data.state.sampler_parts import parts_of
+
+
+def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> IndexOrder:
+    """Return the order that replaces a sampler: a computed order for known samplers, else what the sampler draws.
+
+    Args:
+        sampler: The user's sampler, with a length.
+        sharding: The division of the order, with the seed from which, with the epoch, the order is derived.
+        num_samples: The length of the dataset; None if unknown.
+
+    Raises:
+        ValueError: The sampler divides the data itself, its epoch would be ignored, or it draws from no samples.
+        IndexRangeError: The sampler returns indices that are not in the dataset.
+    """
+    compute = _distributed if is_torchs_distributed(sampler) else _KNOWN.get(_name(type(sampler)))
+    order = None if compute is None else compute(sampler, sharding.seed)
+    if order is None:
+        check_undivided(sampler)
+        return DrawnOrder(sampler, seed=sharding.seed, size=num_samples, agree=sharding.agree)
+    if num_samples is not None and (outside := order.first_outside(num_samples)) is not None:
+        raise outside_of(outside, num_samples, sampler)
+    return order
+
+
+def block_order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> BlockOrder:
+    """Return the order that replaces a sampler if shards keep to blocks, each read in sequence or shuffled.
+
+    Args:
+        sampler: The user's sampler, with a length.
+        sharding: The division of the order, with its blocks or the user's function that assigns samples to shards.
+        num_samples: The length of the dataset; None if unknown.
+
+    Raises:
+        ValueError: The sampler does not return every sample once, or there are fewer samples than blocks.
+        IndexRangeError: The sampler returns indices that are not in the dataset.
+    """
+    order = order_of(sampler, sharding, num_samples)
+    if isinstance(order, SequentialOrder):
+        shuffled = False
+    elif type(order) is ShuffledOrder and order.num_positions == order.size:
+        shuffled = True
+    else:
+        raise ValueError(
+            f"strategy={sharding.strategy_name}: blocks are read in sequence or shuffled, and "
+            f"{type(sampler).__name__} asks for another order; use shuffle=True or no sampler, or "
+            "strategy='interleaved'"
+        )
+    if order.size < sharding.num_blocks:
+        raise ValueError(
+            f"strategy={sharding.strategy_name}: {order.size} samples are fewer than {sharding.num_blocks} blocks; "
+            "use strategy='interleaved'"
+        )
+    return BlockOrder(
+        order.size,
+        sharding.num_blocks,
+        seed=sharding.seed,
+        shuffled=shuffled,
+        function=sharding.strategy if callable(sharding.strategy) else None,
+        warns=sharding.shard.index == 0,
+    )
+
+
+def _random(sampler: RandomSampler, seed: int) -> ComputedOrder:
+    size, num_positions = len(sampler.data_source), sampler.num_samples
+    if size == 0 and num_positions > 0:
+        raise ValueError(
+            f"{type(sampler).__name__} has num_samples={num_positions} to draw from a dataset of 0 samples, which "
+            "torch refuses at the first batch; give it samples, or leave the loader out"
+        )
+    order = ReplacementOrder if sampler.replacement else ShuffledOrder
+    return order(size, seed=seed, num_positions=num_positions)
+
+
+def _subset(sampler: SubsetRandomSampler, seed: int) -> ComputedOrder | None:
+    indices = as_indices(list(sampler.indices), None, sampler)
+    return SubsetOrder(indices, seed=seed) if isinstance(indices, np.ndarray) else None  # None for keys
+
+
+def _distributed(sampler: "DistributedSampler[Any]", seed: int) -> ComputedOrder:
+    # The sampler selects one rank's part; the whole dataset behind it is sharded here instead.
+    dataset: Any = sampler.dataset
+    return (ShuffledOrder if sampler.shuffle else SequentialOrder)(len(dataset), seed=seed)
+
+
+def _permutation(sampler: PermutationSampler, _seed: int) -> ComputedOrder:
+    if sampler.epoch:
+        raise ValueError(
+            f"PermutationSampler with epoch={sampler.epoch}: a sharded loader counts epochs itself, from 0; leave it "
+            f"out, and call set_epoch({sampler.epoch}) of the sharded loader"
+        )
+    return sampler.order(sampler.seed)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# By name, because torchdata, whose samplers have the fields of torch's, need not be installed.
+_KNOWN: dict[str, Callable[[Any, int], ComputedOrder | None]] = {
+    _name(SequentialSampler): lambda sampler, seed: SequentialOrder(len(sampler), seed=seed),
+    _name(RandomSampler): _random,
+    "torchdata.stateful_dataloader.sampler.RandomSampler": _random,
+    _name(SubsetRandomSampler): _subset,
+    _name(PermutationSampler): _permutation,
+}
+
+
+def is_torchs_distributed(sampler: Any) -> bool:
+    """Return whether a sampler behaves as torch's DistributedSampler, so that the undivided order is known."""
+    if not isinstance(sampler, DistributedSampler):
+        return False
+    kind = type(cast("Any", sampler))
+    if kind.__module__.startswith("torchdata.stateful_dataloader"):
+        return True
+    return all(
+        getattr(kind, name) is getattr(DistributedSampler, name)
+        for name in ("__init__", "__iter__", "__len__", "set_epoch")
+    )
+
+
+def check_undivided(reader: Any) -> None:
+    """Check that a sampler does not divide the data among ranks itself.
+
+    Args:
+        reader: The user's sampler or batch sampler.
+
+    Raises:
+        ValueError: The sampler, or a sampler inside it, divides the data.
+    """
+    for part in parts_of(reader):
+        count = getattr(part, "num_replicas", None)
+        if isinstance(count, int) and count > 1:
+            where = "" if part is reader else f" inside {type(reader).__name__}"
+            raise ValueError(
+                f"{type(part).__name__}{where} divides the data itself, among num_replicas={count}, and would be "
+                "divided again: most samples would be lost; pass the undivided one, such as shuffle=True or a "
+                "RandomSampler"
+            )

@@ -1,0 +1,100 @@
+"""The division of a loader's data among shards: one value that samplers and sources are built from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+
+from drivetrain_data.collective_errors import Agree, check_agreement
+from drivetrain_data.sampling.block_shuffle import IndexFunction
+from drivetrain_data.settings import ShardingStrategy, UnevenPolicy
+from drivetrain_data.shard import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSharding:
+    """A division of a loader's data, as one shard reads it.
+
+    Attributes:
+        shard: The shard to read for.
+        even: The treatment of an epoch's tail.
+        split: Whether the loader's batch size is the sum over shards.
+        strategy: The assignment of samples to shards.
+        num_blocks: The number of blocks of data that shards keep to; 1 if they take turns over all of it.
+        seed: The seed of shuffled orders.
+        for_all: Whether one rank reads for all shards.
+        group: The process group of the ranks that share the data; None if unknown.
+    """
+
+    shard: Shard
+    even: UnevenPolicy
+    split: bool
+    strategy: ShardingStrategy | IndexFunction
+    num_blocks: int
+    seed: int
+    for_all: bool
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def agree(self) -> Agree | None:
+        """The check that all ranks draw the same; None if only one rank draws or the group is unknown."""
+        if self.group is None or self.for_all or dist.get_world_size(self.group) == 1:
+            return None
+        return partial(check_agreement, self.group)
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy as a user would write it."""
+        if isinstance(self.strategy, str):
+            return repr(self.strategy)
+        return getattr(self.strategy, "__name__", type(self.strategy).__name__)
+
+    @property
+    def is_first_reader(self) -> bool:
+        """True on one of the ranks that read, which warns for all of them."""
+        return self.for_all or self.shard.index == 0
+
+    def readers(self, counts: Sequence[int]) -> Sequence[int]:
+        """Return the shards whose batches this rank reads in a step: its own, or all that have a batch of their own.
+
+        Args:
+            counts: The number of real samples of each shard in the step.
+        """
+        if not self.for_all:
+            return (self.shard.index,)
+        return range(len(counts) if self.even == "pad" else sum(count > 0 for count in counts))
+
+    def size_on_each(self, batch_size: int) -> int:
+        """Return the batch size on each shard, for a loader with the given one.
+
+        Raises:
+            ValueError: The loader's batch cannot be split among the shards.
+        """
+        if not self.split:
+            return batch_size
+        if batch_size % self.shard.count:
+            raise ValueError(
+                f"split_batches=True: batch_size={batch_size} must be a multiple of the {self.shard.count} shards"
+            )
+        return batch_size // self.shard.count
+
+    def check_interleaved(self, what: str) -> None:
+        """Check that the strategy is "interleaved", for a loader that cannot be sharded by index.
+
+        Raises:
+            ValueError: The strategy is another one; the message gives the reason `what`.
+        """
+        if self.strategy != "interleaved":
+            raise ValueError(
+                f"strategy={self.strategy_name}: {what}; leave it out for this loader, or say 'interleaved'"
+            )
+
+    def check_unsplit(self, what: str) -> None:
+        """Check that batches are not to be split, for a loader that has none to split.
+
+        Raises:
+            ValueError: They are; the message gives the reason `what`.
+        """
+        if self.split:
+            raise ValueError(f"split_batches=True: {what}; leave it out")

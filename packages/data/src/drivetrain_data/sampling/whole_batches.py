@@ -1,0 +1,97 @@
+"""Batches that a user made, held out whole among the shards, or each split among them."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TypeVar
+
+from drivetrain_data.sampling.drawn_order import DrawnBatches
+from drivetrain_data.sampling.partition import balanced
+from drivetrain_data.sampling.samplers import StepSampler
+from drivetrain_data.sampling.sharding import DataSharding
+from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
+from drivetrain_data.settings import UnevenPolicy
+
+Batch = TypeVar("Batch")
+
+
+def cut_into_steps(batches: Iterator[Batch], length: int, even: UnevenPolicy) -> Iterator[list[Batch]]:
+    """Yield the batches of each step, `length` of them; the last step may have fewer, unless it is dropped."""
+    while step := list(islice(batches, length)):
+        if len(step) == length or even != "drop":
+            yield step
+
+
+def distribute(step: list[Batch], first: Sequence[Batch], sharding: DataSharding) -> list[Batch]:
+    """Return the batch of each shard: those of a step, then repeats, from the first step if it is padded."""
+    num_missing = sharding.shard.count - len(step)
+    if sharding.even == "pad":
+        return step + [first[number % len(first)] for number in range(num_missing)]
+    return step + step[-1:] * num_missing
+
+
+def plan_of_batches(
+    counts: Sequence[int],
+    sizes: Sequence[int] | None,
+    sharding: DataSharding,
+    *,
+    advance: int,
+    is_last: bool,
+    guessed: bool = False,
+) -> BatchPlan:
+    """Return a shard's plan of a step of batches that a user made, which may differ in size.
+
+    Args:
+        counts: The number of real samples of each shard.
+        sizes: The number of samples that each shard holds; None if unknown.
+        sharding: The division that the step belongs to.
+        advance: The distance that the step moves the position.
+        is_last: Whether this is the last step of the epoch.
+        guessed: Whether the sizes were guessed from the batches.
+    """
+    are_equal = sizes is None or len(set(sizes)) == 1
+    plan = BatchPlan(
+        real_counts=tuple(counts),
+        sizes=None if sizes is None else tuple(sizes),
+        even=are_equal and (sharding.even == "pad" or 0 not in counts),
+        is_last=is_last,
+        replayed=False,
+        advance=advance,
+        guessed=guessed,
+    )
+    return replace(plan, replayed=plan.replays(sharding.shard.index))
+
+
+class WholeBatchSampler(StepSampler):
+    """A sampler of a user's batches, distributed whole in turn, or each split among the shards."""
+
+    order: DrawnBatches
+
+    def __init__(self, order: DrawnBatches, sharding: DataSharding) -> None:
+        super().__init__(
+            order, sharding, stride=1 if sharding.split else sharding.shard.count, batch_size=None
+        )
+
+    def steps(self, plans: deque[BatchPlan]) -> Iterator[list[Any]]:
+        """Yield batches of indices."""
+        sharding = self.sharding
+        batches = self.order.read(self.epoch, self.position)
+        first: list[list[Any]] = []
+        for step, is_last in look_ahead(cut_into_steps(batches, self.stride, sharding.even)):
+            first = first or step
+            if sharding.split:
+                held, counts = _split(step[0], sharding.shard.count)
+            else:
+                held = distribute(step, first, sharding)
+                counts = [len(batch) for batch in step] + [0] * (len(held) - len(step))
+            sizes = [len(batch) for batch in held]
+            plans.append(plan_of_batches(counts, sizes, sharding, advance=len(step), is_last=is_last))
+            for shard in sharding.readers(counts):
+                yield held[shard]
+
+
+def _split(batch: list[Any], count: int) -> tuple[list[list[Any]], list[int]]:
+    """Return each shard's part of a batch, and the number of its real samples; one without repeats the last."""
+    bounds = [balanced(len(batch), count, shard) for shard in range(count)]
+    return [batch[begin:end] or batch[-1:] for begin, end in bounds], [end - begin for begin, end in bounds]

@@ -1,0 +1,108 @@
+"""The source of a sharded loader's batches: the interface between reading data and looping over it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from drivetrain_data.sampling.partition import num_steps
+from drivetrain_data.sampling.sharding import DataSharding
+from drivetrain_data.sampling.step_info import BatchPlan
+
+
+class StepOrigin(NamedTuple):
+    """The origin of a step, which travels with it and comes back to the source once the loop has received the step.
+
+    Attributes:
+        worker: The index of the worker that read the step; 0 without workers.
+        snapshot: The state of the worker's dataset after the step; None if none was taken.
+    """
+
+    worker: int
+    snapshot: Any = None
+
+
+# A step's plan, this rank's batch, and an origin if a resume needs more than the position. Where one rank reads for
+# all, the batch is a list of the batches of the shards that have their own, in shard order.
+Reading: TypeAlias = tuple[BatchPlan, Any, StepOrigin | None]
+
+
+class BatchSource(ABC):
+    """A base class of sources of a shard's batches and their plans. Every rank has one and makes the same calls.
+
+    1. `move_to` chooses an epoch and a position, on all ranks; `open` reads from there, on those that read.
+    2. `note_received` follows each step that has an origin, once the loop has received the step.
+    3. `identity` and `extra_state` go into a saved state; `load_extra_state` loads the latter before the next `open`.
+
+    Args:
+        loader: The user's loader.
+        sharding: The division of the data.
+        stride: The distance that a full step moves the position.
+        batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
+    """
+
+    def __init__(self, loader: Any, sharding: DataSharding, *, stride: int, batch_size: int | None) -> None:
+        self.dataset: Any = getattr(loader, "dataset", None)
+        self.sharding = sharding
+        self.stride = stride
+        self.batch_size = batch_size
+        self._seed = sharding.seed
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order of every epoch; loading a state sets the saved seed."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+
+    @property
+    @abstractmethod
+    def order_source(self) -> str:
+        """The origin of the order, as a phrase for users."""
+
+    def move_to(self, epoch: int, position: int, /) -> None:  # noqa: B027 most positions say all
+        """Move to the position that the loop starts from. Called on all ranks, also if one reads for all."""
+
+    @abstractmethod
+    def open(self, epoch: int, position: int) -> Iterator[Reading]:
+        """Read an epoch from a position on."""
+
+    @abstractmethod
+    def length(self, epoch: int, /) -> int:
+        """Return the number of positions in an epoch.
+
+        Raises:
+            TypeError: The number cannot be known in advance.
+        """
+
+    def num_steps(self, epoch: int, position: int) -> int:
+        """Return the number of steps of an epoch from a position on.
+
+        Raises:
+            TypeError: The number of steps cannot be known in advance.
+        """
+        return num_steps(self.length(epoch) - position, self.stride, self.sharding.even)
+
+    def position_after(self, position: int, num_steps: int) -> int:
+        """Return the position `num_steps` steps after `position`."""
+        return position + num_steps * self.stride
+
+    @abstractmethod
+    def identity(self) -> Mapping[str, Any]:
+        """Return the values that must match those of a saved state."""
+
+    @abstractmethod
+    def extra_state(self, epoch: int, position: int, /) -> Mapping[str, Any]:
+        """Return what a state must hold besides the epoch and the position."""
+
+    @abstractmethod
+    def load_extra_state(self, epoch: int, state: Mapping[str, Any], /) -> None:
+        """Load the state that `extra_state` returned in an epoch.
+
+        Raises:
+            DataStateError: The state does not fit this source; the source is unchanged.
+        """
+
+    def note_received(self, plan: BatchPlan, origin: StepOrigin, /) -> None:  # noqa: B027 most positions say all
+        """Record that the loop has received a step."""

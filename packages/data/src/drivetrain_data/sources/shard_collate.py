@@ -1,0 +1,67 @@
+"""Collate the samples of a step that is read for all shards into one batch for each shard."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from drivetrain_data.sampling.partition import tail_counts
+from drivetrain_data.sampling.sharding import DataSharding
+from drivetrain_data.sources.batch_source import StepOrigin
+from drivetrain_data.state.stream_state import PLACEHOLDER, Snapshotter
+
+
+class CollatedStep(NamedTuple):
+    """A step as it comes from an iterable dataset.
+
+    Attributes:
+        num_samples: The number of samples read for all shards; 0 if a worker skips its turn.
+        origin: The worker that read the samples, and occasionally the state of its dataset after them.
+        batches: A list of this shard's batch, or of the batches of all shards that have their own.
+    """
+
+    num_samples: int
+    origin: StepOrigin
+    batches: list[Any]
+
+
+class ShardCollate:
+    """A collate function that splits a step's samples into one batch per shard and collates those that are read.
+
+    Args:
+        collate: The user's collate function; takes a list of samples, or one sample if `batch_size` is None.
+        batch_size: The number of samples in a batch on each shard; None for datasets that yield batches themselves.
+        sharding: The division of the samples; padding repeats the tail's own samples.
+        snapshotter: The taker of snapshots of the dataset's state.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[Any], Any],
+        batch_size: int | None,
+        sharding: DataSharding,
+        snapshotter: Snapshotter,
+    ) -> None:
+        self._collate = collate
+        self._batch_size = batch_size
+        self._sharding = sharding
+        self._snapshotter = snapshotter
+
+    def __call__(self, samples: list[Any]) -> CollatedStep:
+        """Split and collate the samples of a step."""
+        info = get_worker_info()
+        worker = info.id if info else 0
+        if samples[0] is PLACEHOLDER:
+            return CollatedStep(0, StepOrigin(worker), [])
+        size, even = self._batch_size or 1, self._sharding.even
+        counts = tail_counts(len(samples), self._sharding.shard.count, size, even)
+        batches: list[Any] = []
+        for shard in self._sharding.readers(counts):
+            if even == "pad":
+                chosen = [samples[(shard * size + i) % len(samples)] for i in range(size)]
+            else:
+                begin = sum(counts[:shard])
+                chosen = samples[begin : begin + counts[shard]] or samples[-1:]
+            batches.append(self._collate(chosen[0] if self._batch_size is None else chosen))
+        # Take the snapshot last, since collating may draw from the generators too.
+        return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches)

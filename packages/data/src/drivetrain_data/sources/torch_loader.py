@@ -1,0 +1,38 @@
+"""Rebuild a user's DataLoader with another sampler or dataset, where it reads as torch's own does."""
+
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+
+def is_stock(loader: Any) -> bool:
+    """Return whether a loader reads as torch's DataLoader does, so that it can be rebuilt with another sampler."""
+    if not isinstance(loader, DataLoader):
+        return False
+    kind = type(cast("Any", loader))
+    if kind.__module__.startswith("torchdata.stateful_dataloader"):
+        return not isinstance(cast("Any", loader).dataset, IterableDataset)
+    own = set(kind.__mro__[: kind.__mro__.index(DataLoader)])
+    return not any({"__iter__", "_get_iterator"} & set(vars(one)) for one in own)
+
+
+def rebuild(
+    loader: DataLoader[Any], dataset: Any, generator: torch.Generator, **layout: Any
+) -> DataLoader[Any]:
+    """Return a DataLoader with a user's workers, pinning and other options, but another dataset and layout."""
+    layout.setdefault("collate_fn", loader.collate_fn)
+    if loader.pin_memory_device:
+        layout["pin_memory_device"] = loader.pin_memory_device
+    return DataLoader(
+        dataset,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        **layout,
+    )

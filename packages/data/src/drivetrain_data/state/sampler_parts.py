@@ -1,0 +1,106 @@
+"""Walk the objects that a user's sampler holds at any depth, and seed the random generators among them."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain_data.randomness.generator_kinds import GENERATORS, seed_generator
+from drivetrain_data.randomness.generators import KeyedDraws
+from drivetrain_data.randomness.permutation import hash_key
+
+CONTAINERS = (list, tuple, set, frozenset, deque)
+# Containers longer than this are taken to hold indices, not samplers.
+LOOKED_THROUGH = 1000
+
+_VALUES = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
+_REFERRED_TO = (Dataset, DataLoader, torch.nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+def parts_of(sampler: object) -> Iterator[Any]:
+    """Yield a sampler and every object that it holds at any depth, once each, in the same order on every rank.
+
+    Datasets, models and values are yielded, but their contents are not.
+    """
+    return reachable(sampler, lambda part: _held_by(part) if part is sampler or not is_apart(part) else [])
+
+
+def reachable(first: object, held_by: Callable[[Any], Sequence[Any]]) -> Iterator[Any]:
+    """Yield an object and every object that can be reached from it, once each.
+
+    Args:
+        first: The object to start from.
+        held_by: A function that returns the objects that an object holds and that should be visited.
+    """
+    seen: set[int] = set()
+    waiting = [first]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        waiting += reversed(held_by(part))
+
+
+def is_apart(part: Any) -> bool:
+    """Return whether a part is not the sampler's own: a generator, or data or code that the sampler refers to."""
+    if isinstance(part, (*_VALUES, *CONTAINERS, dict)):
+        return False
+    if isinstance(part, (*GENERATORS, *_REFERRED_TO)):
+        return True
+    return hasattr(type(part), "__getitem__") and hasattr(type(part), "__len__")
+
+
+def own_generators(sampler: object) -> Iterator[Any]:
+    """Yield every generator that a sampler holds at any depth, except the global ones."""
+    numpy_random: Any = np.random  # its global generator has no public name
+    shared = (torch.default_generator, numpy_random.mtrand._rand)
+    for part in parts_of(sampler):
+        if isinstance(part, GENERATORS) and not any(part is one for one in shared):
+            yield part
+
+
+def seed_own_generators(sampler: object, *key: int) -> None:
+    """Seed every generator that a sampler holds at any depth, except the global ones, from the key and its number."""
+    for number, generator in enumerate(own_generators(sampler)):
+        seed_generator(generator, hash_key(*key, number) if number else hash_key(*key))
+
+
+def prepare_sampler(sampler: object, seed: int, epoch: int) -> None:
+    """Call a sampler's `set_epoch`, if it has one, and seed the generators that it holds."""
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if set_epoch is not None:
+        # Seed before as well as after, because set_epoch may draw.
+        seed_own_generators(sampler, seed, epoch)
+        with KeyedDraws(seed, epoch).active():
+            set_epoch(epoch)
+    seed_own_generators(sampler, seed, epoch)
+
+
+def length_of(sized: Any) -> int | None:
+    """Return the length of a sampler or dataset, or None; a batch sampler has one only if its inner sampler has."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _held_by(part: Any) -> list[Any]:
+    if isinstance(part, _VALUES):
+        return []
+    if isinstance(part, (*CONTAINERS, dict)):
+        inside: Any = part.values() if isinstance(part, dict) else part  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return list(inside) if len(inside) <= LOOKED_THROUGH else []
+    slots = [name for kind in type(part).__mro__ for name in _slots_of(kind) if hasattr(part, name)]
+    return [*getattr(part, "__dict__", {}).values(), *(getattr(part, name) for name in slots)]
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
