@@ -44,7 +44,7 @@ IMPORTS = [
 # No import above reads them: with others of these, a forked process is as good as a fresh one.
 _READ_LATE = (
     "DRIVETRAIN_", "TEST_", "PYTEST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "PYTHONPATH", "COLUMNS", "LINES",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "LINES",
 )  # fmt: skip
 _SHIM = Path(__file__).with_name("preloaded_shim.py")
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -181,8 +181,9 @@ def become(order: Order, executable: str) -> NoReturn:
         sys.modules["numpy"].random.seed()  # as in every fresh process; Python's own is seeded anew at a fork
     importlib.invalidate_caches()
     words = list(order.arguments)
-    if words[0] == "-u":
-        del words[0]
+    unbuffered = words[0] == "-u"
+    words = words[unbuffered:]
+    if unbuffered or order.environment.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)
     try:

@@ -8,7 +8,6 @@ import drivetrain_data
 
 def test_the_public_names_are_these() -> None:
     assert drivetrain_data.__all__ == [
-        "ORDER_VERSION",
         "AmbiguousLoaderError",
         "BatchPlan",
         "DataSettings",
@@ -18,6 +17,7 @@ def test_the_public_names_are_these() -> None:
         "IndexRangeError",
         "InvertibleIndexFunction",
         "LoaderTracker",
+        "ORDER_VERSION",
         "Partition",
         "Permutation",
         "PermutationSampler",

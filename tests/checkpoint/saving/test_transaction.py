@@ -298,7 +298,7 @@ with connect(StateSettings(device="cpu", timeout_seconds=20, watchdog=False)) as
     try:
         save(checkpointer, 2)
     except RuntimeError as error:
-        print("noticed", type(error).__name__)
+        print("noticed", type(error).__name__, flush=True)
         os._exit(7)
 """
 
