@@ -15,6 +15,7 @@ from drivetrain_backends.deepspeed.checks import (
     check_rounding,
     check_wrapper,
 )
+from drivetrain_backends.deepspeed.compat import num_elements
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.elementwise import check_elementwise, parts_of
 from drivetrain_backends.deepspeed.engine_backward import EngineCarrier
@@ -383,4 +384,4 @@ def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _num_elements(model: nn.Module) -> int:
-    return sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable_parameters([model]))
+    return sum(map(num_elements, trainable_parameters([model])))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.deepspeed.compat import full_shape, is_divided
 from drivetrain_backends.deepspeed.library import accelerator
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.modules.compile import unwrap_compiled
@@ -78,9 +79,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
     _check_layout(model, names, stage)
     trained = {p: name for p, name in names.items() if optimizer is not None and p.requires_grad}
     for parameter, name in names.items():
-        shape = tuple(
-            getattr(parameter, "ds_shape", parameter.shape)
-        )  # the full shape, if it is already partitioned
+        shape = tuple(full_shape(parameter))
         if not shape:
             raise ValueError(
                 f"{name} is a parameter of shape (), which DeepSpeed cannot send to other ranks; make it one of (1,)"
@@ -155,7 +154,7 @@ def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, de
         ValueError: The rounding would change the result.
     """
     on_drive = zero.get("offload_param", {}).get("device") == "nvme"
-    whole = any(not hasattr(parameter, "ds_id") for parameter in model.parameters())
+    whole = not all(map(is_divided, model.parameters()))
     if on_drive and whole and policy.mode == "no" and device.type == "cpu":
         raise ValueError(
             f"offload_param='nvme' with the fp32 weights of {type(model).__name__} on the CPU: DeepSpeed would round "

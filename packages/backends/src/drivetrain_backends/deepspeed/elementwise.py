@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.deepspeed.compat import full_shape, num_elements
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
 from drivetrain_state import Context
@@ -128,17 +129,13 @@ def parts_of(config: Mapping[str, Any], optimizer: Optimizer, context: Context) 
     """
     zero = config["zero_optimization"]
     on_cpu = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    largest = max(sum(_num_elements(p) for p in group["params"]) for group in optimizer.param_groups)
+    largest = max(sum(num_elements(p) for p in group["params"]) for group in optimizer.param_groups)
     is_cut = largest > zero.get("sub_group_size", _SUB_GROUP_ELEMENTS) * context.topology.world_size
     return {
         "device": torch.device("cpu") if on_cpu else context.device,
         "num_parts": 2 if is_cut and zero["stage"] == 3 else 1,
         "context": context,
     }
-
-
-def _num_elements(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _check_own(optimizer: Optimizer, message: str) -> None:
@@ -178,7 +175,7 @@ def _shapes_of(parameters: Sequence[Any]) -> list[tuple[int, ...]]:
     """Return small shapes with the numbers of dimensions of a group's parameters, two for each number."""
     largest: dict[int, tuple[int, ...]] = {}
     for parameter in parameters:
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = tuple(full_shape(parameter))
         bounds = _LONGEST.get(len(shape), (3,) * len(shape))
         # In whole blocks: only tensors whose size is a multiple of 256 elements have 8-bit states.
         small = tuple(_whole_blocks(min(size, bound)) for size, bound in zip(shape, bounds, strict=True))

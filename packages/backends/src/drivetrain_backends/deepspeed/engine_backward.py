@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from drivetrain_backends.deepspeed.compat import close_window
 from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_of
 from drivetrain_backends.deepspeed.library import accumulates
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
@@ -113,7 +114,7 @@ class EngineCarrier:
         if models[0] in self._ready:
             self._ready.discard(models[0])
         else:
-            _reduce(engine)
+            close_window(engine)
         if factor is not None:
             gradients.correct(float(factor))
         return False
@@ -187,15 +188,6 @@ class EngineCarrier:
 def _fingerprint(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return values that change whenever a gradient in `.grad` changes."""
     return [(id(gradient), gradient._version) for p in parameters if (gradient := p.grad) is not None]
-
-
-def _reduce(engine: Any) -> None:
-    """Make an engine's gradients ready for its step, as at the end of a backward that closes a window."""
-    engine.set_gradient_accumulation_boundary(True)
-    if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them in backward
-        engine.optimizer.finalize_gradient_accumulation_boundary()
-    else:
-        engine.allreduce_gradients()
 
 
 def _refuse_unfrozen(name: str) -> None:

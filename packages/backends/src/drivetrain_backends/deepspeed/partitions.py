@@ -8,6 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_backends.deepspeed.compat import (
+    divided_part,
+    full_shape,
+    group_of,
+    has_master,
+    is_divided,
+    master_fragment,
+    num_elements,
+)
+
 
 class PartitionedTensor:
     """A tensor of which each rank holds a range of elements, gathered on demand.
@@ -44,21 +54,9 @@ class PartitionedTensor:
         return self._own()
 
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the full parameter."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def is_partitioned(parameter: nn.Parameter) -> bool:
     """Return whether ranks hold partitions of a parameter or of its master."""
-    return hasattr(parameter, "ds_id") or has_master(parameter)
-
-
-def has_master(parameter: nn.Parameter) -> bool:
-    """Return whether ZeRO keeps a partitioned fp32 master: the parameter was trained when the engine was made."""
-    if (optimizer := getattr(parameter, "_z3_optimizer", None)) is not None:  # frozen ones have it too
-        return optimizer.get_param_id(parameter) in optimizer.grad_position
-    return hasattr(parameter, "_hp_mapping")
+    return is_divided(parameter) or has_master(parameter)
 
 
 @contextmanager
@@ -79,19 +77,17 @@ def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
         parameter: A parameter of a partitioned engine.
         key: The key of an optimizer state; None for the master, or in stage 3 for a parameter without one.
     """
-    if hasattr(parameter, "ds_id"):
+    if is_divided(parameter):
         return _own_part_of_stage_3(parameter, key)
-    mapping = parameter._hp_mapping
-    if mapping is None:  # this rank's partition holds none of it
-        return 0, torch.empty(0)
-    return mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).detach()
+    start, part = master_fragment(parameter, key) or (0, torch.empty(0))
+    return start, part.detach()
 
 
 def _own_part_of_stage_3(parameter: Any, key: str | None) -> tuple[int, Tensor]:
     from deepspeed import utils
 
     if not has_master(parameter):
-        part = parameter.ds_tensor.detach()
+        part = divided_part(parameter).detach()
     else:
         with as_trained(parameter):
             part = (
@@ -99,8 +95,9 @@ def _own_part_of_stage_3(parameter: Any, key: str | None) -> tuple[int, Tensor]:
                 if key is None
                 else utils.safe_get_local_optimizer_state(parameter, key)
             ).detach()
-    start = min(part.numel() * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
-    return start, part[: parameter.ds_numel - start]  # the last parts are padded
+    number = num_elements(parameter)
+    start = min(part.numel() * dist.get_rank(group_of(parameter)), number)
+    return start, part[: number - start]  # the last parts are padded
 
 
 def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None = None) -> None:
@@ -112,16 +109,15 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
     own_start, own = own_part(parameter, key)
     if (start, elements.numel()) != (own_start, own.numel()) and elements.numel() + own.numel():
         raise ValueError(
-            f"elements {start} to {start + elements.numel()} of a parameter of shape {tuple(shape_of(parameter))}, "
+            f"elements {start} to {start + elements.numel()} of a parameter of shape {tuple(full_shape(parameter))}, "
             f"of which this rank holds {own_start} to {own_start + own.numel()}: they were read for another division"
         )
-    if not hasattr(parameter, "ds_id"):
-        if parameter._hp_mapping is not None:
-            parameter._hp_mapping.get_hp_fragment(key).data.copy_(elements)
+    if not is_divided(parameter):
+        own.copy_(elements)
         return
     from deepspeed import utils
 
-    padded = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32, device=own.device)
+    padded = torch.zeros_like(divided_part(parameter), dtype=torch.float32, device=own.device)
     padded[: elements.numel()] = elements
     with as_trained(parameter):
         if key is None:
@@ -140,7 +136,6 @@ def whole_of_parts(value: Any, parameter: Any) -> Tensor:
     start, elements = value.flat_range()
     own = torch.zeros(value.shape, device=parameter.device).flatten()
     own[start : start + elements.numel()] = elements
-    group = parameter.ds_process_group if hasattr(parameter, "ds_id") else parameter._dp_group
     # As bits, each of which comes from one rank: a sum of floats would lose the sign of a zero.
-    dist.all_reduce(own.view(torch.int32), group=group)
+    dist.all_reduce(own.view(torch.int32), group=group_of(parameter))
     return own.view(value.shape)

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from drivetrain_backends.deepspeed.compat import flat_groups
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_state import Context, gather_object
 
@@ -75,17 +76,8 @@ class WrittenToFlat:
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str], context: Context) -> None:
-        optimizer = engine.optimizer
-        self._optimizer = optimizer
-        is_bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
-        self._flat = (
-            optimizer.bf16_partitioned_groups if is_bf16 else optimizer.parallel_partitioned_bit16_groups
-        )
-        self._masters: list[Tensor] = (
-            optimizer.fp32_groups_flat_partition if is_bf16 else optimizer.single_partition_of_fp32_groups
-        )
-        groups: list[list[nn.Parameter]] = optimizer.bf16_groups if is_bf16 else optimizer.bit16_groups
-        self._parameters = [parameter for group in groups for parameter in group]
+        self._flat = flat_groups(engine.optimizer)
+        self._parameters = [parameter for group in self._flat.parameters for parameter in group]
         self._places: list[int] = []
         self._names, self._context = names, context
         self._num_writes: Counter[str] = Counter()
@@ -98,8 +90,9 @@ class WrittenToFlat:
             self._versions = versions
         if self._places != (places := list(map(Tensor.data_ptr, self._parameters))):
             self._bring_back(places)
-        for index, (parts, master) in enumerate(zip(self._flat, self._masters, strict=True)):
-            own = parts[dist.get_rank(group=self._optimizer.real_dp_process_group[index])]
+        flat = self._flat
+        for parts, master, ranks in zip(flat.parts, flat.masters, flat.ranks, strict=True):
+            own = parts[dist.get_rank(ranks)]
             for written, kept in zip(
                 own.detach().split(_ELEMENTS_AT_ONCE), master.detach().split(_ELEMENTS_AT_ONCE), strict=True
             ):

@@ -1,6 +1,5 @@
 """Sharded gradients: averaged by FSDP, made final here."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,6 +12,7 @@ from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.averaging import average
 from drivetrain_backends.gradients.engine import ParameterGradients
+from drivetrain_backends.gradients.multi_tensor import multiply, unscale_on_host
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_precision import LossScaler
@@ -97,13 +97,8 @@ class ShardedGradients(ParameterGradients):
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         if self._scaler is not None:
             return self._unscale(self._scaler, gradients, 1.0 if factor is None else factor)
-        by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-        for gradient in gradients:
-            by_device[gradient.device].append(gradient)
-        for device, tensors in by_device.items():
-            multiplier = factor.to(device) if isinstance(factor, Tensor) else factor
-            assert multiplier is not None
-            torch._foreach_mul_(tensors, multiplier)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+        assert factor is not None
+        multiply(gradients, factor)
         return False
 
     def _unscale(self, scaler: LossScaler, gradients: list[Tensor], factor: Tensor | float) -> bool:
@@ -113,9 +108,7 @@ class ShardedGradients(ParameterGradients):
         offloaded = [gradient for gradient in gradients if gradient.device != self._device]
         if offloaded:
             inverse = torch.as_tensor(factor, dtype=torch.float32).cpu() / scaler.value
-            found_there = torch.zeros(())
-            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(offloaded, found_there, inverse)
-            found = torch.maximum(found, found_there.to(found.device))
+            found = torch.maximum(found, unscale_on_host(offloaded, inverse).to(found.device))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         overflowed = bool(found.item())
         if overflowed:

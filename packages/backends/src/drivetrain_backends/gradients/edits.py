@@ -17,6 +17,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from drivetrain_backends.gradients.multi_tensor import stored_values
+
 # The sample of shards to compare: large enough that part of it is nonzero.
 _SAMPLED_GRADIENTS = 16
 _SAMPLED_VALUES = 64
@@ -141,4 +143,4 @@ def _sample_of(parameters: Sequence[Tensor]) -> Tensor | None:
 def is_nonzero(gradient: Tensor) -> bool:
     """Return whether this rank's part of a gradient has nonzero values."""
     part: Tensor = getattr(gradient, "_local_tensor", gradient)
-    return bool((part._values() if part.is_sparse else part).count_nonzero())
+    return bool(stored_values(part).count_nonzero())

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
+from drivetrain_backends.gradients.multi_tensor import multiply, stored_values
 from drivetrain_precision import LossScaler
 
 
@@ -80,18 +80,14 @@ class ParameterGradients:
         """Unscale and correct in one pass; see `GradientCarrier.settle`."""
         if factor is None and self._scaler is None:
             return False
-        gradients = [_values(p.grad) for p in trainable_parameters(models) if p.grad is not None]
+        gradients = [stored_values(p.grad) for p in trainable_parameters(models) if p.grad is not None]
         if self._scaler is not None:
             return bool(self._scaler.unscale(gradients, factor=1.0 if factor is None else factor).item())
-        if gradients and factor is not None:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+        if factor is not None:
+            multiply(gradients, factor)
         return False
 
 
 def trainable_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters of models that require a gradient, each once."""
     return list({p: None for model in models for p in model.parameters() if p.requires_grad})
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient

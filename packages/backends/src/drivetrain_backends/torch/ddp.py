@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
@@ -27,6 +26,7 @@ from drivetrain_backends.optim.optimizer import StepResult
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DDPSettings
+from drivetrain_backends.torch import compat
 from drivetrain_backends.torch.base import TorchBackend, check_new
 from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
@@ -34,13 +34,6 @@ from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Policy
 from drivetrain_state import Context
-
-# torch 2.15 renamed the argument, and warns of the old name.
-_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 _HOOKS = MappingProxyType(
     {
@@ -169,7 +162,7 @@ class DDPBackend(TorchBackend):
         if not trained:
             return model
         device = self.context.device
-        buffers: dict[str, Any] = {_BUFFERS: settings.broadcast_buffers}
+        buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
         replica = Replica(
             model,
             at_close=at_close,
@@ -221,12 +214,8 @@ class DDPBackend(TorchBackend):
         found = dict(super().applied())
         for replica in replicas[:1]:
             found |= {
-                "find_unused_parameters": replica.find_unused_parameters,
-                "static_graph": replica.static_graph,
-                "gradient_as_bucket_view": replica.gradient_as_bucket_view,
-                "broadcast_buffers": getattr(replica, _BUFFERS),
+                **compat.applied_arguments(replica),
                 "sync_batch_norm": self._is_synchronised(),
-                "bucket_size_mb": replica.bucket_bytes_cap / 2**20,
                 **_applied_hook(replica),
                 "reduce": self._applied_reduce(replica),
                 "check_drift_every": cast("DDPSettings", self.settings).check_drift_every,
@@ -275,7 +264,7 @@ def _applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
     """Return how gradients are compressed, read back from DDP's hooks."""
     names = {hook: name for name, hook in _HOOKS.items()}
     found: dict[str, object] = {"communication_hook": "none"}
-    for hook, state in replica._comm_hooks:  # pyright: ignore[reportPrivateUsage] no public API
+    for hook, state in compat.communication_hooks(replica):
         found["communication_hook"] = names.get(hook, getattr(hook, "__qualname__", "unknown"))
         if isinstance(state, powerSGD_hook.PowerSGDState):
             found["power_sgd_rank"] = state.matrix_approximation_rank

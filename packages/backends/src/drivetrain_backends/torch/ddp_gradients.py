@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from drivetrain_backends.errors import UnreducedGradientError
 from drivetrain_backends.gradients.averaging import average
 from drivetrain_backends.gradients.engine import ParameterGradients, trainable_parameters
+from drivetrain_backends.torch.compat import has_rebuilt_buckets
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
@@ -68,7 +69,7 @@ class ReplicatedGradients(ParameterGradients):
         rebuilt = {
             replica
             for model in models
-            if (replica := self.replicas.get(model)) is not None and replica._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage] no public API
+            if (replica := self.replicas.get(model)) is not None and has_rebuilt_buckets(replica)
         }
         new = rebuilt - self._rebuilt
         self._rebuilt |= new

@@ -1,6 +1,5 @@
 """A model replicated by DistributedDataParallel, with the state of its reducer."""
 
-import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from drivetrain_backends.errors import UnreducedGradientError
 from drivetrain_backends.gradients.edits import Marks, marks_of
 from drivetrain_backends.modules.module_proxy import StandIn
 from drivetrain_backends.modules.parameter_guard import KnownParameters
+from drivetrain_backends.torch import compat
 
 
 class Replica(StandIn, DistributedDataParallel):
@@ -43,7 +43,7 @@ class Replica(StandIn, DistributedDataParallel):
         self._is_held = False
         self._known = KnownParameters(module)
         if at_close:
-            self.require_backward_grad_sync = False
+            compat.disable_reducer(self)
         self.hand_on()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -58,8 +58,8 @@ class Replica(StandIn, DistributedDataParallel):
             raise named from error
         if torch.is_grad_enabled():
             if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
-                self.require_forward_param_sync = not self._is_held
-            elif self.require_backward_grad_sync:
+                compat.sync_buffers_next(self, not self._is_held)
+            elif compat.reduces(self):
                 self.is_armed = True
         return output
 
@@ -95,7 +95,7 @@ class Replica(StandIn, DistributedDataParallel):
         """
         if before.are(self.mark()):
             return
-        if self.is_armed and self.static_graph and not self._static_graph_delay_allreduce_enqueued:
+        if self.is_armed and self.static_graph and not compat.has_learnt_static_graph(self):
             raise UnreducedGradientError(
                 f"the first backward of {type(self.module).__name__} did not come from its call, model(batch), from "
                 "which DDP learns a static graph: it would never average these gradients. Call the model, or leave "
@@ -111,19 +111,18 @@ class Replica(StandIn, DistributedDataParallel):
             UnreducedGradientError: There are such gradients; the message names the parameters without one.
         """
         try:
-            self._check_reducer_finalized()
+            compat.check_reduced(self)
         except RuntimeError as error:
             if (named := self._named(error)) is None:
                 raise
             raise named from error
 
     def _named(self, error: RuntimeError) -> UnreducedGradientError | None:
-        found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
-        if found is None:
+        if (unreduced := compat.unreduced_parameters(error)) is None:
             return None
         self._known.look()  # a replaced layer gets no gradient either, and this error is clearer
         names = list(self._reduced)
-        unused = ", ".join(names[int(index)] for index in re.findall(r"\d+", found[1]))
+        unused = ", ".join(names[index] for index in unreduced)
         return UnreducedGradientError(
             f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is not "
             "trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step; "
