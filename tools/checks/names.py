@@ -48,8 +48,6 @@ FILES_MEANT = (
             "collective_errors",
             "conversion",
             "dtensor",
-            "engine",
-            "guard",
             "host",
             "meta_init",
             "rendezvous",

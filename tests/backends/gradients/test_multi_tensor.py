@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from drivetrain_backends.gradients.edits import is_nonzero, marks_of
 from drivetrain_backends.gradients.multi_tensor import multiply, norms, stored_values, unscale_on_host
+from drivetrain_backends.gradients.snapshot import is_nonzero, versions_of
 
 
 def test_tensors_of_several_dtypes_are_multiplied_in_place_by_a_number_or_a_tensor() -> None:
@@ -44,8 +44,8 @@ def test_a_write_to_the_stored_values_of_a_sparse_gradient_is_one_to_the_gradien
 def test_a_write_in_place_raises_the_version_of_a_gradient() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    before = marks_of([parameter])
-    assert before.are(marks_of([parameter]))
+    before = versions_of([parameter])
+    assert before.are(versions_of([parameter]))
     parameter.grad.zero_()
-    assert not before.are(marks_of([parameter]))
+    assert not before.are(versions_of([parameter]))
     assert not is_nonzero(parameter.grad)

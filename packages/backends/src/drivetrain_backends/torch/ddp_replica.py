@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_backends.errors import UnreducedGradientError
-from drivetrain_backends.gradients.edits import Marks, marks_of
+from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
 from drivetrain_backends.modules.module_proxy import StandIn
 from drivetrain_backends.modules.parameter_guard import KnownParameters
 from drivetrain_backends.torch import compat
@@ -73,7 +73,7 @@ class Replica(StandIn, DistributedDataParallel):
         finally:
             self._is_held = was_held
 
-    def mark(self) -> Marks:
+    def mark(self) -> GradientVersions:
         """Return marks of the gradients, which change when a backward reaches the model.
 
         An armed reducer requires a gradient for every parameter, so one parameter is enough, unless DDP itself finds
@@ -81,10 +81,10 @@ class Replica(StandIn, DistributedDataParallel):
         """
         if self.is_armed and not (self.find_unused_parameters or self.static_graph):
             sample = next((p for p in self._reduced_parameters if p.requires_grad), None)
-            return marks_of([] if sample is None else [sample])
-        return marks_of(self._reduced_parameters)
+            return versions_of([] if sample is None else [sample])
+        return versions_of(self._reduced_parameters)
 
-    def take(self, before: Marks) -> None:
+    def take(self, before: GradientVersions) -> None:
         """Record a backward that has run.
 
         Args:
