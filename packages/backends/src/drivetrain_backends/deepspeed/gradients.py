@@ -1,8 +1,7 @@
 """The reduced gradients of DeepSpeed's optimizers: where each keeps them, and how they are corrected and clipped."""
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,96 +12,73 @@ from drivetrain_backends.gradients.multi_tensor import multiply
 _CLIP_EPSILON = 1e-6  # torch's and DeepSpeed's own, added to the norm
 
 
-class ReducedGradients(Protocol):
+class ReducedGradients:
     """The gradients of one engine, between the reduction that closes a window and the engine's step.
+
+    This class is for stage 1 in bf16, whose gradients are flat fp32 buffers beside the bf16 parameters, and the base
+    of those for the other stages.
+
+    Args:
+        engine: The DeepSpeed engine.
 
     Attributes:
         in_backward: Whether the backward that closes a window makes the gradients ready for the step, so that no
             other backward may follow.
     """
 
-    in_backward: bool
+    def __init__(self, engine: Any) -> None:
+        self.in_backward = False
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._configured_norm: float = engine.gradient_clipping()
+        self._bound = math.inf  # the smallest of the requested norms: an engine clips once, at its step
+        self._left: Tensor | None = None  # the norm after the clips so far
 
     def scale_losses(self, scale: float) -> None:
-        """Multiply losses by `scale` from now on, and divide gradients by it at the step."""
-        ...
+        """Multiply losses by `scale` from now on, and divide gradients by it at the step; 1 outside fp16."""
+        assert scale == 1.0
 
     def correct(self, factor: float) -> None:
         """Multiply the gradients by `factor`, at the latest when they are used."""
-        ...
+        multiply(compat.flat_gradients(self._optimizer), factor)
 
     def norm(self) -> Tensor:
         """Return the global 2-norm, shape (); infinite or NaN if a gradient is. Called on all ranks."""
-        ...
+        norm = compat.global_norm(self._optimizer)
+        return torch.where(norm < 0, torch.full_like(norm, math.nan), norm)
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the global norm, now or at the step, and return the norm before, shape (). Called on all ranks.
 
         A second clip in a window starts from the norm that the first one left.
         """
-        ...
+        norm = self.norm() if self._left is None else self._left
+        self._left = norm * (max_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+        self._bound = min(self._bound, max_norm)
+        compat.clip_at_step(self._optimizer, self._bound)
+        return norm
 
     def used(self) -> None:
         """Forget this window's correction and clipping."""
-        ...
+        self._bound, self._left = math.inf, None
+        compat.clip_at_step(self._optimizer, self._configured_norm)
 
     def discard(self) -> None:
         """Drop the gradients without a step."""
-        ...
+        compat.drop_gradients(self._engine)
+        self.used()
 
 
-class Clipping:
-    """The clipping of a window's gradients: an engine clips only once, at its step, and to a single norm.
-
-    Attributes:
-        bound: The smallest of the requested norms.
-    """
-
-    def __init__(self) -> None:
-        self.bound = math.inf
-        self._left: Tensor | None = None  # the norm after the clips so far
-
-    def add(self, max_norm: float, measure: Callable[[], Tensor]) -> Tensor:
-        """Record a clip.
-
-        Args:
-            max_norm: The norm to clip to.
-            measure: A function that returns the norm of unclipped gradients; called at the first clip only.
-
-        Returns:
-            The norm before this clip, of shape ().
-        """
-        before = measure() if self._left is None else self._left
-        self._left = before * (max_norm / (before + _CLIP_EPSILON)).clamp(max=1.0)
-        self.bound = min(self.bound, max_norm)
-        return before
-
-
-class WholeGradients:
-    """The gradients of stage 0: `.grad` of the parameters, in full on every rank.
-
-    Args:
-        engine: The DeepSpeed engine.
-    """
-
-    in_backward = False
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def scale_losses(self, scale: float) -> None:
-        """Do nothing, because stage 0 has no fp16; see `ReducedGradients.scale_losses`."""
-        assert scale == 1.0
+class FullGradients(ReducedGradients):
+    """The gradients of stage 0: `.grad` of the parameters, in full on every rank, clipped in place."""
 
     def correct(self, factor: float) -> None:
         """Multiply the gradients in place; see `ReducedGradients.correct`."""
-        found = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        multiply(found, factor)
+        multiply(self._gradients(), factor)
 
     def norm(self) -> Tensor:
         """Return the norm; see `ReducedGradients.norm`."""
-        found = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        return nn.utils.get_total_norm(found)
+        return nn.utils.get_total_norm(self._gradients())
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients in place; see `ReducedGradients.clip`."""
@@ -111,61 +87,11 @@ class WholeGradients:
     def used(self) -> None:
         """Do nothing, because nothing is recorded; see `ReducedGradients.used`."""
 
-    def discard(self) -> None:
-        """Drop the gradients; see `ReducedGradients.discard`."""
-        compat.drop_gradients(self._engine)
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._engine.module.parameters() if p.grad is not None]
 
 
-class EngineGradients:
-    """The gradients of ZeRO, which the engine's step clips: `FlatGradients` and `PartitionedGradients`.
-
-    Args:
-        engine: The DeepSpeed engine.
-    """
-
-    in_backward = False
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._optimizer = engine.optimizer
-        self._configured_norm: float = engine.gradient_clipping()
-        self._clipping = Clipping()
-
-    def norm(self) -> Tensor:
-        """Return the norm; see `ReducedGradients.norm`."""
-        norm = compat.global_norm(self._optimizer)
-        return torch.where(norm < 0, torch.full_like(norm, math.nan), norm)
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Measure the norm now and let the step clip; see `ReducedGradients.clip`."""
-        norm = self._clipping.add(max_norm, self.norm)
-        compat.clip_at_step(self._optimizer, self._clipping.bound)
-        return norm
-
-    def used(self) -> None:
-        """Restore the configured clipping; see `ReducedGradients.used`."""
-        self._clipping = Clipping()
-        compat.clip_at_step(self._optimizer, self._configured_norm)
-
-    def discard(self) -> None:
-        """Drop the gradients; see `ReducedGradients.discard`."""
-        compat.drop_gradients(self._engine)
-        self.used()
-
-
-class FlatGradients(EngineGradients):
-    """The gradients of stage 1 in bf16: flat fp32 buffers beside the bf16 parameters."""
-
-    def scale_losses(self, scale: float) -> None:
-        """Do nothing, because bf16 has no loss scale; see `ReducedGradients.scale_losses`."""
-        assert scale == 1.0
-
-    def correct(self, factor: float) -> None:
-        """Multiply the gradients in place; see `ReducedGradients.correct`."""
-        multiply(compat.flat_gradients(self._optimizer), factor)
-
-
-class PartitionedGradients(EngineGradients):
+class PartitionedGradients(ReducedGradients):
     """The gradients of ZeRO stages 1 to 3: each rank's partition, which the step divides by the loss scale.
 
     A correction is folded into that division, so that it needs no pass over the gradients.
@@ -177,7 +103,7 @@ class PartitionedGradients(EngineGradients):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         # Offloaded gradients are copied during backward; reduced afterwards, each would be copied twice more.
-        self.in_backward: bool = compat.offloads_gradients(engine)
+        self.in_backward = compat.offloads_gradients(engine)
         # Offloading optimizers need the norm for more than clipping.
         self._measures_again = compat.can_skip_norm(self._optimizer) and not self.in_backward
         self._scale = 1.0
@@ -221,7 +147,5 @@ class PartitionedGradients(EngineGradients):
 def gradients_of(engine: Any) -> ReducedGradients:
     """Return the gradients of an engine, by the kind of its optimizer."""
     if not engine.zero_optimization():
-        return WholeGradients(engine)
-    if compat.adds_up_flat(engine.optimizer):
-        return FlatGradients(engine)
-    return PartitionedGradients(engine)
+        return FullGradients(engine)
+    return ReducedGradients(engine) if compat.adds_up_flat(engine.optimizer) else PartitionedGradients(engine)

@@ -70,6 +70,16 @@ def as_trained(parameter: Any) -> Generator[None]:
         parameter.requires_grad_(before)
 
 
+def own_range(parameter: Any) -> tuple[int, int]:
+    """Return the indices of this rank's first element of a parameter, and of the first after its last."""
+    if is_divided(parameter):
+        size, number = divided_part(parameter).numel(), num_elements(parameter)
+        start = min(size * dist.get_rank(group_of(parameter)), number)
+        return start, min(start + size, number)  # the last parts are padded
+    start, part = master_fragment(parameter, None) or (0, torch.empty(0))
+    return start, start + part.numel()
+
+
 def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
     """Return the index of this rank's first element of a parameter, and its elements, of shape (n,).
 
@@ -77,27 +87,21 @@ def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
         parameter: A parameter of a partitioned engine.
         key: The key of an optimizer state; None for the master, or in stage 3 for a parameter without one.
     """
-    if is_divided(parameter):
-        return _own_part_of_stage_3(parameter, key)
-    start, part = master_fragment(parameter, key) or (0, torch.empty(0))
-    return start, part.detach()
-
-
-def _own_part_of_stage_3(parameter: Any, key: str | None) -> tuple[int, Tensor]:
-    from deepspeed import utils
-
-    if not has_master(parameter):
-        part = divided_part(parameter).detach()
+    start, stop = own_range(parameter)
+    if not is_divided(parameter):
+        _, part = master_fragment(parameter, key) or (0, torch.empty(0))
+    elif not has_master(parameter):
+        part = divided_part(parameter)
     else:
+        from deepspeed import utils
+
         with as_trained(parameter):
             part = (
                 utils.safe_get_local_fp32_param(parameter)
                 if key is None
                 else utils.safe_get_local_optimizer_state(parameter, key)
-            ).detach()
-    number = num_elements(parameter)
-    start = min(part.numel() * dist.get_rank(group_of(parameter)), number)
-    return start, part[: number - start]  # the last parts are padded
+            )
+    return start, part.detach()[: stop - start]
 
 
 def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None = None) -> None:
@@ -106,24 +110,34 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
     Raises:
         ValueError: The elements are not those that this rank holds now.
     """
-    own_start, own = own_part(parameter, key)
-    if (start, elements.numel()) != (own_start, own.numel()) and elements.numel() + own.numel():
+    own_start, own_stop = own_range(parameter)
+    own_number = own_stop - own_start
+    if (start, elements.numel()) != (own_start, own_number) and elements.numel() + own_number:
         raise ValueError(
             f"elements {start} to {start + elements.numel()} of a parameter of shape {tuple(full_shape(parameter))}, "
-            f"of which this rank holds {own_start} to {own_start + own.numel()}: they were read for another division"
+            f"of which this rank holds {own_start} to {own_stop}: they were read for another division"
         )
     if not is_divided(parameter):
-        own.copy_(elements)
+        if (fragment := master_fragment(parameter, key)) is not None:
+            fragment[1].detach().copy_(elements)
         return
     from deepspeed import utils
 
-    padded = torch.zeros_like(divided_part(parameter), dtype=torch.float32, device=own.device)
+    # DeepSpeed's own function for full tensors fails if ranks do not divide them evenly.
+    padded = torch.zeros_like(divided_part(parameter), dtype=torch.float32, device=elements.device)
     padded[: elements.numel()] = elements
     with as_trained(parameter):
         if key is None:
             utils.safe_set_local_fp32_param(parameter, padded)
         else:
             utils.safe_set_local_optimizer_state(parameter, padded, key)
+
+
+def write_whole(parameter: Any, value: Tensor, key: str | None = None) -> None:
+    """Copy this rank's part of a full tensor into a parameter's master, if any, or its optimizer state."""
+    if has_master(parameter):
+        start, stop = own_range(parameter)
+        write_own_part(parameter, start, value.flatten()[start:stop].to(parameter.device), key)
 
 
 def whole_of_parts(value: Any, parameter: Any) -> Tensor:

@@ -13,7 +13,7 @@ from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.optimizer import PartitionedOptimizer
 from drivetrain_backends.deepspeed.reached import ReachedParameters
 from drivetrain_backends.deepspeed.state import forget_keyed_state, load_state, read_state, spread
-from drivetrain_backends.deepspeed.written import NoMasters, WrittenValues, written_values
+from drivetrain_backends.deepspeed.written import WrittenValues, written_values
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.clipping import check_clip
 from drivetrain_backends.gradients.tracker import GradientTracker
@@ -63,7 +63,7 @@ class DeepSpeedPrepared(TorchPrepared):
         self._checkpointed = checkpointed
         trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
         self._trained = frozenset(trained)
-        self._written: WrittenValues = NoMasters()
+        self._written = WrittenValues()
         self._reached: ReachedParameters | None = None  # None for an untrained model
         if gradients is not None:
             self._written = written_values(self.engine, trained, context)

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain_backends.deepspeed.compat import (
     full_shape,
-    group_of,
     has_master,
-    is_divided,
     link_states,
     master_of,
 )
@@ -23,6 +21,7 @@ from drivetrain_backends.deepspeed.partitions import (
     own_part,
     whole_of_parts,
     write_own_part,
+    write_whole,
 )
 from drivetrain_backends.modules.compile import load_plain_state, plain_state
 from drivetrain_backends.state_dict.full_state_dict import full_tensor
@@ -134,44 +133,16 @@ def _load_kept(engine: Any, index: int, parameter: nn.Parameter, saved: Mapping[
             start, elements = kept.flat_range()
             write_own_part(parameter, start, elements, key)
         else:
-            _write_part(
+            write_whole(
                 parameter, torch.zeros(full_shape(parameter)) if kept is None else full_tensor(kept), key
             )
-
-
-def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
-    """Copy this rank's partition of a full tensor into the master parameter, or its optimizer state `key`."""
-    from deepspeed import utils
-
-    if not has_master(parameter):
-        return
-    value = value.to(parameter.device, torch.float32)
-    if not is_divided(parameter):  # stages 1 and 2
-        if key is None:
-            utils.safe_set_full_fp32_param(parameter, value)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, value, key)
-        return
-    # Stage 3's own function for full tensors fails if ranks do not divide them evenly (0.19).
-    group = group_of(parameter)
-    with as_trained(parameter):
-        part = utils.safe_get_local_fp32_param(parameter)
-        padded = torch.zeros(
-            part.numel() * dist.get_world_size(group), dtype=value.dtype, device=value.device
-        )
-        padded[: value.numel()] = value.flatten()
-        own = padded.narrow(0, part.numel() * dist.get_rank(group), part.numel())
-        if key is None:
-            utils.safe_set_local_fp32_param(parameter, own)
-        else:
-            utils.safe_set_local_optimizer_state(parameter, own, key)
 
 
 def spread(parameters: Sequence[nn.Parameter]) -> None:
     """Broadcast rank 0's values of gathered parameters and copy them to the masters. Called on all ranks."""
     for parameter in parameters:
         dist.broadcast(parameter.detach(), src=0)
-        _write_part(parameter, parameter.detach())
+        write_whole(parameter, parameter.detach())
 
 
 def _make_room(
@@ -288,6 +259,6 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
         saved = _whole(state[name], value)
         with zero.GatheredParameters([value], modifier_rank=0), torch.no_grad():
             value.copy_(saved)
-        _write_part(value, saved)
+        write_whole(value, saved)
     rest = {name: state[name] for name in state if not isinstance(own[name], nn.Parameter)}
     load_plain_state(module, rest, strict=False)

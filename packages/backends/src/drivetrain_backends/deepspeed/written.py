@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,11 @@ from drivetrain_state import Context, gather_object
 _ELEMENTS_AT_ONCE = 2**24
 
 
-class WrittenValues(Protocol):
-    """A record of the values written into the parameters of one engine since its last step."""
+class WrittenValues:
+    """A record of the values written into the parameters of one engine since its last step.
+
+    This one is for stage 0, where the optimizer steps the parameters themselves: there is nothing to record.
+    """
 
     def take_up(self) -> None:
         """Copy the written values into the masters, before a step. Called on all ranks.
@@ -25,11 +28,9 @@ class WrittenValues(Protocol):
         Raises:
             AccumulationError: The values cannot be copied.
         """
-        ...
 
     def note(self) -> None:
         """Record that parameters and masters agree, after a write by the engine or the backend."""
-        ...
 
     def compare(self) -> None:
         """Compare this rank's writes with those of the other ranks, before a save. Called on all ranks.
@@ -37,30 +38,12 @@ class WrittenValues(Protocol):
         Raises:
             AccumulationError: Ranks wrote to different parameters.
         """
-        ...
 
     def forget(self) -> None:
         """Reset the record of `compare`, after a saved state was loaded on all ranks."""
-        ...
 
 
-class NoMasters:
-    """The record for stage 0, where the optimizer steps the parameters themselves."""
-
-    def take_up(self) -> None:
-        """Do nothing; see `WrittenValues.take_up`."""
-
-    def note(self) -> None:
-        """Do nothing; see `WrittenValues.note`."""
-
-    def compare(self) -> None:
-        """Do nothing; see `WrittenValues.compare`."""
-
-    def forget(self) -> None:
-        """Do nothing; see `WrittenValues.forget`."""
-
-
-class WrittenToFlat:
+class WrittenToFlat(WrittenValues):
     """The record for stages 1 and 2: parameters are views of a flat tensor; each rank has a master of its partition.
 
     The partition is compared with its master, because a write through `.data` leaves no other trace. In half
@@ -137,7 +120,7 @@ class WrittenToFlat:
                 parameter.data = home
 
 
-class WrittenOutsideGathered:
+class WrittenOutsideGathered(WrittenValues):
     """The record for stage 3, where writes outside `gathered(write=True)` reach no master.
 
     Args:
@@ -176,12 +159,6 @@ class WrittenOutsideGathered:
         """Record the versions; see `WrittenValues.note`."""
         self._versions = _versions(self._names)
 
-    def compare(self) -> None:
-        """Do nothing, because writes are refused; see `WrittenValues.compare`."""
-
-    def forget(self) -> None:
-        """Do nothing; see `WrittenValues.forget`."""
-
 
 def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -> WrittenValues:
     """Return the record of writes into an engine's parameters, by the engine's stage.
@@ -192,7 +169,7 @@ def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -
         context: The ranks whose writes are compared.
     """
     if not engine.zero_optimization():
-        return NoMasters()
+        return WrittenValues()
     return (
         WrittenOutsideGathered(engine, names)
         if engine.zero_optimization_partition_weights()

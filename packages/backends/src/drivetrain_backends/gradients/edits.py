@@ -1,4 +1,4 @@
-"""What becomes of gradients that other code changes on their way to a step: they are averaged, or refused."""
+"""A watch over gradients that other code changes on their way to a step: they are averaged, or refused."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class EditWatch:
 
     Args:
         models: The users' modules.
-        parameters: Their parameters, each once.
+        parameters: The parameters of the models, each once.
         reducer: The object that runs backwards and reduces their gradients.
         window: The accumulation window.
     """

@@ -39,14 +39,14 @@ class WindowLosses(NamedTuple):
     Attributes:
         window: The number of the window of the last loss; -1 before the first.
         is_counted: Whether the losses are sums with counts, rather than means.
-        count: The sum of this rank's counts.
+        num_items: The sum of this rank's counts.
         adds_to_used: Whether the losses were added to gradients that a step had used.
         is_bad: Whether a loss was not finite, of shape (); None if not recorded.
     """
 
     window: int = -1
     is_counted: bool = False
-    count: Tensor | float = 0.0
+    num_items: Tensor | float = 0.0
     adds_to_used: bool = False
     is_bad: Tensor | None = None
 
@@ -55,7 +55,7 @@ class FinalGradients(NamedTuple):
     """The properties of final gradients.
 
     Attributes:
-        norm: Their norm before clipping, of shape (); None if they were not clipped by norm.
+        norm: The norm before clipping, of shape (); None if they were not clipped by norm.
         overflowed: Whether they held an infinity or NaN, if that was checked: in fp16, and where the window says so.
         checked_for: The optimizers that stepped since that check, by id; None if there was none outside fp16.
     """
@@ -125,12 +125,12 @@ class GradientGroup:
                 "cannot be added; pass count= for every loss of the window, or for none (and model= for each loss "
                 "where several models are prepared)"
             )
-        total = losses.count
+        num_items = losses.num_items
         if count is not None:
-            total = total + (count.detach() if isinstance(count, Tensor) else count)
+            num_items = num_items + (count.detach() if isinstance(count, Tensor) else count)
         if is_bad is not None and losses.is_bad is not None:
             is_bad = losses.is_bad | is_bad
-        self.losses = WindowLosses(window.number, is_counted, total, losses.adds_to_used, is_bad)
+        self.losses = WindowLosses(window.number, is_counted, num_items, losses.adds_to_used, is_bad)
         self.stage, self.final = "open", _UNCHECKED
         self._cleared.clear()
 
@@ -337,7 +337,7 @@ class GradientGroup:
         if not self.losses.is_counted:
             nominal, length = tracker.window.num_micro_batches, tracker.window.length
             return None if length == nominal else nominal / length
-        total = total_count(tracker.context, self.losses.count)
+        total = total_count(tracker.context, self.losses.num_items)
         factor = tracker.reference.value(total) * tracker.context.topology.world_size / total
         tracker.reference.last_total = total
         return torch.where(total > 0, factor, torch.zeros_like(total))

@@ -1,4 +1,4 @@
-"""What all backends share: pairing models with optimizers, and the state of their gradients.
+"""The common part of all backends: pairing models with optimizers, and the state of their gradients.
 
 Subclasses decide how a model is wrapped, and which object reduces its gradients.
 """

@@ -57,7 +57,7 @@ def sync_buffers_next(ddp: DistributedDataParallel, is_wanted: bool) -> None:
 
 def has_learnt_static_graph(ddp: DistributedDataParallel) -> bool:
     """Return whether a backward has come from the wrapper's first forward, from which DDP learns a static graph."""
-    return ddp._static_graph_delay_allreduce_enqueued
+    return ddp._static_graph_delay_allreduce_enqueued  # pyright: ignore[reportPrivateUsage]
 
 
 def check_reduced(ddp: DistributedDataParallel) -> None:
@@ -66,7 +66,7 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
     Raises:
         RuntimeError: It did not; `unreduced_parameters` reads the message.
     """
-    ddp._check_reducer_finalized()
+    ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
 
 
 def unreduced_parameters(error: RuntimeError) -> list[int] | None:
