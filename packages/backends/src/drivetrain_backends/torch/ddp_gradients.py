@@ -50,10 +50,10 @@ class ReplicatedGradients(ParameterGradients):
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
         """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`."""
-        before = [(replica, replica.mark()) for replica in self.replicas.values()]
+        before = [(replica, replica.gradient_versions()) for replica in self.replicas.values()]
         super().backward(loss, models)
-        for replica, mark in before:
-            replica.take(mark)
+        for replica, versions in before:
+            replica.record_backward(versions)
 
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Average what bypassed the reducer, then unscale and correct in one pass; see `GradientReducer.finalize`.
@@ -63,7 +63,7 @@ class ReplicatedGradients(ParameterGradients):
                 out of batches.
         """
         if self.averages:
-            self._settle_replicas([self.replicas[model] for model in models if model in self.replicas])
+            self._finish_replicas([self.replicas[model] for model in models if model in self.replicas])
         return super().finalize(models, factor)
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
@@ -81,18 +81,18 @@ class ReplicatedGradients(ParameterGradients):
         """Record that other code changed gradients, so that they are averaged when the window closes."""
         for model in models:
             if model in self.replicas:
-                self.replicas[model].holds_back = True
+                self.replicas[model].is_unreduced = True
 
     def are_averaged(self, models: Sequence[nn.Module]) -> bool:
         """Return whether the reducer averaged all that backwards left; see `ParameterGradients.are_averaged`."""
-        return not any(self._waits(self.replicas[model]) for model in models if model in self.replicas)
+        return not any(self._awaits_average(self.replicas[model]) for model in models if model in self.replicas)
 
     def average(self, models: Sequence[nn.Module]) -> None:
         """Average the gradients that other code changed. Called on all ranks."""
         replicas = [self.replicas[model] for model in models if model in self.replicas]
         if not replicas or (self.is_joined and all(p.grad is None for r in replicas for p in r.parameters())):
             return
-        self._settle_replicas(replicas)
+        self._finish_replicas(replicas)
 
     def check_unreduced(self, optimizer: Optimizer) -> None:
         """Refuse to step on gradients that are not averaged over ranks.
@@ -135,17 +135,17 @@ class ReplicatedGradients(ParameterGradients):
             self._group = made
 
     @staticmethod
-    def _waits(replica: Replica) -> bool:
-        return replica.at_close or replica.holds_back
+    def _awaits_average(replica: Replica) -> bool:
+        return replica.at_close or replica.is_unreduced
 
-    def _settle_replicas(self, replicas: Sequence[Replica]) -> None:
+    def _finish_replicas(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
             replica.check_reduced()
-        chosen = [replica for replica in replicas if self._waits(replica)]
+        chosen = [replica for replica in replicas if self._awaits_average(replica)]
         if parameters := trainable_parameters([replica.module for replica in chosen]):
             self._average(parameters, chosen)
         for replica in chosen:
-            replica.holds_back = False
+            replica.is_unreduced = False
 
     def _average(self, parameters: Sequence[nn.Parameter], replicas: Sequence[Replica]) -> None:
         names = " and ".join(type(replica.module).__name__ for replica in replicas)

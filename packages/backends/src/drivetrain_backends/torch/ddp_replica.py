@@ -29,7 +29,7 @@ class Replica(StandIn, DistributedDataParallel):
     Attributes:
         at_close: Whether gradients are averaged when their window closes.
         is_armed: Whether the reducer waits for a backward.
-        holds_back: Whether there may be gradients that are not averaged over ranks.
+        is_unreduced: Whether there may be gradients that are not averaged over ranks.
     """
 
     def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
@@ -39,7 +39,7 @@ class Replica(StandIn, DistributedDataParallel):
         self._reduced_parameters = tuple(self._reduced.values())
         self.at_close = at_close
         self.is_armed = False
-        self.holds_back = False
+        self.is_unreduced = False
         self._is_held = False
         self._known = KnownParameters(module)
         if at_close:
@@ -73,8 +73,8 @@ class Replica(StandIn, DistributedDataParallel):
         finally:
             self._is_held = was_held
 
-    def mark(self) -> GradientVersions:
-        """Return marks of the gradients, which change when a backward reaches the model.
+    def gradient_versions(self) -> GradientVersions:
+        """Return the versions of the gradients, which change when a backward reaches the model.
 
         An armed reducer requires a gradient for every parameter, so one parameter is enough, unless DDP itself finds
         unused parameters.
@@ -84,16 +84,16 @@ class Replica(StandIn, DistributedDataParallel):
             return versions_of([] if sample is None else [sample])
         return versions_of(self._reduced_parameters)
 
-    def take(self, before: GradientVersions) -> None:
+    def record_backward(self, before: GradientVersions) -> None:
         """Record a backward that has run.
 
         Args:
-            before: The result of `mark` before the backward.
+            before: The result of `gradient_versions` before the backward.
 
         Raises:
             UnreducedGradientError: DDP has to learn a static graph from this backward, which bypassed the wrapper.
         """
-        if before.are(self.mark()):
+        if before.are(self.gradient_versions()):
             return
         if self.is_armed and self.static_graph and not compat.has_learnt_static_graph(self):
             raise UnreducedGradientError(
@@ -101,7 +101,7 @@ class Replica(StandIn, DistributedDataParallel):
                 "which DDP learns a static graph: it would never average these gradients. Call the model, or leave "
                 "--ddp-static-graph out"
             )
-        self.holds_back = not self.is_armed
+        self.is_unreduced = not self.is_armed
         self.is_armed = False
 
     def check_reduced(self) -> None:
