@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain_backends.deepspeed import compat
-from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.errors import AccumulationError, first_of
 
 
 class ReachedParameters:
@@ -49,8 +49,8 @@ class ReachedParameters:
             return
         if frozen := [name for parameter, name in self._names.items() if not parameter.requires_grad]:
             raise AccumulationError(
-                f"{_some(frozen)}: frozen since prepare(), and DeepSpeed's stage {self._stage} would go on moving it "
-                "by momentum and weight decay, for it steps all parameters as one vector. Freeze it before "
+                f"{first_of(frozen)}: frozen since prepare(), and DeepSpeed's stage {self._stage} would go on moving "
+                "it by momentum and weight decay, for it steps all parameters as one vector. Freeze it before "
                 "prepare(): free_memory(), requires_grad_(False), prepare() with an optimizer over the others; or "
                 "choose stage 0"
             )
@@ -146,7 +146,7 @@ class ReachedParameters:
         """
         if names:
             raise AccumulationError(
-                f"{_some(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "
+                f"{first_of(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "
                 f"{self._stage} would move it all the same, by momentum, weight decay or an earlier gradient. Freeze "
                 "before prepare() what is not to be trained, requires_grad_(False); where it is in some steps only, "
                 "choose backend='ddp' with ddp.find_unused_parameters"
@@ -157,7 +157,7 @@ def _told_of_branches(gathered: list[list[str]], stage: int) -> str:
     """Return the message for ranks that would reduce different parameters."""
     everywhere = set[str](gathered[0]).intersection(*gathered)
     some = [
-        f"rank {rank} has {_some(odd)}"
+        f"rank {rank} has {first_of(odd)}"
         for rank, own in enumerate(gathered)
         if (odd := [n for n in own if n not in everywhere])
     ]
@@ -168,7 +168,3 @@ def _told_of_branches(gathered: list[list[str]], stage: int) -> str:
         "branches, choose deepspeed.stage=1, in which a parameter without a gradient counts as zero, or "
         "backend='ddp' with ddp.find_unused_parameters"
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.errors import AccumulationError, first_of
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
 from drivetrain_backends.gradients.snapshot import GradientSnapshot
@@ -135,16 +135,13 @@ class EditWatch:
 
     def _error(self, places: Sequence[int]) -> AccumulationError:
         names: dict[Tensor, str] = parameter_names({str(i): model for i, model in enumerate(self._models)})
-        listed = (
-            ", ".join(names.get(self._parameters[place], "one") for place in places[:3]) or "shards of all"
-        )
-        others = f" and {len(places) - 3} others" if len(places) > 3 else ""
+        listed = [names.get(self._parameters[place], "one") for place in places] or ["shards of all"]
         state = "scaled for fp16" if self._is_scaled else "sums, to be divided by their count"
         if self._window.num_micro_batches > 1:
             state = f"those of an accumulation window of {self._window.num_micro_batches} micro-batches"
         return AccumulationError(
-            f"gradients of {' and '.join(type(model).__name__ for model in self._models)} ({listed}{others}) were "
-            f"changed since their last loss, and they are {state}, not yet what a step takes. In place of "
+            f"gradients of {' and '.join(type(model).__name__ for model in self._models)} ({first_of(listed, 3)}) "
+            f"were changed since their last loss, and they are {state}, not yet what a step takes. In place of "
             "model.zero_grad() or p.grad = None call zero_grad() of the prepared optimizer, which leaves an open "
             "window alone; of torch's clip_grad_norm_, accelerator.clip_grad_norm_; of loss.backward(), "
             "accelerator.backward(loss). What else edits gradients does so after "

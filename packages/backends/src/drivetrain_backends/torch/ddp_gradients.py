@@ -85,7 +85,9 @@ class ReplicatedGradients(ParameterGradients):
 
     def are_averaged(self, models: Sequence[nn.Module]) -> bool:
         """Return whether the reducer averaged all that backwards left; see `ParameterGradients.are_averaged`."""
-        return not any(self._awaits_average(self.replicas[model]) for model in models if model in self.replicas)
+        return not any(
+            self._awaits_average(self.replicas[model]) for model in models if model in self.replicas
+        )
 
     def average(self, models: Sequence[nn.Module]) -> None:
         """Average the gradients that other code changed. Called on all ranks."""
