@@ -49,7 +49,7 @@ def parameters(stage: int) -> list[object]:
         if stage:
             assert dist.get_world_size(compat.group_of(w)) == 2
         if compat.is_divided(w):
-            found.append(compat.divided_part(w).numel())
+            found.append((compat.divided_part(w).numel(), compat.part_size(w)))
         elif stage:
             start, part = compat.master_fragment(w, None) or (0, torch.empty(0))
             found.append((start, part.tolist()))
@@ -58,7 +58,7 @@ def parameters(stage: int) -> list[object]:
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [(0, [[], []]), (2, [[(0, [1.0, 1.0])], [(2, [1.0])]]), (3, [[2], [2]])],
+    [(0, [[], []]), (2, [[(0, [1.0, 1.0])], [(2, [1.0])]]), (3, [[(2, 2)], [(2, 2)]])],
 )
 def test_parameters_tell_their_shape_and_their_masters(run_ranks, stage: int, more: list) -> None:
     common = [(3,), 3, stage == 3, stage > 0, False]

@@ -42,6 +42,11 @@ def divided_part(parameter: Any) -> Tensor:
     return parameter.ds_tensor
 
 
+def part_size(parameter: Any) -> int:
+    """Return the number of elements of each rank's part of a divided parameter, with padding, wherever it is kept."""
+    return int(parameter.ds_tensor.ds_numel)
+
+
 def group_of(parameter: Any) -> ProcessGroup:
     """Return the ranks among which a parameter or its master is divided."""
     return parameter.ds_process_group if is_divided(parameter) else parameter._dp_group

@@ -16,6 +16,7 @@ from drivetrain_backends.deepspeed.compat import (
     is_divided,
     master_fragment,
     num_elements,
+    part_size,
 )
 
 
@@ -73,7 +74,7 @@ def as_trained(parameter: Any) -> Generator[None]:
 def own_range(parameter: Any) -> tuple[int, int]:
     """Return the indices of this rank's first element of a parameter, and of the first after its last."""
     if is_divided(parameter):
-        size, number = divided_part(parameter).numel(), num_elements(parameter)
+        size, number = part_size(parameter), num_elements(parameter)
         start = min(size * dist.get_rank(group_of(parameter)), number)
         return start, min(start + size, number)  # the last parts are padded
     start, part = master_fragment(parameter, None) or (0, torch.empty(0))
@@ -124,7 +125,7 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
     from deepspeed import utils
 
     # DeepSpeed's own function for full tensors fails if ranks do not divide them evenly.
-    padded = torch.zeros_like(divided_part(parameter), dtype=torch.float32, device=elements.device)
+    padded = torch.zeros(part_size(parameter), device=elements.device)
     padded[: elements.numel()] = elements
     with as_trained(parameter):
         if key is None:
