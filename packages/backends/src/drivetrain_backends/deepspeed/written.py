@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain_backends.deepspeed.compat import flat_groups
-from drivetrain_backends.errors import AccumulationError, first_of
+from drivetrain_backends.errors import AccumulationError
 from drivetrain_state import Context, gather_object
 
 _ELEMENTS_AT_ONCE = 2**24
@@ -100,7 +100,7 @@ class WrittenToFlat(WrittenValues):
         names = [name for name in self._names.values() if len({one[name] for one in found}) > 1]
         counts = ", ".join(f"{one[names[0]]} times on rank {rank}" for rank, one in enumerate(found[:8]))
         raise AccumulationError(
-            f"{first_of(names)}: written in place on some ranks and not on others ({names[0]}: {counts}). Under "
+            f"{', '.join(names[:5])}: written in place on some ranks and not on others ({names[0]}: {counts}). Under "
             "ZeRO each rank steps a part of every parameter, so that what one rank writes goes into its part "
             "alone. Nothing was saved: load_state() of an earlier checkpoint, and write the same values on all ranks "
             "or inside accelerator.gathered(model, write=True)"
@@ -150,7 +150,7 @@ class WrittenOutsideGathered(WrittenValues):
             return
         changed = _changed(self._names, self._versions, versions)
         raise AccumulationError(
-            f"{first_of(changed)}: written in place since the last step, which DeepSpeed's stage 3 undoes at "
+            f"{', '.join(changed[:5])}: written in place since the last step, which DeepSpeed's stage 3 undoes at "
             "the next: ranks hold parts of a parameter and of its fp32 master. Write inside "
             "accelerator.gathered(model, write=True); a saved state goes in with load_state()"
         )
