@@ -34,7 +34,7 @@ class TorchBackend:
         context: The ranks and the device.
         policy: The precision that models compute in.
         window: The accumulation window; the caller begins its micro-batches.
-        settings: The settings of the backend's configuration section.
+        settings: The settings of the backend's configuration section; defaults if None.
         reducer: The object that runs backwards and reduces their gradients; torch's autograd alone if None.
     """
 
@@ -54,7 +54,9 @@ class TorchBackend:
         self.context = context
         self.policy = policy
         self.window = window
-        self.settings: Any = settings
+        self.settings: Any = (
+            settings if settings is not None or self.settings_type is None else self.settings_type()
+        )
         self._tracker = GradientTracker(
             context, window, reducer or ParameterGradients(loss_scaler(context, policy))
         )
