@@ -68,7 +68,7 @@ class DeepSpeedBackend(TorchBackend):
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
-        own: DeepSpeedSettings = settings or DeepSpeedSettings()
+        own: DeepSpeedSettings = self.settings_or_defaults(settings)
         self._reducer = EngineReducer(window, loss_scaler(context, policy))
         super().__init__(context, policy, window=window, settings=own, reducer=self._reducer)
         self.settings: DeepSpeedSettings = own

@@ -74,7 +74,7 @@ class FSDPBackend(TorchBackend):
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
-        own: FSDPSettings = settings or FSDPSettings()
+        own: FSDPSettings = self.settings_or_defaults(settings)
         self._frozen = FrozenBlocks()
         self._sharded: dict[nn.Module, ShardedModel] = {}
         self._gradients = ShardedGradients(

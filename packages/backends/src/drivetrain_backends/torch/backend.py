@@ -54,15 +54,18 @@ class TorchBackend:
         self.context = context
         self.policy = policy
         self.window = window
-        self.settings: Any = (
-            settings if settings is not None or self.settings_type is None else self.settings_type()
-        )
+        self.settings: Any = self.settings_or_defaults(settings)
         self._tracker = GradientTracker(
             context, window, reducer or ParameterGradients(loss_scaler(context, policy))
         )
         self.scaler = self._tracker.scaler
         self._prepared: list[TorchPrepared] = []
         self._trained: list[GradientGroup] = []  # groups with an optimizer
+
+    @classmethod
+    def settings_or_defaults(cls, settings: Any) -> Any:
+        """Return the given settings, or the defaults of this class's section if None."""
+        return settings if settings is not None or cls.settings_type is None else cls.settings_type()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that the user calls, for a model that is on its device and under autocast."""

@@ -56,7 +56,7 @@ class DDPBackend(TorchBackend):
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
-        own: DDPSettings = settings or DDPSettings()
+        own: DDPSettings = self.settings_or_defaults(settings)
         self._gradients = ReplicatedGradients(
             context, loss_scaler(context, policy), bucket_bytes=own.bucket_size_mb * 2**20
         )
