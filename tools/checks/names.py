@@ -28,6 +28,7 @@ FILES_MEANT = (
         # One of each backend, and of each command beside what it does.
         {
             "applied",
+            "compat",
             "backend",
             "gradients",
             "optimizer",

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationError, AccumulationWindow, DDPBackend, SingleBackend
-from drivetrain_backends.gradients.edits import GradientMarks
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 
@@ -177,36 +176,3 @@ def test_edits_are_refused_under_backends_of_several_ranks_too(run_ranks, kind: 
     for *refused, plain in run_ranks(said_on_ranks, kind):
         assert all("were changed since their last loss" in said for said in refused)
         assert plain == ""
-
-
-def test_marks_tell_edits_from_clearings() -> None:
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(5)]
-    for parameter in parameters[:4]:
-        parameter.grad = torch.ones(2)
-    marks = GradientMarks(parameters)
-    assert not marks.differ()  # nothing kept
-    marks.keep()
-    assert not marks.differ()
-    parameters[0].grad = None
-    parameters[1].grad.zero_()
-    parameters[2].grad.add_(1)
-    parameters[4].grad = torch.ones(2)
-    assert marks.differ()
-    assert marks.edits() == ([2, 4], [0, 1], 3)
-    marks.forget()
-    assert not marks.differ()
-
-
-def test_a_new_gradient_at_the_address_of_a_freed_one_is_another() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    marks = GradientMarks([parameter])
-    for _ in range(20):
-        marks.keep()
-        address = id(parameter.grad)
-        parameter.grad = None
-        parameter.grad = torch.ones(2)
-        assert marks.differ()
-        if id(parameter.grad) == address:
-            return
-    pytest.skip("the allocator gave no address again")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from drivetrain_backends.deepspeed.compat import accumulation_dtype, applied_zero
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DeepSpeedSettings
 
@@ -18,7 +19,7 @@ def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
         engine: The DeepSpeed engine.
         settings: The `deepspeed` section; a field that it leaves open becomes a `AutoValue`.
     """
-    zero = engine._config.zero_config
+    zero = applied_zero(engine)
     found: dict[str, object] = {
         "stage": int(engine.zero_optimization_stage()),
         "offload_optimizer": _device_of(zero.offload_optimizer),
@@ -26,7 +27,7 @@ def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
         "reduce_bucket_size": int(zero.reduce_bucket_size),
         "allgather_bucket_size": int(zero.allgather_bucket_size),
         "overlap_comm": bool(zero.overlap_comm),
-        "grad_accum_dtype": engine._config.grad_accum_dtype,
+        "grad_accum_dtype": accumulation_dtype(engine),
         "communication_data_type": _DTYPES.get(engine.communication_data_type, "as DeepSpeed chooses"),
         "config": engine.config,
     }

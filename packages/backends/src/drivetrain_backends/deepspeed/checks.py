@@ -1,14 +1,15 @@
 """Checks that refuse, before any change, what DeepSpeed would train wrongly or fail on with a cryptic error."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.deepspeed.compat import full_shape, is_divided
 from drivetrain_backends.deepspeed.library import accelerator
-from drivetrain_backends.errors import EngineConfigError
+from drivetrain_backends.errors import EngineConfigError, first_of
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
@@ -78,9 +79,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
     _check_layout(model, names, stage)
     trained = {p: name for p, name in names.items() if optimizer is not None and p.requires_grad}
     for parameter, name in names.items():
-        shape = tuple(
-            getattr(parameter, "ds_shape", parameter.shape)
-        )  # the full shape, if it is already partitioned
+        shape = tuple(full_shape(parameter))
         if not shape:
             raise ValueError(
                 f"{name} is a parameter of shape (), which DeepSpeed cannot send to other ranks; make it one of (1,)"
@@ -92,8 +91,8 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
             )
     if wide := [name for p, name in trained.items() if p.dtype == torch.float64]:
         raise ValueError(
-            f"{_some(wide)}: of torch.float64, which DeepSpeed does not train in (its masters are float32); prepare "
-            "model.float(), with an optimizer built over it, or choose another backend"
+            f"{first_of(wide)}: of torch.float64, which DeepSpeed does not train in (its masters are float32); "
+            "prepare model.float(), with an optimizer built over it, or choose another backend"
         )
     if optimizer is not None and stage:
         _check_held(trained, optimizer, stage)
@@ -105,19 +104,19 @@ def _check_layout(model: nn.Module, names: Mapping[Tensor, str], stage: int) -> 
     """Refuse parameters that DeepSpeed cannot broadcast, flatten or reduce."""
     if apart := [name for p, name in names.items() if not p.is_contiguous()]:
         raise ValueError(
-            f"{_some(apart)}: not contiguous in memory (transposed, or channels_last), which DeepSpeed cannot send "
-            "to other ranks, nor lay out flat. Before prepare(), parameter.data = parameter.data.contiguous(); "
+            f"{first_of(apart)}: not contiguous in memory (transposed, or channels_last), which DeepSpeed cannot "
+            "send to other ranks, nor lay out flat. Before prepare(), parameter.data = parameter.data.contiguous(); "
             "inputs may stay in channels_last, in which convolutions then compute"
         )
     if odd := [name for p, name in names.items() if p.is_complex() and (p.requires_grad or stage == 3)]:
         raise ValueError(
-            f"{_some(odd)}: complex, which DeepSpeed does not train in (its masters are float32); keep it as "
+            f"{first_of(odd)}: complex, which DeepSpeed does not train in (its masters are float32); keep it as "
             "torch.view_as_real(...) in the module, or choose another backend"
         )
     sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     if given := [names[m.weight] for m in sparse if m.weight in names and m.weight.requires_grad]:
         raise ValueError(
-            f"{_some(given)}: of an embedding with sparse=True, whose sparse gradients DeepSpeed does not reduce; "
+            f"{first_of(given)}: of an embedding with sparse=True, whose sparse gradients DeepSpeed does not reduce; "
             "build it with sparse=False, or choose backend='ddp'"
         )
 
@@ -126,7 +125,7 @@ def _check_held(trained: dict[Tensor, str], optimizer: Optimizer, stage: int) ->
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if left_out := [name for p, name in trained.items() if p not in held]:
         raise ValueError(
-            f"{_some(left_out)}: to be trained, but not held by {type(optimizer).__name__}: DeepSpeed's stage "
+            f"{first_of(left_out)}: to be trained, but not held by {type(optimizer).__name__}: DeepSpeed's stage "
             f"{stage} would leave their gradients out of the norm that is clipped by. Give them to the "
             "optimizer, or freeze them before prepare(), requires_grad_(False)"
         )
@@ -142,10 +141,6 @@ def _check_groups(optimizer: Optimizer, stage: int) -> None:
             )
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
-
-
 def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, device: torch.device) -> None:
     """Refuse to keep fp32 weights on an NVMe drive if the engine would round them to bf16.
 
@@ -155,7 +150,7 @@ def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, de
         ValueError: The rounding would change the result.
     """
     on_drive = zero.get("offload_param", {}).get("device") == "nvme"
-    whole = any(not hasattr(parameter, "ds_id") for parameter in model.parameters())
+    whole = not all(map(is_divided, model.parameters()))
     if on_drive and whole and policy.mode == "no" and device.type == "cpu":
         raise ValueError(
             f"offload_param='nvme' with the fp32 weights of {type(model).__name__} on the CPU: DeepSpeed would round "

@@ -7,7 +7,7 @@ elements than in a plain loop. An optimizer's interface does not tell, so the op
 
 import copy
 import itertools
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.deepspeed.compat import full_shape, num_elements
 from drivetrain_backends.errors import EngineConfigError
-from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
+from drivetrain_backends.optim.trials import copied_over, run_eagerly
 from drivetrain_state import Context, OtherRankFailedError
 from drivetrain_state.collectives.collective_errors import on_each_rank
 
@@ -121,17 +122,13 @@ def parts_of(config: Mapping[str, Any], optimizer: Optimizer, context: Context) 
     """
     zero = config["zero_optimization"]
     on_cpu = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    largest = max(sum(_num_elements(p) for p in group["params"]) for group in optimizer.param_groups)
+    largest = max(sum(num_elements(p) for p in group["params"]) for group in optimizer.param_groups)
     is_cut = largest > zero.get("sub_group_size", _SUB_GROUP_ELEMENTS) * context.topology.world_size
     return {
         "device": torch.device("cpu") if on_cpu else context.device,
         "num_parts": 2 if is_cut and zero["stage"] == 3 else 1,
         "context": context,
     }
-
-
-def _num_elements(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _check_own(optimizer: Optimizer, message: str) -> None:
@@ -171,7 +168,7 @@ def _shapes_of(parameters: Sequence[Any]) -> list[tuple[int, ...]]:
     """Return small shapes with the numbers of dimensions of a group's parameters, two for each number."""
     largest: dict[int, tuple[int, ...]] = {}
     for parameter in parameters:
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = tuple(full_shape(parameter))
         bounds = _LONGEST.get(len(shape), (3,) * len(shape))
         # In whole blocks: only tensors whose size is a multiple of 256 elements have 8-bit states.
         small = tuple(_whole_blocks(min(size, bound)) for size, bound in zip(shape, bounds, strict=True))
@@ -235,26 +232,14 @@ def _compare(
 
 
 def _copied(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Any:
-    """Return a copy of an optimizer with all of its attributes, over other parameters and without hooks."""
-    copied: Any = object.__new__(type(optimizer))
-    # The deep copy replaces each parameter of a group by the new one at its position.
-    memo: dict[int, Any] = {id(optimizer): copied}
-    for group, own in zip(optimizer.param_groups, parameters, strict=True):
-        listed = group["params"]
-        memo |= {id(old): own[min(index, len(own) - 1)] for index, old in enumerate(listed)}
-        memo[id(listed)] = list(own)
-        if "param_names" in group:
-            memo[id(group["param_names"])] = [str(index) for index in range(len(own))]
-    held = dict(vars(optimizer))
-    held.pop("step", None)  # a scheduler's wrapper would step the original
-    hooks = [name for name in held if name.startswith("_optimizer_") and isinstance(held[name], OrderedDict)]
-    for name in hooks:
-        memo[id(held[name])] = OrderedDict()
-    copied.__dict__.update(copy.deepcopy(held, memo))
-    if type(optimizer.state) is defaultdict:
-        copied.state = defaultdict(dict)
-    set_visible_rates(copied.param_groups)
-    return copied
+    """Return a copy of an optimizer over other parameters: for each of a group the new one at its position."""
+    stand_ins = {
+        old: own[min(index, len(own) - 1)]
+        for group, own in zip(optimizer.param_groups, parameters, strict=True)
+        for index, old in enumerate(group["params"])
+    }
+    state = defaultdict(dict) if type(optimizer.state) is defaultdict else copy.deepcopy(optimizer.state)
+    return copied_over(optimizer, parameters, stand_ins, state)
 
 
 def _gradient(value: Tensor, scale: float, step: int, made: torch.Generator) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain_backends.deepspeed.compat import drop_ended_groups
 from drivetrain_backends.errors import BackendNotInstalledError
 from drivetrain_config import environ
 from drivetrain_state import Context
@@ -63,7 +64,7 @@ def entering(context: Context) -> Generator[None]:
         )
     from deepspeed import comm
 
-    _forget_ended_groups()
+    drop_ended_groups(_has_ended)
     with _variables(context):
         if not comm.is_initialized():
             with _progress(context):
@@ -115,17 +116,13 @@ def local_rank_known(context: Context) -> AbstractContextManager[None]:
     return environ.exported(LOCAL_RANK=str(context.topology.local_rank))
 
 
-def _forget_ended_groups() -> None:
-    """Make DeepSpeed recreate its process groups, because it keeps those of a destroyed process group (0.19)."""
-    from deepspeed.utils import groups
-
-    module: Any = groups  # no public API for this
-    if module._WORLD_GROUP is None:
-        return
+def _has_ended(group: Any) -> bool:
+    """Return whether a process group was destroyed."""
     try:
-        dist.get_process_group_ranks(module._WORLD_GROUP)
+        dist.get_process_group_ranks(group)
     except KeyError:
-        module._release_process_group_references()
+        return True
+    return False
 
 
 def _variables(context: Context):

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from drivetrain_backends.deepspeed.compat import call_before_backward
 from drivetrain_backends.modules.module_proxy import StandIn
 from drivetrain_backends.modules.outputs import tensors_in
 
@@ -30,13 +31,8 @@ class EngineModel(StandIn):
         self.__dict__["engine"] = engine  # not registered as a child: its parameters are the module's
         self.engine: Any
         self._on_gradient = on_gradient
-        prologue = engine._backward_prologue
-
-        def noticed() -> None:
-            on_gradient(engine.module)  # before the engine's own error, which names another cause
-            prologue()
-
-        engine._backward_prologue = noticed
+        # Before the engine's own error, which names another cause.
+        call_before_backward(engine, lambda: on_gradient(engine.module))
         self.hand_on()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_backends.deepspeed.compat import (
+    divided_part,
+    full_shape,
+    group_of,
+    has_master,
+    is_divided,
+    master_fragment,
+    num_elements,
+    part_size,
+)
+
 
 class PartitionedTensor:
     """A tensor of which each rank holds a range of elements, gathered on demand.
@@ -44,21 +55,9 @@ class PartitionedTensor:
         return self._own()
 
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the full parameter."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def is_partitioned(parameter: nn.Parameter) -> bool:
     """Return whether ranks hold partitions of a parameter or of its master."""
-    return hasattr(parameter, "ds_id") or has_master(parameter)
-
-
-def has_master(parameter: nn.Parameter) -> bool:
-    """Return whether ZeRO keeps a partitioned fp32 master: the parameter was trained when the engine was made."""
-    if (optimizer := getattr(parameter, "_z3_optimizer", None)) is not None:  # frozen ones have it too
-        return optimizer.get_param_id(parameter) in optimizer.grad_position
-    return hasattr(parameter, "_hp_mapping")
+    return is_divided(parameter) or has_master(parameter)
 
 
 @contextmanager
@@ -72,6 +71,16 @@ def as_trained(parameter: Any) -> Generator[None]:
         parameter.requires_grad_(before)
 
 
+def own_range(parameter: Any) -> tuple[int, int]:
+    """Return the indices of this rank's first element of a parameter, and of the first after its last."""
+    if is_divided(parameter):
+        size, number = part_size(parameter), num_elements(parameter)
+        start = min(size * dist.get_rank(group_of(parameter)), number)
+        return start, min(start + size, number)  # the last parts are padded
+    start, part = master_fragment(parameter, None) or (0, torch.empty(0))
+    return start, start + part.numel()
+
+
 def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
     """Return the index of this rank's first element of a parameter, and its elements, of shape (n,).
 
@@ -79,28 +88,21 @@ def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
         parameter: A parameter of a partitioned engine.
         key: The key of an optimizer state; None for the master, or in stage 3 for a parameter without one.
     """
-    if hasattr(parameter, "ds_id"):
-        return _own_part_of_stage_3(parameter, key)
-    mapping = parameter._hp_mapping
-    if mapping is None:  # this rank's partition holds none of it
-        return 0, torch.empty(0)
-    return mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).detach()
-
-
-def _own_part_of_stage_3(parameter: Any, key: str | None) -> tuple[int, Tensor]:
-    from deepspeed import utils
-
-    if not has_master(parameter):
-        part = parameter.ds_tensor.detach()
+    start, stop = own_range(parameter)
+    if not is_divided(parameter):
+        _, part = master_fragment(parameter, key) or (0, torch.empty(0))
+    elif not has_master(parameter):
+        part = divided_part(parameter)
     else:
+        from deepspeed import utils
+
         with as_trained(parameter):
             part = (
                 utils.safe_get_local_fp32_param(parameter)
                 if key is None
                 else utils.safe_get_local_optimizer_state(parameter, key)
-            ).detach()
-    start = min(part.numel() * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
-    return start, part[: parameter.ds_numel - start]  # the last parts are padded
+            )
+    return start, part.detach()[: stop - start]
 
 
 def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None = None) -> None:
@@ -109,25 +111,34 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
     Raises:
         ValueError: The elements are not those that this rank holds now.
     """
-    own_start, own = own_part(parameter, key)
-    if (start, elements.numel()) != (own_start, own.numel()) and elements.numel() + own.numel():
+    own_start, own_stop = own_range(parameter)
+    own_number = own_stop - own_start
+    if (start, elements.numel()) != (own_start, own_number) and elements.numel() + own_number:
         raise ValueError(
-            f"elements {start} to {start + elements.numel()} of a parameter of shape {tuple(shape_of(parameter))}, "
-            f"of which this rank holds {own_start} to {own_start + own.numel()}: they were read for another division"
+            f"elements {start} to {start + elements.numel()} of a parameter of shape {tuple(full_shape(parameter))}, "
+            f"of which this rank holds {own_start} to {own_stop}: they were read for another division"
         )
-    if not hasattr(parameter, "ds_id"):
-        if parameter._hp_mapping is not None:
-            parameter._hp_mapping.get_hp_fragment(key).data.copy_(elements)
+    if not is_divided(parameter):
+        if (fragment := master_fragment(parameter, key)) is not None:
+            fragment[1].detach().copy_(elements)
         return
     from deepspeed import utils
 
-    padded = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32, device=own.device)
+    # DeepSpeed's own function for full tensors fails if ranks do not divide them evenly.
+    padded = torch.zeros(part_size(parameter), device=elements.device)
     padded[: elements.numel()] = elements
     with as_trained(parameter):
         if key is None:
             utils.safe_set_local_fp32_param(parameter, padded)
         else:
             utils.safe_set_local_optimizer_state(parameter, padded, key)
+
+
+def write_whole(parameter: Any, value: Tensor, key: str | None = None) -> None:
+    """Copy this rank's part of a full tensor into a parameter's master, if any, or its optimizer state."""
+    if has_master(parameter):
+        start, stop = own_range(parameter)
+        write_own_part(parameter, start, value.flatten()[start:stop].to(parameter.device), key)
 
 
 def whole_of_parts(value: Any, parameter: Any) -> Tensor:
@@ -140,7 +151,6 @@ def whole_of_parts(value: Any, parameter: Any) -> Tensor:
     start, elements = value.flat_range()
     own = torch.zeros(value.shape, device=parameter.device).flatten()
     own[start : start + elements.numel()] = elements
-    group = parameter.ds_process_group if hasattr(parameter, "ds_id") else parameter._dp_group
     # As bits, each of which comes from one rank: a sum of floats would lose the sign of a zero.
-    dist.all_reduce(own.view(torch.int32), group=group)
+    dist.all_reduce(own.view(torch.int32), group=group_of(parameter))
     return own.view(value.shape)

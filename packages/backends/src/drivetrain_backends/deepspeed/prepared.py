@@ -1,107 +1,84 @@
 """A model whose backward, clipping and step run in a DeepSpeed engine."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.deepspeed.engine_backward import EngineCarrier
+from drivetrain_backends.deepspeed.engine_backward import EngineReducer
 from drivetrain_backends.deepspeed.gradients import ReducedGradients
 from drivetrain_backends.deepspeed.model import EngineModel
+from drivetrain_backends.deepspeed.optimizer import PartitionedOptimizer
 from drivetrain_backends.deepspeed.reached import ReachedParameters
 from drivetrain_backends.deepspeed.state import forget_keyed_state, load_state, read_state, spread
-from drivetrain_backends.deepspeed.written import NoMasters, WrittenValues, written_values
+from drivetrain_backends.deepspeed.written import WrittenValues, written_values
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.clipping import check_clip
-from drivetrain_backends.gradients.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
-from drivetrain_backends.gradients.tracker import GradientGroup, GradientLedger
+from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
-from drivetrain_backends.modules.autocast_forward import restore_forward
-from drivetrain_backends.modules.parameter_guard import KnownParameters
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
-from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
-from drivetrain_precision import LossScaler
+from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared
 from drivetrain_state import Context
 
-_OPEN = StepResult(stepped=False, skipped=False)
-_STEPPED = StepResult(stepped=True, skipped=False)
 
-
-class DeepSpeedPrepared:
+class DeepSpeedPrepared(TorchPrepared):
     """A model with its optimizer, trained by an engine.
 
     Args:
         model: The module that the user calls.
         context: The ranks and the device.
-        ledger: The gradient state that the backend's models share.
+        tracker: The gradient state that the backend's models share.
+        reducer: The reducer that runs the engines' backwards.
         gradients: The engine's reduced gradients; None for an untrained model.
-        carrier: The carrier that runs the engines' backwards.
         names: The name of each parameter.
         groups: The parameter names of each of the optimizer's groups.
-        scaler: The loss scale, for fp16.
         checkpointed: The modules that recompute their activations.
 
     Attributes:
-        model: The module that the user calls.
-        optimizers: The prepared optimizer; empty for an untrained model.
-        schedulers: The prepared schedulers of that optimizer.
-        group: The gradients of the model, with their stage.
         engine: The DeepSpeed engine.
     """
+
+    steps_together = True
 
     def __init__(
         self,
         model: EngineModel,
         *,
         context: Context,
-        ledger: GradientLedger,
+        tracker: GradientTracker,
+        reducer: EngineReducer,
         gradients: ReducedGradients | None,
-        carrier: EngineCarrier,
         names: Mapping[Tensor, str],
         groups: list[list[str]],
-        scaler: LossScaler | None,
         checkpointed: Sequence[nn.Module] = (),
     ) -> None:
-        self.model: nn.Module = model
+        super().__init__(model, context=context, tracker=tracker)
         self.engine = model.engine
-        self._module = model.module
-        self.optimizers: list[PreparedOptimizer] = []
-        self.schedulers: list[PreparedScheduler] = []
-        self.group = GradientGroup([model.module], ledger)
-        self._ledger = ledger
-        self._window = ledger.window
-        self._context = context
-        self._watch = context.watch
-        self._known = KnownParameters(model.module)
+        self._reducer = reducer
         self._gradients = gradients
-        self._carrier = carrier
-        self._names = names
-        self._groups = groups
-        self._scaler = scaler
+        self._parameter_names = names
+        self._parameter_groups = groups
         self._checkpointed = checkpointed
         trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
         self._trained = frozenset(trained)
-        self._written: WrittenValues = NoMasters()
+        self._written = WrittenValues()
         self._reached: ReachedParameters | None = None  # None for an untrained model
         if gradients is not None:
             self._written = written_values(self.engine, trained, context)
             self._reached = ReachedParameters(self.engine, trained)
 
-    def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
-        """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
-        self._ledger.backward(loss, count, (self.group,))
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Do nothing, because each backward tells the engine if it closes the window; see `Prepared.no_sync`."""
-        return nullcontext()
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add the optimizer that the engine steps."""
+        kind = PartitionedOptimizer if self.engine.zero_optimization() else PreparedOptimizer
+        self.optimizers.append(kind(optimizer, self))
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step the engine if the window is closed. Called on all ranks."""
         del optimizer
         if not self._window.closing:
-            return _OPEN
+            return OPEN
         group = self.group
         if group.stage == "used":
             raise AccumulationError(
@@ -109,7 +86,7 @@ class DeepSpeedPrepared:
             )
         if group.stage == "empty":
             self._check_unknown_gradients()
-            return _STEPPED  # without gradients nothing moves, as with torch's optimizers
+            return STEPPED  # without gradients nothing moves, as with torch's optimizers
         group.finish()
         assert self._gradients is not None  # there is an optimizer
         assert self._reached is not None
@@ -118,31 +95,31 @@ class DeepSpeedPrepared:
         group.use()
         self._watch.mark("optimizer step")
         self._known.look_now_and_then()
-        if self._window.nonfinite_gradients != "ignore" and not self._are_finite(self._gradients):
+        if self._window.nonfinite_gradients != "ignore" and not self._is_norm_finite(self._gradients):
             self._gradients.discard()
             self._reached.forget()
-            return StepResult(stepped=False, skipped=True, grad_norm=group.grad_norm)
+            return StepResult(stepped=False, skipped=True, grad_norm=group.final.norm)
         self.engine.step()
         self._reached.forget()
         self._written.note()
         stepped: bool = self.engine.was_step_applied()
         self._gradients.used()
-        if self._scaler is not None:
-            self._scaler.observe(overflowed=not stepped)
-        return StepResult(stepped=stepped, skipped=not stepped, grad_norm=group.grad_norm)
+        if self._tracker.scaler is not None:
+            self._tracker.scaler.observe(overflowed=not stepped)
+        return StepResult(stepped=stepped, skipped=not stepped, grad_norm=group.final.norm)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Drop unused gradients, except those of an open window. The engine clears used ones itself."""
         del set_to_none
         group = self.group
-        if group.keeps_gathered:
+        if group.is_accumulating:
             return
         if group.stage != "used" and self._gradients is not None:
             self._gradients.discard()
-            self._carrier.forget(self._module)
+            self._reducer.forget(self.unwrap())
             if self._reached is not None:
                 self._reached.forget()
-        group.cleared_by(optimizer)
+        group.clear(optimizer)
 
     def clip(
         self,
@@ -168,19 +145,16 @@ class DeepSpeedPrepared:
             return None
         self._check_clip(parameters, norm)
         self.group.finish()
-        self.group.grad_norm = total = self._gradients.clip(norm)
+        total = self._gradients.clip(norm)
+        self.group.set_norm(total)
         return total
-
-    def unwrap(self) -> nn.Module:
-        """Return the user's module, computing in the run's precision; stage 3 partitions its parameters."""
-        return self._module
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
         """Gather the full parameters in the block; see `Prepared.gathered`. Called on all ranks."""
         from deepspeed import zero
 
-        parameters = list(self._module.parameters())
+        parameters = list(self.unwrap().parameters())
         self._written.take_up()
         with zero.GatheredParameters(parameters, modifier_rank=0 if write else None):
             yield
@@ -196,40 +170,24 @@ class DeepSpeedPrepared:
 
     def release(self) -> nn.Module:
         """End the engine and return the user's module with its own class."""
-        self._carrier.remove(self._module)
+        self._reducer.remove(self.unwrap())
         forget_keyed_state(self.engine)
         self.engine.destroy()
         for module in self._checkpointed:
             restore_activations(module)
-        return restore_forward(self._module)
+        return super().release()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with full fp32 tensors; see `Prepared.state_dict`. Called on all ranks.
-
-        Raises:
-            ReplacedParameterError: The model has parameters that were not prepared.
-        """
-        self._known.look()
+    def _read_state(self) -> dict[str, Any]:
+        """Return the state of the model and its optimizer, with full fp32 tensors. Called on all ranks."""
         self._written.take_up()
         self._written.compare()
-        return {
-            **read_state(self.engine, self._names, self._groups),
-            **progress_of(self.optimizers, self.schedulers),
-        }
+        return read_state(self.engine, self._parameter_names, self._parameter_groups)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state of any backend; see `Prepared.load_state_dict`. Called on all ranks.
-
-        Raises:
-            ValueError: The checkpoint holds a different number of optimizers or schedulers, or other parameters.
-            ReplacedParameterError: The model has parameters that were not prepared.
-        """
-        self._known.look()
-        check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
-        load_state(self.engine, self._names, self._groups, state)
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the model and its optimizer. Called on all ranks."""
+        load_state(self.engine, self._parameter_names, self._parameter_groups, state)
         self._written.note()
         self._written.forget()
-        load_progress(state, self.optimizers, self.schedulers)
 
     def _check_unknown_gradients(self) -> None:
         """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`.
@@ -238,36 +196,32 @@ class DeepSpeedPrepared:
             AccumulationError: There are such gradients.
         """
         if any(parameter.grad is not None for parameter in self._trained):
-            name = type(self._module).__name__
+            name = type(self.unwrap()).__name__
             raise AccumulationError(
                 f"the optimizer of {name} steps on gradients of loss.backward(), which its DeepSpeed engine neither "
                 "averages nor steps: call accelerator.backward(loss) in its place"
             )
 
-    def _are_finite(self, gradients: ReducedGradients) -> bool:
+    def _is_norm_finite(self, gradients: ReducedGradients) -> bool:
         """Return whether all gradients are finite, judged by their norm. Called on all ranks.
 
         Raises:
             NonFiniteGradientError: A gradient is not finite, and the settings end the run with no smaller loss scale
                 left.
         """
-        norm = gradients.norm() if self.group.grad_norm is None else self.group.grad_norm
+        norm = gradients.norm() if self.group.final.norm is None else self.group.final.norm
         if norm.isfinite().item():
             return True
-        if self._scaler is not None:
-            self._scaler.observe(overflowed=True)
-        if self._window.nonfinite_gradients == "skip" or (
-            self._scaler is not None and self._scaler.value > SMALLEST_LOSS_SCALE
-        ):
-            return False
+        if self._tracker.scaler is not None:
+            self._tracker.scaler.observe(overflowed=True)
+        self.group.skip()
+        self._refuse_nonfinite((self.group,))
+        return False
+
+    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         from deepspeed.utils import safe_get_full_grad
 
-        raise nonfinite_error(
-            self._context,
-            {name: safe_get_full_grad(p) for p, name in self._names.items() if p.requires_grad},
-            step=1 + max(o.num_steps for o in self.optimizers),
-            bad_loss=self.group.bad_loss is not None and bool(self.group.bad_loss.item()),
-        )
+        return safe_get_full_grad(parameter)
 
     def _check_clip(self, parameters: Iterable[Tensor] | None, norm: float) -> None:
         left_out = () if parameters is None else self._trained.difference(parameters)

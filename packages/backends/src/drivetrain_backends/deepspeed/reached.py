@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_backends.errors import AccumulationError
-
-_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-
-_STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+from drivetrain_backends.deepspeed import compat
+from drivetrain_backends.errors import AccumulationError, first_of
 
 
 class ReachedParameters:
@@ -37,13 +34,9 @@ class ReachedParameters:
             int, set[int]
         ] = {}  # the reached positions, by DeepSpeed's index of the backward in its window
         self._is_last = False  # whether the last reduction of a backward is running
-        self._is_watching = False
-        self._is_offloaded: bool = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
-        if hasattr(self._optimizer, "fp32_groups_has_gradients"):
-            self._before("get_grads_for_reduction", self._count_zeros_in_bf16)
-        elif self._stage == 1 and not self._optimizer.overlap_comm:
-            self._before("reduce_gradients", self._fill_in_zeros)
-        elif self._stage:
+        self._is_offloaded = compat.offloads_gradients(engine)
+        self._is_watching = False  # whether reductions run during backward
+        if self._stage:
             self._watch()
 
     def check(self) -> None:
@@ -56,8 +49,8 @@ class ReachedParameters:
             return
         if frozen := [name for parameter, name in self._names.items() if not parameter.requires_grad]:
             raise AccumulationError(
-                f"{_some(frozen)}: frozen since prepare(), and DeepSpeed's stage {self._stage} would go on moving it "
-                "by momentum and weight decay, for it steps all parameters as one vector. Freeze it before "
+                f"{first_of(frozen)}: frozen since prepare(), and DeepSpeed's stage {self._stage} would go on moving "
+                "it by momentum and weight decay, for it steps all parameters as one vector. Freeze it before "
                 "prepare(): free_memory(), requires_grad_(False), prepare() with an optimizer over the others; or "
                 "choose stage 0"
             )
@@ -73,53 +66,44 @@ class ReachedParameters:
         """Begin a new window."""
         self._reached.clear()
 
-    def _before(self, method: str, check: Callable[[], None]) -> None:
-        """Run `check` before each call of a method of the engine's optimizer."""
-        original = getattr(self._optimizer, method)
-
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            check()
-            return original(*args, **kwargs)
-
-        setattr(self._optimizer, method, checked)
-
     def _watch(self) -> None:
-        """Check each reduction during backwards."""
-        self._is_watching = True
+        """Check each reduction from now on."""
         optimizer = self._optimizer
-        self._before(_STAGE_3 if self._stage == 3 else "reduce_ipg_grads", self._hold_against_others)
-        epilogue = optimizer.independent_gradient_partition_epilogue
+        reductions = compat.reductions_of(optimizer, self._stage)
+        self._is_watching = reductions.in_backward
+        check = self._fill_in_zeros
+        if reductions.in_backward:
+            check = self._hold_against_others
+        elif compat.adds_up_flat(optimizer):
+            check = self._count_zeros_in_bf16
+        compat.call_before_reduction(optimizer, reductions, check)
+        if reductions.in_backward:
+            compat.wrap_last_reduction(optimizer, self._reduce_rest)
 
-        def last() -> None:
-            self._is_last = True
-            try:
-                epilogue()
-            finally:
-                self._is_last = False
-            if self._stage == 3:
-                self._clear_left_out()
-
-        optimizer.independent_gradient_partition_epilogue = last
+    def _reduce_rest(self, reduce: Callable[[], None]) -> None:
+        """Run the last reduction of a backward."""
+        self._is_last = True
+        try:
+            reduce()
+        finally:
+            self._is_last = False
+        if self._stage == 3:
+            self._clear_left_out()
 
     def _clear_left_out(self) -> None:
         """Zero what stage 3 keeps of the last window's gradients, unless a window's first backward replaced it."""
         found = self._reached.get(0, set())
-        if self._optimizer.micro_step_id or len(found) == len(self._names):
+        if compat.backward_of_window(self._optimizer) or len(found) == len(self._names):
             return
-        kept: dict[int, Tensor] = getattr(self._optimizer, _STAGE_3_GRADIENTS)
         for index, parameter in enumerate(self._names):
             if index not in found:
-                kept[parameter.ds_id].zero_()  # pyright: ignore[reportAttributeAccessIssue] DeepSpeed's
+                compat.zero_gradient_of_stage_3(self._optimizer, parameter)
 
     def _hold_against_others(self) -> None:
         """Refuse to reduce other parameters than the other ranks, or in another order. Called on all ranks."""
-        waiting = [
-            parameter if self._stage == 3 else self._optimizer.bit16_groups[parameter[0]][parameter[1]]
-            for bucket in self._optimizer.ipg_buckets.values()
-            for parameter in bucket.params
-        ]
+        waiting = compat.waiting_parameters(self._optimizer, self._stage)
         order = [self._positions[id(parameter)] for parameter in waiting]
-        self._reached.setdefault(self._optimizer.micro_step_id, set()).update(order)
+        self._reached.setdefault(compat.backward_of_window(self._optimizer), set()).update(order)
         if dist.get_world_size() == 1:
             return
         told = hash((self._is_last, *(sorted(order) if self._stage == 3 else order)))
@@ -133,28 +117,16 @@ class ReachedParameters:
 
     def _fill_in_zeros(self) -> None:
         """Give zeros to parameters that only other ranks' backwards reached. Called on all ranks."""
-        optimizer = self._optimizer
-        lacking = [p for p in self._names if optimizer.get_gradient_for_reduction(p) is None]
+        lacking = [p for p in self._names if not compat.has_gradient_of_stage_1(self._optimizer, p)]
         self._refuse_left_out(self._left_out([p for p in self._names if p.requires_grad], lacking))
         for parameter in lacking:
-            if optimizer.use_grad_accum_attribute:
-                zeros = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
-                parameter.grad_accum = zeros  # pyright: ignore[reportAttributeAccessIssue] DeepSpeed's
-            else:
-                parameter.grad = torch.zeros_like(parameter)
+            compat.fill_gradient_of_stage_1(self._optimizer, parameter)
 
     def _count_zeros_in_bf16(self) -> None:
         """Make the norm include gradients that only other ranks' backwards made. Called on all ranks."""
-        flags: list[list[bool]] = self._optimizer.fp32_groups_has_gradients
-        pairs = [
-            (parameter, has)
-            for group, own in zip(self._optimizer.bf16_groups, flags, strict=True)
-            for parameter, has in zip(group, own, strict=True)
-        ]
-        lacking = [parameter for parameter, has in pairs if not has]
+        lacking = compat.parameters_without_flat_gradient(self._optimizer)
         self._refuse_left_out(self._left_out([p for p in self._names if p.requires_grad], lacking))
-        for own in flags:
-            own[:] = [True] * len(own)
+        compat.count_all_flat_gradients(self._optimizer)
 
     def _left_out(self, parameters: list[Tensor], lacking: list[Tensor]) -> list[str]:
         """Return the names of the parameters without a gradient on any rank. Called on all ranks."""
@@ -174,7 +146,7 @@ class ReachedParameters:
         """
         if names:
             raise AccumulationError(
-                f"{_some(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "
+                f"{first_of(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "
                 f"{self._stage} would move it all the same, by momentum, weight decay or an earlier gradient. Freeze "
                 "before prepare() what is not to be trained, requires_grad_(False); where it is in some steps only, "
                 "choose backend='ddp' with ddp.find_unused_parameters"
@@ -185,7 +157,7 @@ def _told_of_branches(gathered: list[list[str]], stage: int) -> str:
     """Return the message for ranks that would reduce different parameters."""
     everywhere = set[str](gathered[0]).intersection(*gathered)
     some = [
-        f"rank {rank} has {_some(odd)}"
+        f"rank {rank} has {first_of(odd)}"
         for rank, own in enumerate(gathered)
         if (odd := [n for n in own if n not in everywhere])
     ]
@@ -196,7 +168,3 @@ def _told_of_branches(gathered: list[list[str]], stage: int) -> str:
         "branches, choose deepspeed.stage=1, in which a parameter without a gradient counts as zero, or "
         "backend='ddp' with ddp.find_unused_parameters"
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")

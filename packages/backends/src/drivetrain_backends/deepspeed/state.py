@@ -8,15 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_backends.deepspeed.compat import (
+    full_shape,
+    has_master,
+    link_states,
+    master_of,
+)
 from drivetrain_backends.deepspeed.partitions import (
     PartitionedTensor,
     as_trained,
-    has_master,
     is_partitioned,
     own_part,
-    shape_of,
     whole_of_parts,
     write_own_part,
+    write_whole,
 )
 from drivetrain_backends.modules.compile import load_plain_state, plain_state
 from drivetrain_backends.state_dict.full_state_dict import full_tensor
@@ -50,11 +55,15 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
     own = {name: cast("nn.Parameter", parameter) for parameter, name in names.items()}
     base = engine.optimizer.optimizer
     check_unkeyed(base, where="ZeRO")
-    _link_parts(engine)
+    link_states(engine.optimizer)
     state: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):
         for name in group:
-            kept = base.state.get(_partition(engine, index, own[name]), {}) if has_master(own[name]) else {}
+            kept = (
+                base.state.get(master_of(engine.optimizer, index, own[name]), {})
+                if has_master(own[name])
+                else {}
+            )
             if kept:
                 state[name] = {key: _read_kept(own[name], key, value) for key, value in kept.items()}
     options = [
@@ -105,7 +114,7 @@ def load_state(
     _make_room(engine, groups, own, saved["state"])
     for index, options in enumerate(saved["param_groups"]):
         base.param_groups[index] |= {key: value for key, value in options.items() if key != "params"}
-    _link_parts(engine)
+    link_states(engine.optimizer)
     for index, group in enumerate(groups):
         for name in group:
             if has_master(own[name]):
@@ -114,7 +123,9 @@ def load_state(
 
 def _load_kept(engine: Any, index: int, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
     """Load this rank's partition of a parameter's optimizer state, and zeros for keys that were not saved."""
-    for key, value in engine.optimizer.optimizer.state.get(_partition(engine, index, parameter), {}).items():
+    for key, value in engine.optimizer.optimizer.state.get(
+        master_of(engine.optimizer, index, parameter), {}
+    ).items():
         if not _is_of_elements(key, value):
             continue
         kept: Any = saved.get(key)
@@ -122,56 +133,16 @@ def _load_kept(engine: Any, index: int, parameter: nn.Parameter, saved: Mapping[
             start, elements = kept.flat_range()
             write_own_part(parameter, start, elements, key)
         else:
-            _write_part(
-                parameter, torch.zeros(shape_of(parameter)) if kept is None else full_tensor(kept), key
+            write_whole(
+                parameter, torch.zeros(full_shape(parameter)) if kept is None else full_tensor(kept), key
             )
-
-
-def _write_part(parameter: Any, value: Tensor, key: str | None = None) -> None:
-    """Copy this rank's partition of a full tensor into the master parameter, or its optimizer state `key`."""
-    from deepspeed import utils
-
-    if not has_master(parameter):
-        return
-    value = value.to(parameter.device, torch.float32)
-    if not hasattr(parameter, "ds_id"):  # stages 1 and 2
-        if key is None:
-            utils.safe_set_full_fp32_param(parameter, value)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, value, key)
-        return
-    # Stage 3's own function for full tensors fails if ranks do not divide them evenly (0.19).
-    group: Any = parameter.ds_process_group
-    with as_trained(parameter):
-        part = utils.safe_get_local_fp32_param(parameter)
-        padded = torch.zeros(
-            part.numel() * dist.get_world_size(group), dtype=value.dtype, device=value.device
-        )
-        padded[: value.numel()] = value.flatten()
-        own = padded.narrow(0, part.numel() * dist.get_rank(group), part.numel())
-        if key is None:
-            utils.safe_set_local_fp32_param(parameter, own)
-        else:
-            utils.safe_set_local_optimizer_state(parameter, own, key)
 
 
 def spread(parameters: Sequence[nn.Parameter]) -> None:
     """Broadcast rank 0's values of gathered parameters and copy them to the masters. Called on all ranks."""
     for parameter in parameters:
         dist.broadcast(parameter.detach(), src=0)
-        _write_part(parameter, parameter.detach())
-
-
-def _partition(engine: Any, index: int, parameter: Tensor) -> Tensor:
-    """Return this rank's flat master tensor for a parameter's partition, even if it holds none of its elements."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3 splits a group into several
-        return optimizer.fp32_partitioned_groups_flat[
-            optimizer.grad_position[optimizer.get_param_id(parameter)][0]
-        ]
-    if hasattr(optimizer, "fp32_groups_flat_partition"):  # stage 1 in bf16
-        return optimizer.fp32_groups_flat_partition[index]
-    return optimizer.single_partition_of_fp32_groups[index]
+        write_whole(parameter, parameter.detach())
 
 
 def _make_room(
@@ -185,25 +156,13 @@ def _make_room(
         for name in group:
             if not has_master(own[name]) or name not in saved:
                 continue
-            partition = _partition(engine, index, own[name])
+            partition = master_of(engine.optimizer, index, own[name])
             held, kept = earlier.get(partition, {}), state[partition]
             for key, value in saved[name].items():
                 if not _is_of_elements(key, value):
                     kept[key] = value.clone() if isinstance(value, Tensor) else value
                 elif key not in kept:
                     kept[key] = held[key] if key in held else torch.zeros_like(partition)
-
-
-def _link_parts(engine: Any) -> None:
-    """Make stages 1 and 2 find each parameter's part of the optimizer state.
-
-    DeepSpeed (0.19) looks for the parts once, after the first group's step, when the other groups have no state yet.
-    """
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        optimizer._hp_optimizer_states_linked = False
-        if optimizer.optimizer.state:
-            optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _is_of_elements(key: str, value: Any) -> bool:
@@ -217,7 +176,7 @@ def _read_kept(parameter: nn.Parameter, key: str, value: Any) -> Any:
     if not value.dim():  # a step count: one per partition here, one per parameter elsewhere
         return value.clone()
     return PartitionedTensor(
-        shape_of(parameter),
+        full_shape(parameter),
         value.dtype,
         partial(_gather_kept, parameter, key),
         partial(own_part, parameter, key),
@@ -236,8 +195,8 @@ def _gather_kept(parameter: nn.Parameter, key: str) -> Tensor:
         gathered = safe_get_full_optimizer_state(parameter, key)
     if gathered is None:
         raise RuntimeError(
-            f"{key} of a parameter of shape {tuple(shape_of(parameter))}: its engine was ended between state_dict() "
-            "and the gathering; call state_dict() again"
+            f"{key} of a parameter of shape {tuple(full_shape(parameter))}: its engine was ended between "
+            "state_dict() and the gathering; call state_dict() again"
         )
     return gathered
 
@@ -250,7 +209,7 @@ def _read_model(engine: Any) -> dict[str, Any]:
         if isinstance(value, nn.Parameter) and is_partitioned(value):
             dtype = torch.float32 if has_master(value) else value.dtype
             part = PartitionedTensor(
-                shape_of(value), dtype, partial(_gather, value), partial(own_part, value)
+                full_shape(value), dtype, partial(_gather, value), partial(own_part, value)
             )
             state[name] = parts.setdefault(value, part)
         else:
@@ -290,9 +249,9 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
     if odd := sorted(set(own) ^ set(state)):
         raise ValueError(f"the checkpoint's {type(module).__name__} differs from this one by {odd[:5]}")
     for name, value in own.items():
-        if isinstance(value, nn.Parameter) and shape_of(value) != state[name].shape:
+        if isinstance(value, nn.Parameter) and full_shape(value) != state[name].shape:
             raise ValueError(
-                f"the checkpoint's {name} is of shape {tuple(state[name].shape)}, not {tuple(shape_of(value))}"
+                f"the checkpoint's {name} is of shape {tuple(state[name].shape)}, not {tuple(full_shape(value))}"
             )
     for name, value in own.items():
         if not isinstance(value, nn.Parameter):
@@ -300,6 +259,6 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
         saved = _whole(state[name], value)
         with zero.GatheredParameters([value], modifier_rank=0), torch.no_grad():
             value.copy_(saved)
-        _write_part(value, saved)
+        write_whole(value, saved)
     rest = {name: state[name] for name in state if not isinstance(own[name], nn.Parameter)}
     load_plain_state(module, rest, strict=False)

@@ -3,20 +3,24 @@
 from collections import Counter
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from drivetrain_backends.deepspeed.compat import flat_groups
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_state import Context, gather_object
 
 _ELEMENTS_AT_ONCE = 2**24
 
 
-class WrittenValues(Protocol):
-    """A record of the values written into the parameters of one engine since its last step."""
+class WrittenValues:
+    """A record of the values written into the parameters of one engine since its last step.
+
+    This one is for stage 0, where the optimizer steps the parameters themselves: there is nothing to record.
+    """
 
     def take_up(self) -> None:
         """Copy the written values into the masters, before a step. Called on all ranks.
@@ -24,11 +28,9 @@ class WrittenValues(Protocol):
         Raises:
             AccumulationError: The values cannot be copied.
         """
-        ...
 
     def note(self) -> None:
         """Record that parameters and masters agree, after a write by the engine or the backend."""
-        ...
 
     def compare(self) -> None:
         """Compare this rank's writes with those of the other ranks, before a save. Called on all ranks.
@@ -36,30 +38,12 @@ class WrittenValues(Protocol):
         Raises:
             AccumulationError: Ranks wrote to different parameters.
         """
-        ...
 
     def forget(self) -> None:
         """Reset the record of `compare`, after a saved state was loaded on all ranks."""
-        ...
 
 
-class NoMasters:
-    """The record for stage 0, where the optimizer steps the parameters themselves."""
-
-    def take_up(self) -> None:
-        """Do nothing; see `WrittenValues.take_up`."""
-
-    def note(self) -> None:
-        """Do nothing; see `WrittenValues.note`."""
-
-    def compare(self) -> None:
-        """Do nothing; see `WrittenValues.compare`."""
-
-    def forget(self) -> None:
-        """Do nothing; see `WrittenValues.forget`."""
-
-
-class WrittenToFlat:
+class WrittenToFlat(WrittenValues):
     """The record for stages 1 and 2: parameters are views of a flat tensor; each rank has a master of its partition.
 
     The partition is compared with its master, because a write through `.data` leaves no other trace. In half
@@ -75,17 +59,8 @@ class WrittenToFlat:
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str], context: Context) -> None:
-        optimizer = engine.optimizer
-        self._optimizer = optimizer
-        is_bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
-        self._flat = (
-            optimizer.bf16_partitioned_groups if is_bf16 else optimizer.parallel_partitioned_bit16_groups
-        )
-        self._masters: list[Tensor] = (
-            optimizer.fp32_groups_flat_partition if is_bf16 else optimizer.single_partition_of_fp32_groups
-        )
-        groups: list[list[nn.Parameter]] = optimizer.bf16_groups if is_bf16 else optimizer.bit16_groups
-        self._parameters = [parameter for group in groups for parameter in group]
+        self._flat = flat_groups(engine.optimizer)
+        self._parameters = [parameter for group in self._flat.parameters for parameter in group]
         self._places: list[int] = []
         self._names, self._context = names, context
         self._num_writes: Counter[str] = Counter()
@@ -98,8 +73,9 @@ class WrittenToFlat:
             self._versions = versions
         if self._places != (places := list(map(Tensor.data_ptr, self._parameters))):
             self._bring_back(places)
-        for index, (parts, master) in enumerate(zip(self._flat, self._masters, strict=True)):
-            own = parts[dist.get_rank(group=self._optimizer.real_dp_process_group[index])]
+        flat = self._flat
+        for parts, master, ranks in zip(flat.parts, flat.masters, flat.ranks, strict=True):
+            own = parts[dist.get_rank(ranks)]
             for written, kept in zip(
                 own.detach().split(_ELEMENTS_AT_ONCE), master.detach().split(_ELEMENTS_AT_ONCE), strict=True
             ):
@@ -144,7 +120,7 @@ class WrittenToFlat:
                 parameter.data = home
 
 
-class WrittenOutsideGathered:
+class WrittenOutsideGathered(WrittenValues):
     """The record for stage 3, where writes outside `gathered(write=True)` reach no master.
 
     Args:
@@ -183,12 +159,6 @@ class WrittenOutsideGathered:
         """Record the versions; see `WrittenValues.note`."""
         self._versions = _versions(self._names)
 
-    def compare(self) -> None:
-        """Do nothing, because writes are refused; see `WrittenValues.compare`."""
-
-    def forget(self) -> None:
-        """Do nothing; see `WrittenValues.forget`."""
-
 
 def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -> WrittenValues:
     """Return the record of writes into an engine's parameters, by the engine's stage.
@@ -199,7 +169,7 @@ def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -
         context: The ranks whose writes are compared.
     """
     if not engine.zero_optimization():
-        return NoMasters()
+        return WrittenValues()
     return (
         WrittenOutsideGathered(engine, names)
         if engine.zero_optimization_partition_weights()

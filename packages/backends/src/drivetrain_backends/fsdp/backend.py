@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_backends.fsdp.applied import read_back
+from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.dtypes import plan_dtypes
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.gradients import ShardedGradients
-from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
 from drivetrain_backends.fsdp.meta_init import parameters_on_meta
 from drivetrain_backends.fsdp.misuse import explain_ungathered, refuse_misuse
@@ -32,7 +32,6 @@ from drivetrain_backends.fsdp.refused_parameters import check_trainable
 from drivetrain_backends.fsdp.shard import Sharding, check_dtypes, check_sources, shard_model
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.gradients.engine import GradientCarrier
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
@@ -40,7 +39,7 @@ from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name, plan_
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.settings import FSDPSettings
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
-from drivetrain_backends.torch.base import TorchBackend
+from drivetrain_backends.torch.backend import TorchBackend, loss_scaler
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Policy
 from drivetrain_state import Context
@@ -75,10 +74,14 @@ class FSDPBackend(TorchBackend):
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
+        own: FSDPSettings = self.settings_or_defaults(settings)
         self._frozen = FrozenBlocks()
         self._sharded: dict[nn.Module, ShardedModel] = {}
-        super().__init__(context, policy, window=window, settings=settings)
-        own = self._own_settings()
+        self._gradients = ShardedGradients(
+            loss_scaler(context, policy), context.device, self._sharded, self._frozen
+        )
+        super().__init__(context, policy, window=window, settings=own, reducer=self._gradients)
+        self.settings: FSDPSettings = own
         dtypes = plan_dtypes(own, policy, context.device)
         parallelism = None
         if context.mesh is not None:
@@ -105,11 +108,6 @@ class FSDPBackend(TorchBackend):
         self._guard = AssignmentGuard()
         self._successors = WeakIdKeyDictionary()  # unsharded parameters, with their shards
 
-    def carrier(self) -> GradientCarrier:
-        """Return the carrier of sharded gradients."""
-        self._gradients = ShardedGradients(self.scaler, self.context.device, self._sharded, self._frozen)
-        return self._gradients
-
     def building(self) -> AbstractContextManager[None]:
         """Create parameters on meta in the block; `prepare` fills them block by block."""
         return parameters_on_meta()
@@ -130,7 +128,7 @@ class FSDPBackend(TorchBackend):
         for optimizer in optimizers:
             check_divisible(optimizer, where="FSDP", scalars=True)
         for model in models:
-            settings = self._own_settings()
+            settings = self.settings
             plan = plan_blocks(
                 unwrap_compiled(model),
                 settings.wrap,
@@ -143,13 +141,15 @@ class FSDPBackend(TorchBackend):
             self._plans[model] = plan
         for optimizer in optimizers:
             repoint(optimizer, self._successors)
-            if self._own_settings().check_optimizers:
+            if self.settings.check_optimizers:
                 check_steps_shards(optimizer, self._sharding.mesh)
         return super().prepare(models, optimizers, schedulers)
 
-    def check_placeable(self, model: nn.Module) -> None:
+    def check_models(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
         """Refuse models that differ between ranks or cannot be filled; see `TorchBackend`. Called on all ranks."""
-        check_sources(unwrap_compiled(model))
+        del trained_by
+        for model in models:
+            check_sources(unwrap_compiled(model))
 
     def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """Forget models, and add a note that torch cannot unshard them; see `TorchBackend`."""
@@ -182,10 +182,10 @@ class FSDPBackend(TorchBackend):
 
     def applied(self) -> Mapping[str, object]:
         """Return the values in force, read back from the sharded modules."""
-        read = read_back(list(self._sharded.values()), self._own_settings(), self._shape.reason)
+        read = read_back(list(self._sharded.values()), self.settings, self._shape.reason)
         if read:
             read["broadcast_buffers"] = self._buffers.is_enabled
-            read["check_optimizers"] = self._own_settings().check_optimizers
+            read["check_optimizers"] = self.settings.check_optimizers
         return {**super().applied(), **read}
 
     def close(self) -> None:
@@ -198,11 +198,9 @@ class FSDPBackend(TorchBackend):
         self._buffers.clear()
         self._order.close()
 
-    def _own_settings(self) -> FSDPSettings:
-        return cast("FSDPSettings", self.settings)
-
-    def _place(self, model: nn.Module) -> TorchPrepared:
-        settings, plan = self._own_settings(), self._plans.pop(model)
+    def _place(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared:
+        del optimizer
+        settings, plan = self.settings, self._plans.pop(model)
         inner = unwrap_compiled(model)  # a torch.compile wrapper traces its module at the call
         blocks = [inner.get_submodule(name) for name in plan.blocks]
         checkpoint_activations(blocks or [inner], settings.activation_checkpointing)
@@ -236,7 +234,7 @@ class FSDPBackend(TorchBackend):
             model,
             sharded,
             context=self.context,
-            ledger=self._ledger,
+            tracker=self._tracker,
             all_sharded=self._sharded,
             successors=self._successors,
             guard=self._guard,

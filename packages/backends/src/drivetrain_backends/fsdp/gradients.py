@@ -1,6 +1,5 @@
 """Sharded gradients: averaged by FSDP, made final here."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +11,8 @@ from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.averaging import average
-from drivetrain_backends.gradients.engine import ParameterGradients
+from drivetrain_backends.gradients.multi_tensor import multiply, unscale_on_host
+from drivetrain_backends.gradients.reducer import ParameterGradients
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_precision import LossScaler
@@ -48,8 +48,8 @@ class ShardedGradients(ParameterGradients):
         self.held: set[nn.Module] = set()
         self.hooks: dict[nn.Module, ParameterHooks] = {}
 
-    def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
-        """Run torch's backward; see `GradientCarrier.run`.
+    def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+        """Run torch's backward; see `GradientReducer.backward`.
 
         Raises:
             AccumulationError: An earlier backward failed midway.
@@ -64,7 +64,7 @@ class ShardedGradients(ParameterGradients):
         for hooks in self.hooks.values():
             hooks.carry()
         self._frozen.give_dtypes()
-        super().run(loss, models)
+        super().backward(loss, models)
         for model in models:
             if model in self.holding:
                 self.held.add(model)
@@ -72,13 +72,13 @@ class ShardedGradients(ParameterGradients):
                 self.held.discard(model)  # otherwise the loss did not reach it
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """Return the shards, and the gathered parameters that forwards use; see `GradientCarrier.leaves`."""
+        """Return the shards, and the gathered parameters that forwards use; see `GradientReducer.leaves`."""
         gathered = (p for model in models for p in self._sharded[model].standing_in())
         return [*super().leaves(models), *gathered]
 
     @torch.no_grad()
-    def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Average plain gradients over the ranks, then unscale and correct all; see `GradientCarrier.settle`.
+    def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
+        """Average plain gradients over the ranks, then unscale and correct all; see `GradientReducer.finalize`.
 
         Raises:
             AccumulationError: The window closed without a backward that reduces the gradients held so far.
@@ -92,18 +92,13 @@ class ShardedGradients(ParameterGradients):
         sharded = [self._sharded[model] for model in models]
         parameters = [p for one in sharded for p in one.parameters.values() if p.requires_grad]
         average([p for one in sharded for p in one.plain.values() if p.requires_grad], self._device)
-        if factor is None and self._scaler is None:
+        if factor is None and self.scaler is None:
             return False
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
-        if self._scaler is not None:
-            return self._unscale(self._scaler, gradients, 1.0 if factor is None else factor)
-        by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-        for gradient in gradients:
-            by_device[gradient.device].append(gradient)
-        for device, tensors in by_device.items():
-            multiplier = factor.to(device) if isinstance(factor, Tensor) else factor
-            assert multiplier is not None
-            torch._foreach_mul_(tensors, multiplier)  # pyright: ignore[reportPrivateUsage] as torch's optimizers do
+        if self.scaler is not None:
+            return self._unscale(self.scaler, gradients, 1.0 if factor is None else factor)
+        assert factor is not None
+        multiply(gradients, factor)
         return False
 
     def _unscale(self, scaler: LossScaler, gradients: list[Tensor], factor: Tensor | float) -> bool:
@@ -113,9 +108,7 @@ class ShardedGradients(ParameterGradients):
         offloaded = [gradient for gradient in gradients if gradient.device != self._device]
         if offloaded:
             inverse = torch.as_tensor(factor, dtype=torch.float32).cpu() / scaler.value
-            found_there = torch.zeros(())
-            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(offloaded, found_there, inverse)
-            found = torch.maximum(found, found_there.to(found.device))
+            found = torch.maximum(found, unscale_on_host(offloaded, inverse).to(found.device))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         overflowed = bool(found.item())
         if overflowed:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
+from drivetrain_backends.gradients.multi_tensor import multiply, norms
 from drivetrain_backends.state_dict.dtensor import local
 
 
@@ -48,11 +49,7 @@ def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.dev
 def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> None:
     """Scale gradients so that their norm `total` becomes at most `norm`, as in torch's clipping."""
     factor = (norm / (total + 1e-6)).clamp(max=1.0)
-    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        by_kind[gradient.device, gradient.dtype].append(local(gradient))
-    for tensors in by_kind.values():
-        torch._foreach_mul_(tensors, factor.to(tensors[0].device))  # pyright: ignore[reportPrivateUsage]
+    multiply([local(gradient) for gradient in gradients], factor)
 
 
 def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -62,8 +59,7 @@ def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device)
     dtype = torch.float32 if dtype.itemsize < 4 else dtype
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)
-    norms = torch._foreach_norm(filled, norm_type)  # pyright: ignore[reportPrivateUsage] as torch's clipping does
-    stacked = torch.stack([norm.to(device, dtype) for norm in norms])
+    stacked = torch.stack([norm.to(device, dtype) for norm in norms(filled, norm_type)])
     return stacked.max() if norm_type == torch.inf else (stacked**norm_type).sum()
 
 

@@ -7,7 +7,7 @@ moves them visibly, because a warm-up may begin at 0.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, cast
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.optim import Optimizer
 
 from drivetrain_backends.fsdp.shard import is_plain
-from drivetrain_backends.optim.trials import run_eagerly, set_visible_rates
+from drivetrain_backends.optim.trials import copied_over, run_eagerly
 from drivetrain_backends.state_dict.dtensor import local, own_part
 
 # Elementwise, as a test checks; exactly these classes, because a subclass may do more.
@@ -49,7 +49,6 @@ _LIMITS = {
     torch.float16: (2e-2, 2e-3, 4),
     torch.bfloat16: (2e-2, 1.6e-2, 4),
 }
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # users' hooks, not arithmetic
 
 
 class _Tiny:
@@ -163,35 +162,26 @@ def _stepped(
 
 
 def _copied(optimizer: Optimizer, groups: Sequence[list[nn.Parameter]]) -> Optimizer:
-    """Return an optimizer of the same class and settings over other parameters, without its state.
-
-    Copying it in torch's own way would drop attributes other than its groups and state.
-    """
-    copied = type(optimizer).__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): copied}
+    """Return a copy of an optimizer over tiny parameters: for each of a group one with as many dims."""
+    stand_ins: dict[Tensor, nn.Parameter] = {}
     for group, tiny in zip(optimizer.param_groups, groups, strict=True):
-        memo[id(group["params"])] = tiny
         for parameter in group["params"]:
             same = [t for t in tiny if t.dim() == min(parameter.dim(), 4)]
-            memo[id(parameter)] = (same or tiny or [parameter])[0]
-    memo[id(optimizer.state)] = defaultdict(dict, _state(optimizer, memo))
-    for name, value in vars(optimizer).items():
-        if name in _HOOKS:
-            vars(copied)[name] = type(value)()
-        elif name not in ("step", "zero_grad"):  # a scheduler's wrappers, bound to the original
-            vars(copied)[name] = deepcopy(value, memo)
+            stand_ins[parameter] = (same or tiny or [parameter])[0]
+    copied = copied_over(optimizer, groups, stand_ins, defaultdict(dict, _state(optimizer, stand_ins)))
     for group, tiny in zip(copied.param_groups, groups, strict=True):
         kinds = {isinstance(p, DTensor) for p in tiny}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = False  # as for the real parameters
-    set_visible_rates(copied.param_groups)
     return copied
 
 
-def _state(optimizer: Optimizer, memo: dict[int, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def _state(
+    optimizer: Optimizer, stand_ins: Mapping[Tensor, Tensor]
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield the state that an optimizer creates before its first step, in the shapes of the tiny parameters."""
     for parameter, state in optimizer.state.items():
-        tiny = memo.get(id(parameter))
+        tiny = stand_ins.get(parameter)
         if tiny is None:
             continue
         yield (

@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
+from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.gradients import ShardedGradients
-from drivetrain_backends.fsdp.guard import AssignmentGuard
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.fsdp.state import divided_like, load_model
-from drivetrain_backends.gradients.tracker import GradientLedger
+from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import restore_activations
 from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.optim.optimizer import StepResult
@@ -34,11 +34,11 @@ class FSDPPrepared(TorchPrepared):
         model: The module that the user calls: the sharded module, or the torch.compile wrapper around it.
         sharded: The sharded model with its blocks and parameters.
         context: The ranks and the device.
-        ledger: The gradient state that the backend's models share.
+        tracker: The gradient state that the backend's models share.
         all_sharded: The backend's sharded models by user module.
         successors: The shards of parameters that were listed before `prepare`.
         guard: The guard that refuses assigned parameters.
-        gradients: The carrier of the backend's gradients.
+        gradients: The reducer of the backend's gradients.
         order: The order of the ranks' collectives.
         buffers: The buffers of the backend's models.
 
@@ -46,13 +46,15 @@ class FSDPPrepared(TorchPrepared):
         sharded: The sharded model with its blocks and parameters.
     """
 
+    steps_together = True
+
     def __init__(
         self,
         model: nn.Module,
         sharded: ShardedModel,
         *,
         context: Context,
-        ledger: GradientLedger,
+        tracker: GradientTracker,
         all_sharded: Mapping[nn.Module, ShardedModel],
         successors: Mapping[Tensor, nn.Parameter],
         guard: AssignmentGuard,
@@ -60,9 +62,8 @@ class FSDPPrepared(TorchPrepared):
         order: CollectiveOrder,
         buffers: SharedBuffers,
     ) -> None:
-        super().__init__(model, context=context, ledger=ledger)
+        super().__init__(model, context=context, tracker=tracker)
         self.sharded = sharded
-        self._is_shared = True
         self._all_sharded = all_sharded
         self._successors = successors
         self._guard = guard

@@ -9,6 +9,7 @@ A loss has one of two meanings, and a window that mixes them is an error:
   the gradient is corrected once the total is known, before clipping. The division keeps fp16 gradients in range.
 """
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -20,6 +21,7 @@ from drivetrain_state import Context, reduce
 NonFiniteGradients: TypeAlias = Literal["ignore", "skip", "raise"]
 
 
+@dataclass(slots=True, eq=False)
 class AccumulationWindow:
     """The micro-batches between two optimizer steps. All models of an Accelerator share one window.
 
@@ -40,40 +42,27 @@ class AccumulationWindow:
         num_failed_before: The part of `num_failed` from earlier windows.
     """
 
-    __slots__ = (
-        "begun",
-        "closing",
-        "fixed_because",
-        "length",
-        "micro_batch_size",
-        "next_num_micro_batches",
-        "nonfinite_gradients",
-        "num_failed",
-        "num_failed_before",
-        "num_micro_batches",
-        "number",
-    )
+    num_micro_batches: int = 1
+    _: KW_ONLY
+    nonfinite_gradients: NonFiniteGradients = "ignore"
+    next_num_micro_batches: int = field(init=False)
+    fixed_because: str | None = field(default=None, init=False)
+    length: int = field(default=1, init=False)
+    closing: bool = field(default=True, init=False)
+    begun: int = field(default=0, init=False)
+    number: int = field(default=0, init=False)
+    micro_batch_size: int | None = field(default=None, init=False)
+    num_failed: int = field(default=0, init=False)
+    num_failed_before: int = field(default=0, init=False)
 
-    def __init__(
-        self, num_micro_batches: int = 1, *, nonfinite_gradients: NonFiniteGradients = "ignore"
-    ) -> None:
-        _check_size(num_micro_batches)
-        if nonfinite_gradients not in get_args(NonFiniteGradients):
+    def __post_init__(self) -> None:
+        _check_size(self.num_micro_batches)
+        if self.nonfinite_gradients not in get_args(NonFiniteGradients):
             raise ValueError(
-                f"nonfinite_gradients={nonfinite_gradients!r}: must be one of "
+                f"nonfinite_gradients={self.nonfinite_gradients!r}: must be one of "
                 f"{', '.join(get_args(NonFiniteGradients))}"
             )
-        self.num_micro_batches = num_micro_batches
-        self.next_num_micro_batches = num_micro_batches
-        self.fixed_because: str | None = None
-        self.nonfinite_gradients: NonFiniteGradients = nonfinite_gradients
-        self.length = 1
-        self.closing = True
-        self.begun = 0
-        self.number = 0
-        self.micro_batch_size: int | None = None
-        self.num_failed = 0
-        self.num_failed_before = 0
+        self.next_num_micro_batches = self.num_micro_batches
 
     def begin(self, *, is_last: bool = False) -> None:
         """Begin a micro-batch; `is_last` closes the window early, as for the last batch of an epoch."""

@@ -1,144 +1,149 @@
-"""Detection of gradients that code unaware of windows and ranks changes between a backward and the step.
-
-`model.zero_grad()`, torch's `clip_grad_norm_` and a direct `loss.backward()` change `.grad` without notice. Changes
-are detected by the identities and versions of the gradients, without reading values. A pass over 200 gradients takes
-about 45 us, and a plain DDP step makes two: one after backward, one at the step.
-
-An identity is a weak reference, because a freed gradient's `id` can be reused, as when DDP's reducer replaces a
-gradient by a view of its bucket; ranks would then disagree on what changed.
-"""
+"""A watch over gradients that other code changes on their way to a step: they are averaged, or refused."""
 
 from collections.abc import Sequence
-from itertools import islice
-from operator import is_
-from typing import NamedTuple
-from weakref import ref
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-# The sample of shards to compare: large enough that part of it is nonzero.
-_SAMPLED_GRADIENTS = 16
-_SAMPLED_VALUES = 64
+from drivetrain_backends.errors import AccumulationError, first_of
+from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
+from drivetrain_backends.gradients.snapshot import GradientSnapshot
+from drivetrain_backends.optim.parameter_matching import parameter_names
 
 
-class Marks(NamedTuple):
-    """The state of gradients at one moment, by parameter; None for a parameter without a gradient.
+class EditWatch:
+    """A watch over the gradients of models for changes by other code; nothing to watch unless they stay in `.grad`.
 
-    Attributes:
-        gradients: The gradients. A live tensor has a single weak reference, so `is` compares them.
-        versions: The number of in-place writes to each gradient.
-    """
-
-    gradients: list[ref[Tensor] | None]
-    versions: list[int | None]
-
-    def are(self, other: "Marks") -> bool:
-        """Return whether the gradients are in the same state. `==` would compare values."""
-        return self.versions == other.versions and all(map(is_, self.gradients, other.gradients))
-
-
-class Edits(NamedTuple):
-    """The indices of parameters whose gradients were changed since the last `keep`.
-
-    Attributes:
-        edited: The parameters whose gradients are new or have other values.
-        cleared: The parameters whose gradients are gone or zero.
-        left: The number of gradients that exist and were not cleared.
-    """
-
-    edited: list[int]
-    cleared: list[int]
-    left: int
-
-
-class GradientMarks:
-    """A record of the state of gradients, to detect later changes.
-
-    A write through `.grad.data` changes no version and is not detected.
+    Gradients that are still to be corrected (unscaled or normalised) may only be cleared between two windows; others
+    may be edited, and replicas then average them.
 
     Args:
-        parameters: The parameters whose gradients are recorded.
+        models: The users' modules.
+        parameters: The parameters of the models, each once.
+        reducer: The object that runs backwards and reduces their gradients.
+        window: The accumulation window.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+        reducer: GradientReducer,
+        window: AccumulationWindow,
+    ) -> None:
+        self._models = models
         self._parameters = parameters
-        self._kept: Marks | None = None
-        self._sample: Tensor | None = None
+        self._window = window
+        self._reducer = reducer if isinstance(reducer, ParameterGradients) else None
+        self._is_scaled = reducer.scaler is not None
+        self._snapshot = GradientSnapshot(parameters)
 
     @property
-    def are_kept(self) -> bool:
-        """True if a state is recorded."""
-        return self._kept is not None
+    def are_averaged(self) -> bool:
+        """True if ranks hold replicas, and all gradients are averaged."""
+        reducer = self._reducer
+        return reducer is not None and reducer.averages and reducer.are_averaged(self._models)
 
-    def keep(self) -> None:
-        """Record the present state of the gradients."""
-        self._kept = marks_of(self._parameters)
-        self._sample = _sample_of(self._parameters)
+    def record(self, *, to_correct: bool) -> None:
+        """Record the present gradients if later changes matter. Called after each pass over them."""
+        reducer = self._reducer
+        if reducer is not None and (reducer.averages or to_correct):
+            self._snapshot.take()
+            reducer.have_moved(self._models)  # resets it: the snapshot includes the move
 
-    def forget(self) -> None:
-        """Drop the recorded state until the next `keep`."""
-        self._kept = self._sample = None
+    def clear(self, *, keep: bool) -> None:
+        """Forget the gradients, which were cleared; with `keep`, record instead that there are none."""
+        if keep:
+            self._snapshot.take()
+        else:
+            self._snapshot.drop()
 
-    def differ(self) -> bool:
-        """Return whether the gradients changed since `keep`; False if no state is recorded."""
-        return self._kept is not None and not self._kept.are(marks_of(self._parameters))
+    def record_again(self) -> None:
+        """Record the present gradients if earlier ones are recorded, after some of them were cleared."""
+        if self._snapshot.is_taken:
+            self._snapshot.take()
 
-    def were_scaled(self) -> bool:
-        """Return whether gradient shards were scaled since `keep` without a new version.
-
-        Torch's `clip_grad_norm_` does so (a `torch._foreach_` write to DTensors, torch 2.15). The comparison of a few
-        values synchronises with the device; False if the gradients are not DTensors.
-        """
-        if self._sample is None:
+    def found(self, *, to_correct: bool) -> bool:
+        """Return whether other code changed the gradients since the last record."""
+        if self._reducer is None or not self._snapshot.differs():
             return False
-        now = _sample_of(self._parameters)
-        # Compared as bytes, so that a NaN equals itself.
-        return now is not None and not torch.equal(self._sample.view(torch.uint8), now.view(torch.uint8))
+        if to_correct and self._reducer.have_moved(self._models):
+            self._snapshot.take()
+            return False
+        return True
 
-    def edits(self) -> Edits:
-        """Return the changes since `keep`. Reads the changed values, which synchronises with the device."""
-        edited: list[int] = []
-        cleared: list[int] = []
-        left = 0
-        now = marks_of(self._parameters)
-        before = self._kept or now
-        for place, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
-            is_same = (
-                before.gradients[place] is now.gradients[place]
-                and before.versions[place] == now.versions[place]
-            )
-            if not is_same and (gradient is None or not is_nonzero(gradient)):
-                cleared.append(place)
-                continue
-            left += gradient is not None
-            if not is_same:
-                edited.append(place)
-        return Edits(edited, cleared, left)
+    def average(self, *, to_correct: bool, are_empty: bool) -> None:
+        """Average gradients that come from no loss of these models, if ranks would otherwise drift apart.
 
+        Called on all ranks.
 
-def marks_of(parameters: Sequence[Tensor]) -> Marks:
-    """Return the identity and version of each gradient."""
-    gradients = [p.grad for p in parameters]
-    return Marks(
-        [None if g is None else ref(g) for g in gradients],
-        [None if g is None else g._version for g in gradients],
-    )
+        Args:
+            to_correct: Whether the gradients of the last losses were to be corrected.
+            are_empty: Whether all gradients of losses were cleared, so that any present ones are from other code.
+        """
+        reducer = self._reducer
+        if reducer is None or not reducer.averages:
+            return
+        if self.found(to_correct=to_correct) or (are_empty and not self._snapshot.is_taken):
+            reducer.mark_edited(self._models)
+            reducer.average(self._models)
+            self._snapshot.take()
 
+    def accept(self) -> None:
+        """Take the changed gradients as they are: they need no correction, and ranks average them."""
+        if self._reducer is not None:
+            self._reducer.mark_edited(self._models)
 
-@torch.no_grad()
-def _sample_of(parameters: Sequence[Tensor]) -> Tensor | None:
-    """Return values of this rank's shards of some gradients, of shape (values,); None without shards."""
-    parts = (getattr(p.grad, "_local_tensor", None) for p in parameters)
-    held = (part for part in parts if part is not None and part.numel() and not part.is_sparse)
-    first = [part.reshape(-1)[:_SAMPLED_VALUES] for part in islice(held, _SAMPLED_GRADIENTS)]
-    alike = [part for part in first if part.dtype == first[0].dtype and part.device == first[0].device]
-    return torch.cat(alike) if alike else None
+    def check_before_loss(self, *, is_same_window: bool, is_counted: bool) -> bool:
+        """Refuse to add to changed gradients that are to be corrected, unless all were cleared between windows.
 
+        Args:
+            is_same_window: Whether the loss belongs to the window of the gradients.
+            is_counted: Whether the loss or an earlier one has a count.
 
-@torch.no_grad()
-def is_nonzero(gradient: Tensor) -> bool:
-    """Return whether this rank's part of a gradient has nonzero values."""
-    part: Tensor = getattr(gradient, "_local_tensor", gradient)
-    return bool((part._values() if part.is_sparse else part).count_nonzero())
+        Returns:
+            Whether any gradient is left to add to.
+
+        Raises:
+            AccumulationError: The gradients are those of an open window, or have other values.
+        """
+        edits = self._snapshot.edits()
+        is_midway = self._window.num_micro_batches > 1 and is_same_window
+        if edits.edited or (is_midway and edits.cleared):
+            raise self._error([*edits.edited, *edits.cleared])
+        if edits.left and is_counted:
+            raise self._error(edits.cleared)
+        return bool(edits.left)
+
+    def check_before_correction(self) -> None:
+        """Refuse changed gradients that are to be corrected; cleared ones are fine.
+
+        Raises:
+            AccumulationError: A gradient is new or has other values.
+        """
+        if edited := self._snapshot.edits().edited:
+            raise self._error(edited)
+
+    def check_unscaled(self) -> None:
+        """Refuse shards that were scaled without a trace; see `GradientSnapshot.were_scaled`. May synchronise.
+
+        Raises:
+            AccumulationError: The shards have other values.
+        """
+        if self._snapshot.were_scaled():
+            raise self._error([])
+
+    def _error(self, places: Sequence[int]) -> AccumulationError:
+        names: dict[Tensor, str] = parameter_names({str(i): model for i, model in enumerate(self._models)})
+        listed = [names.get(self._parameters[place], "one") for place in places] or ["shards of all"]
+        state = "scaled for fp16" if self._is_scaled else "sums, to be divided by their count"
+        if self._window.num_micro_batches > 1:
+            state = f"those of an accumulation window of {self._window.num_micro_batches} micro-batches"
+        return AccumulationError(
+            f"gradients of {' and '.join(type(model).__name__ for model in self._models)} ({first_of(listed, 3)}) "
+            f"were changed since their last loss, and they are {state}, not yet what a step takes. In place of "
+            "model.zero_grad() or p.grad = None call zero_grad() of the prepared optimizer, which leaves an open "
+            "window alone; of torch's clip_grad_norm_, accelerator.clip_grad_norm_; of loss.backward(), "
+            "accelerator.backward(loss). What else edits gradients does so after "
+            'accelerator.clip_grad_norm_(parameters, float("inf")), which makes them final'
+        )

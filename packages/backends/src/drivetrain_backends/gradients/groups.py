@@ -6,18 +6,18 @@ from typing import Any
 from torch import nn
 
 from drivetrain_backends.errors import AccumulationError
-from drivetrain_backends.gradients.tracker import GradientGroup, GradientLedger
+from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 
 
 def group_models(
-    models: Sequence[nn.Module], trained_together: Sequence[Sequence[int]], ledger: GradientLedger
+    models: Sequence[nn.Module], trained_together: Sequence[Sequence[int]], tracker: GradientTracker
 ) -> list[GradientGroup]:
     """Return groups of models that share a parameter or an optimizer.
 
     Args:
         models: The users' modules.
         trained_together: The indices of the models that each optimizer trains.
-        ledger: The ledger whose groups are replaced; a group with the same models is kept.
+        tracker: The state that the groups share; a group of it with the same models is kept.
 
     Returns:
         The group of each model, in the order of `models`.
@@ -33,14 +33,13 @@ def group_models(
         for other in indices[1:]:
             old, new = label[other], label[indices[0]]
             label = [new if value == old else value for value in label]
-    kept = {group.models: group for group in ledger.groups}
+    kept = {group.models: group for group in tracker.groups}
     groups: dict[int, GradientGroup] = {}
     for mark in dict.fromkeys(label):
         members = tuple(model for model, value in zip(models, label, strict=True) if value == mark)
-        groups[mark] = kept.pop(members, None) or GradientGroup(members, ledger)
+        groups[mark] = kept.pop(members, None) or GradientGroup(members, tracker)
     if any(group.stage in ("open", "final") for group in kept.values()):
         raise AccumulationError(
             "prepare() while gradients are on their way to a step; call it between two windows"
         )
-    ledger.groups = list(groups.values())
     return [groups[mark] for mark in label]

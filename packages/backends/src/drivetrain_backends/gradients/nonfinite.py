@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_backends.errors import NonFiniteGradientError
+from drivetrain_backends.gradients.multi_tensor import norms, stored_values
 from drivetrain_state import Context, gather, reduce
 
 # An overflow at a larger loss scale may come from the scale; below it, from the gradients themselves.
@@ -82,10 +83,7 @@ def _all_finite(parts: Sequence[Tensor]) -> bool:
         if part.numel():
             by_place.setdefault((part.device, part.dtype), []).append(part)
     # The largest magnitude rather than the 2-norm, which may overflow for finite gradients. It keeps a NaN.
-    largest = [
-        torch.stack(torch._foreach_norm(group, math.inf))  # pyright: ignore[reportPrivateUsage] as torch clips
-        for group in by_place.values()
-    ]
+    largest = [torch.stack(norms(group, math.inf)) for group in by_place.values()]
     return all(each.isfinite().all().item() for each in largest)
 
 
@@ -97,4 +95,4 @@ def _local(gradient: Tensor) -> Tensor:
     """Return the elements that this rank holds."""
     if hasattr(gradient, "to_local"):  # a DTensor; importing its class takes as long as importing torch
         gradient = cast("Any", gradient).to_local()
-    return gradient._values() if gradient.is_sparse else gradient
+    return stored_values(gradient)

@@ -1,11 +1,21 @@
 """The stages of the gradients of models that step together, from a backward to a step.
 
+Each row is a stage, each column an event, each cell the stage after it:
+
+| stage | `add_loss` | `finish` | `use` | `clear`, by all optimizers |
+|---|---|---|---|---|
+| empty | open | empty | used | empty |
+| open | open | final | - | empty |
+| final | open, in a later window | final | used | empty |
+| used | open | used | used | empty |
+
 Gradients are *open* while losses add to them, *final* once they are unscaled and normalised (at the first clip or
-step of a closed window), *used* after a step, and *empty* after `zero_grad`.
+step of a closed window), *used* after a step, and *empty* after `zero_grad`. A step comes after `finish`. What the
+events refuse, and why, their docstrings say.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +23,50 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.accumulation import total_count
-from drivetrain_backends.gradients.edits import GradientMarks, is_nonzero
+from drivetrain_backends.gradients.edits import EditWatch
 from drivetrain_backends.gradients.nonfinite import holds_nonfinite
-from drivetrain_backends.optim.parameter_matching import parameter_names
+from drivetrain_backends.gradients.snapshot import is_nonzero
 
 if TYPE_CHECKING:
-    from drivetrain_backends.gradients.tracker import GradientLedger
+    from drivetrain_backends.gradients.tracker import GradientTracker
 
 Stage = Literal["empty", "open", "final", "used"]
+
+
+class WindowLosses(NamedTuple):
+    """The losses that gradients hold, as far as making them final depends on it.
+
+    Attributes:
+        window: The number of the window of the last loss; -1 before the first.
+        is_counted: Whether the losses are sums with counts, rather than means.
+        num_items: The sum of this rank's counts.
+        adds_to_used: Whether the losses were added to gradients that a step had used.
+        is_bad: Whether a loss was not finite, of shape (); None if not recorded.
+    """
+
+    window: int = -1
+    is_counted: bool = False
+    num_items: Tensor | float = 0.0
+    adds_to_used: bool = False
+    is_bad: Tensor | None = None
+
+
+class FinalGradients(NamedTuple):
+    """The properties of final gradients.
+
+    Attributes:
+        norm: The norm before clipping, of shape (); None if they were not clipped by norm.
+        overflowed: Whether they held an infinity or NaN, if that was checked: in fp16, and where the window says so.
+        checked_for: The optimizers that stepped since that check, by id; None if there was none outside fp16.
+    """
+
+    norm: Tensor | None = None
+    overflowed: bool = False
+    checked_for: frozenset[int] | None = None
+
+
+_NO_LOSSES = WindowLosses()
+_UNCHECKED = FinalGradients()
 
 
 class GradientGroup:
@@ -28,147 +74,101 @@ class GradientGroup:
 
     Args:
         models: The users' modules, in the order they were prepared.
-        ledger: The state that all groups of a backend share.
+        tracker: The state that all groups of a backend share.
 
     Attributes:
-        stage: The stage of the gradients.
-        opened_in: The window of this group's last loss; -1 before the first.
-        overflowed: Whether the last final gradients held an infinity or NaN, if that was checked: in fp16, and
-            where the window says so.
-        bad_loss: Whether a loss of the window was not finite, shape (); None if not recorded.
-        grad_norm: The norm of the gradients before clipping; None if they were not clipped by norm.
+        models: The users' modules.
         optimizers: The users' optimizers that train the models.
+        stage: The stage of the gradients; the events alone change it.
+        losses: The losses that the gradients hold.
+        final: The properties of the gradients, once they are final.
     """
 
-    def __init__(self, models: Sequence[nn.Module], ledger: "GradientLedger") -> None:
+    def __init__(self, models: Sequence[nn.Module], tracker: "GradientTracker") -> None:
         self.models = tuple(models)
-        self.stage: Stage = "empty"
-        self.opened_in = -1
-        self.overflowed = False
-        self.bad_loss: Tensor | None = None
-        self.grad_norm: Tensor | None = None
         self.optimizers: list[Optimizer] = []
+        self.stage: Stage = "empty"
+        self.losses = _NO_LOSSES
+        self.final = _UNCHECKED
         self._cleared: set[int] = set()  # the optimizers cleared since the last loss
-        self._judged_for: set[int] | None = (
-            None  # the optimizers stepped since the last check; None: no check yet
-        )
+        self._num_failed = 0  # failed micro-batches that left nothing in these gradients
         # Cached: walking through modules takes longer than a pass over small gradients.
         self._held = tuple(dict.fromkeys(p for model in self.models for p in model.parameters()))
         self._ids = frozenset(map(id, self._held))
-        self._marks = GradientMarks(self._held)
-        self._ledger = ledger
-        self._is_counted = False
-        self._count: Tensor | float = 0.0
-        self._adds_to_used = False  # gradients that a step used were not cleared
-        self._num_failed = 0  # failed micro-batches that left nothing in these gradients
+        self._tracker = tracker
+        self._edits = EditWatch(self.models, self._held, tracker.reducer, tracker.window)
 
-    def note(self, count: Tensor | float | None) -> None:
-        """Record a loss of this group.
+    def add_loss(self, count: Tensor | float | None, *, is_bad: Tensor | None = None) -> None:
+        """Record a loss that is about to be added.
+
+        Args:
+            count: The number of items that the loss sums; None for a mean.
+            is_bad: Whether the loss is not finite, of shape (), for the error about its gradients.
 
         Raises:
             AccumulationError: The gradients are already final, or hold a loss of the other kind; or the loss would be
                 normalised together with gradients that a step used.
         """
-        window = self._ledger.window
-        stage = self.stage
-        if stage == "final" and self.opened_in == window.number and window.begun:
+        window, losses, is_counted = self._tracker.window, self.losses, count is not None
+        if self.stage == "final" and losses.window == window.number and window.begun:
             raise AccumulationError(
                 "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
             )
-        if stage == "open" and self._were_edited():
-            self._take_edits(count)
-            stage = self.stage
-        if stage in ("empty", "used"):
-            self._adds_to_used = stage == "used" and self._hold_gradients()
-            if self._adds_to_used and (count is not None or self._ledger.scaler is not None):
-                raise AccumulationError(self._used_already("counted or scaled"))
-            self._is_counted, self._count, self.bad_loss = count is not None, 0.0, None
-            self._num_failed = max(self._num_failed, window.num_failed_before)
-        elif self._is_counted != (count is not None):
+        is_new = self.stage in ("empty", "used") or (
+            self.stage == "open" and not self._keeps_edits(is_counted)
+        )
+        if is_new:
+            losses = self._first_losses(is_counted=is_counted)
+        elif losses.is_counted != is_counted:
             raise AccumulationError(
                 "backward(loss) and backward(loss_sum, count=...) came in one accumulation window: a mean and a sum "
                 "cannot be added; pass count= for every loss of the window, or for none (and model= for each loss "
                 "where several models are prepared)"
             )
-        self.stage, self.opened_in, self.grad_norm = "open", window.number, None
-        self._cleared.clear()
-        self._judged_for = None
+        num_items = losses.num_items
         if count is not None:
-            self._count = self._count + (count.detach() if isinstance(count, Tensor) else count)
+            num_items = num_items + (count.detach() if isinstance(count, Tensor) else count)
+        if is_bad is not None and losses.is_bad is not None:
+            is_bad = losses.is_bad | is_bad
+        self.losses = WindowLosses(window.number, is_counted, num_items, losses.adds_to_used, is_bad)
+        self.stage, self.final = "open", _UNCHECKED
+        self._cleared.clear()
 
     def finish(self) -> None:
         """Make the closed window's gradients final: unscaled, and the gradient of the requested mean.
 
-        Called on all ranks; does nothing unless the gradients are open.
+        Called on all ranks. Gradients that are not open stay as they are, but for edits that ranks average.
 
         Raises:
             AccumulationError: A micro-batch failed, and its gradients were not dropped; gradients to correct were
                 added to gradients that a step used; or other code changed them since the last loss.
         """
         if self.stage != "open":
-            self._average_foreign()
+            self._edits.average(to_correct=self._is_corrected, are_empty=self.stage == "empty")
             return
-        ledger, window = self._ledger, self._ledger.window
+        tracker, window = self._tracker, self._tracker.window
         if self._num_failed != window.num_failed:
             raise AccumulationError(
                 "the step of a window in which a micro-batch ended in an exception: what it left in the gradients is "
                 "not known. Call optimizer.zero_grad() where the exception is caught, for every optimizer"
             )
-        if ledger.is_plain and not self._is_counted and window.length == window.num_micro_batches == 1:
-            self.overflowed, self.stage = False, "final"
+        if tracker.is_plain and not self.losses.is_counted and window.length == window.num_micro_batches == 1:
+            self.stage = "final"
             return
-        if was_edited := self._were_edited():
-            self._check_final_edits()
+        if has_edits := self._edits.found(to_correct=self._is_corrected):
+            self._accept_edits()
         factor = self._correction()
-        if (factor is not None or ledger.scaler is not None) and self._may_wait and self._marks.were_scaled():
-            raise self._edited([])
-        if factor is not None and self._adds_to_used:
-            raise AccumulationError(self._used_already("of a window that closed early"))
-        # Unmodified gradients still have the marks just compared; reading marks is the main cost of a plain step.
-        is_kept = not was_edited and factor is None and ledger.scaler is None and self._is_averaged
-        self.overflowed = ledger.carrier.settle(self.models, factor)
+        is_changed = factor is not None or tracker.scaler is not None
+        if is_changed and self._may_wait:
+            self._edits.check_unscaled()
+        if factor is not None and self.losses.adds_to_used:
+            raise self._used_already("of a window that closed early")
+        # Unmodified gradients are still those just compared; recording them is the main cost of a plain step.
+        is_recorded = not has_edits and not is_changed and self._edits.are_averaged
+        self.final = FinalGradients(overflowed=tracker.reducer.finalize(self.models, factor))
         self.stage = "final"
-        if not is_kept:
-            self.keep_marks()
-
-    def keep_marks(self) -> None:
-        """Record the present gradients if later changes by other code matter. Called after each pass."""
-        carrier = self._ledger.in_grad
-        if carrier is not None and (carrier.averages or (self.stage == "open" and self._is_corrected)):
-            self._marks.keep()
-            carrier.have_moved(self.models)  # resets it: these marks include the move
-
-    @property
-    def keeps_gathered(self) -> bool:
-        """True if `zero_grad` must keep the gradients, because an open window has accumulated them.
-
-        Many loops call `zero_grad` before backward, which must keep the gradients of earlier micro-batches.
-        """
-        window = self._ledger.window
-        if self._num_failed != window.num_failed or self.stage != "open" or self.opened_in != window.number:
-            return False
-        return not (window.closing and (window.length == 1 or self._ledger.last_backward == window.begun))
-
-    def judge(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
-        """Check final gradients for infinities and NaNs, once. Called on all ranks, if the window asks for it.
-
-        Args:
-            optimizer: The optimizer about to step, if any: its second step uses other gradients than its first.
-            are_finite: Whether the gradients are known to be finite, as from a finite norm.
-        """
-        if self._ledger.scaler is not None:
-            return  # fp16's scaler checked while unscaling
-        if self._judged_for is None or (optimizer is not None and id(optimizer) in self._judged_for):
-            gradients = [gradient for p in self._held if (gradient := p.grad) is not None]
-            self.overflowed = not are_finite and holds_nonfinite(self._ledger.context, gradients)
-            self._judged_for = set()
-        if optimizer is not None:
-            self._judged_for.add(id(optimizer))
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Record whether a loss is finite, for the error about its gradients."""
-        is_bad = loss.detach().isfinite().logical_not()
-        self.bad_loss = is_bad if self.bad_loss is None else self.bad_loss | is_bad
+        if not is_recorded:
+            self.record()
 
     def use(self) -> None:
         """Record that an optimizer steps, or would step but for an overflow.
@@ -178,44 +178,70 @@ class GradientGroup:
                 this window, or `loss.backward()` was called where losses must be divided or scaled.
         """
         if self.stage == "empty":
-            self.check_known()
+            self._check_known()
         self.stage = "used"
-        self._ledger.has_stepped = True
+        self._tracker.has_stepped = True
 
-    def check_known(self) -> None:
-        """Refuse gradients that come from no loss of this group; see `use`."""
-        ledger = self._ledger
-        names = " and ".join(type(model).__name__ for model in self.models)
-        others_counted = ledger.counted_in == ledger.window.number and self.opened_in != ledger.window.number
-        divided = ledger.window.num_micro_batches > 1 or ledger.scaler is not None
-        if not (others_counted or divided) or all(p.grad is None for p in self.parameters()):
-            return
-        if others_counted:
-            raise AccumulationError(
-                f"an optimizer of {names} steps, but no counted loss of this window was said to be theirs: pass "
-                "every model a loss trains, backward(..., model=(a, b))"
-            )
-        raise AccumulationError(
-            f"an optimizer of {names} steps on gradients of loss.backward(), which are neither divided by the "
-            "window's micro-batches nor scaled for fp16: call accelerator.backward(loss) in its place"
-        )
-
-    def cleared_by(self, optimizer: Optimizer) -> None:
+    def clear(self, optimizer: Optimizer) -> None:
         """Record that an optimizer's gradients were cleared; once all are, so are those of the losses."""
-        if self.stage != "used":
-            self._judged_for = None
+        was_used = self.stage == "used"
+        if not was_used and self.final.checked_for is not None:
+            self.final = self.final._replace(checked_for=None)
         if self.stage != "empty":
             self._cleared.add(id(optimizer))
             if len(self._cleared) >= len(self.optimizers):
-                if self.stage != "used" and self._is_averaged:
-                    self._marks.keep()  # other ranks that step have nothing left to average: nor may this one
-                else:
-                    self._marks.forget()
+                # Other ranks that step have nothing left to average: nor may this one.
+                self._edits.clear(keep=not was_used and self._edits.are_averaged)
                 self.stage = "empty"
-            elif self._marks.are_kept:
-                self._marks.keep()
+            else:
+                self._edits.record_again()
         if self.stage == "empty":
-            self._num_failed = self._ledger.window.num_failed
+            self._num_failed = self._tracker.window.num_failed
+
+    def record(self) -> None:
+        """Record the present gradients, to detect later changes by other code. Called after each pass over them."""
+        self._edits.record(to_correct=self.stage == "open" and self._is_corrected)
+
+    def check_finite(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
+        """Check final gradients for infinities and NaNs, once. Called on all ranks, if the window asks for it.
+
+        Args:
+            optimizer: The optimizer about to step, if any: its second step uses other gradients than its first.
+            are_finite: Whether the gradients are known to be finite, as from a finite norm.
+        """
+        if self._tracker.scaler is not None:
+            return  # fp16's scaler checked while unscaling
+        checked_for, overflowed = self.final.checked_for, self.final.overflowed
+        if checked_for is None or (optimizer is not None and id(optimizer) in checked_for):
+            gradients = [gradient for p in self._held if (gradient := p.grad) is not None]
+            overflowed = not are_finite and holds_nonfinite(self._tracker.context, gradients)
+            checked_for = frozenset[int]()
+        if optimizer is not None:
+            checked_for |= {id(optimizer)}
+        self.final = self.final._replace(overflowed=overflowed, checked_for=checked_for)
+
+    def skip(self) -> None:
+        """Skip the steps on these final gradients, as if they had overflowed."""
+        self.final = self.final._replace(overflowed=True)
+
+    def set_norm(self, norm: Tensor) -> None:
+        """Record the norm of the final gradients before clipping, of shape ()."""
+        self.final = self.final._replace(norm=norm)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """True if `zero_grad` must keep the gradients, because an open window has accumulated them.
+
+        Many loops call `zero_grad` before backward, which must keep the gradients of earlier micro-batches.
+        """
+        window = self._tracker.window
+        if (
+            self.stage != "open"
+            or self.losses.window != window.number
+            or self._num_failed != window.num_failed
+        ):
+            return False
+        return not (window.closing and (window.length == 1 or self._tracker.last_backward == window.begun))
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters, each once."""
@@ -226,109 +252,92 @@ class GradientGroup:
         return any(id(parameter) in self._ids for parameter in parameters)
 
     @property
-    def _is_averaged(self) -> bool:
-        carrier = self._ledger.in_grad
-        return carrier is not None and carrier.averages and carrier.is_averaged(self.models)
-
-    @property
     def _is_corrected(self) -> bool:
         """True if gradients need a correction (unscaling or normalisation) before a step can use them."""
-        ledger = self._ledger
-        return self._is_counted or ledger.scaler is not None or ledger.window.num_micro_batches > 1
+        tracker = self._tracker
+        return self.losses.is_counted or tracker.scaler is not None or tracker.window.num_micro_batches > 1
 
     @property
     def _may_wait(self) -> bool:
         """True if values may be read: fp16 synchronises at this step anyway, and a debug run may."""
-        context = self._ledger.context
-        return self._ledger.scaler is not None or context.device.type == "cpu" or context.settings.debug
+        context = self._tracker.context
+        return self._tracker.scaler is not None or context.device.type == "cpu" or context.settings.debug
 
-    def _were_edited(self) -> bool:
-        """Return whether other code changed the gradients since the last pass."""
-        carrier = self._ledger.in_grad
-        if carrier is None or not self._marks.differ():
-            return False
-        if self._is_corrected and carrier.have_moved(self.models):
-            self._marks.keep()
-            return False
-        return True
-
-    def _average_foreign(self) -> None:
-        """Average gradients that come from no loss of this group, if ranks would otherwise drift apart."""
-        carrier = self._ledger.in_grad
-        if carrier is None or not carrier.averages:
-            return
-        if self._were_edited() or (self.stage == "empty" and not self._marks.are_kept):
-            carrier.note_foreign(self.models)
-            carrier.average(self.models)
-            self._marks.keep()
-
-    def _take_edits(self, count: Tensor | float | None) -> None:
-        """Refuse to add to gradients that other code changed; gradients cleared between two windows start anew.
+    def _first_losses(self, *, is_counted: bool) -> WindowLosses:
+        """Return the losses before the first one of a window, and forget failed micro-batches of earlier windows.
 
         Raises:
-            AccumulationError: The gradients are those of an open window, or have other values.
+            AccumulationError: The loss would be normalised together with gradients that a step used.
         """
-        if not self._is_corrected:
-            self._note_foreign()
-            return
-        window, edits = self._ledger.window, self._marks.edits()
-        is_midway = window.num_micro_batches > 1 and self.opened_in == window.number
-        if edits.edited or (is_midway and edits.cleared):
-            raise self._edited([*edits.edited, *edits.cleared])
-        if not edits.left:
-            self.stage = "empty"
-        elif self._is_counted or count is not None:
-            raise self._edited(edits.cleared)
+        window = self._tracker.window
+        self._num_failed = max(self._num_failed, window.num_failed_before)
+        if self.stage != "used" or not any(is_nonzero(p.grad) for p in self._held if p.grad is not None):
+            return _NO_LOSSES
+        if is_counted or self._tracker.scaler is not None:
+            raise self._used_already("counted or scaled")
+        return WindowLosses(adds_to_used=True)
 
-    def _check_final_edits(self) -> None:
-        """Refuse gradients that other code changed before their correction.
+    def _keeps_edits(self, is_counted: bool) -> bool:
+        """Return whether open gradients stay open although other code may have changed them.
 
         Raises:
-            AccumulationError: There are such gradients.
+            AccumulationError: They were changed; see `EditWatch.check_before_loss`.
         """
+        if not self._edits.found(to_correct=self._is_corrected):
+            return True
         if not self._is_corrected:
-            self._note_foreign()
-        elif edited := self._marks.edits().edited:
-            raise self._edited(edited)
-
-    def _note_foreign(self) -> None:
-        if self._ledger.in_grad is not None:
-            self._ledger.in_grad.note_foreign(self.models)
-
-    def _edited(self, places: Sequence[int]) -> AccumulationError:
-        names = parameter_names({str(i): model for i, model in enumerate(self.models)})
-        listed = ", ".join(names.get(self._held[place], "one") for place in places[:3]) or "shards of all"
-        others = f" and {len(places) - 3} others" if len(places) > 3 else ""
-        ledger = self._ledger
-        state = "scaled for fp16" if ledger.scaler is not None else "sums, to be divided by their count"
-        if ledger.window.num_micro_batches > 1:
-            state = f"those of an accumulation window of {ledger.window.num_micro_batches} micro-batches"
-        return AccumulationError(
-            f"gradients of {' and '.join(type(model).__name__ for model in self.models)} ({listed}{others}) were "
-            f"changed since their last loss, and they are {state}, not yet what a step takes. In place of "
-            "model.zero_grad() or p.grad = None call zero_grad() of the prepared optimizer, which leaves an open "
-            "window alone; of torch's clip_grad_norm_, accelerator.clip_grad_norm_; of loss.backward(), "
-            "accelerator.backward(loss). What else edits gradients does so after "
-            'accelerator.clip_grad_norm_(parameters, float("inf")), which makes them final'
+            self._edits.accept()
+            return True
+        return self._edits.check_before_loss(
+            is_same_window=self.losses.window == self._tracker.window.number,
+            is_counted=self.losses.is_counted or is_counted,
         )
 
-    def _hold_gradients(self) -> bool:
-        return any(is_nonzero(p.grad) for p in self._held if p.grad is not None)
+    def _accept_edits(self) -> None:
+        """Accept changes of gradients that are about to become final.
 
-    def _used_already(self, what: str) -> str:
-        names = " and ".join(type(model).__name__ for model in self.models)
-        return (
-            f"a loss {what} adds to gradients of {names} that a step has used and that were not cleared: these would "
-            "be normalised a second time. Call zero_grad() of every optimizer after each step"
+        Raises:
+            AccumulationError: The changed gradients are to be corrected.
+        """
+        if self._is_corrected:
+            self._edits.check_before_correction()
+        else:
+            self._edits.accept()
+
+    def _check_known(self) -> None:
+        """Refuse gradients that come from no loss of this group; see `use`."""
+        tracker = self._tracker
+        others_counted = tracker.was_counted_in_window and self.losses.window != tracker.window.number
+        divided = tracker.window.num_micro_batches > 1 or tracker.scaler is not None
+        if not (others_counted or divided) or all(p.grad is None for p in self.parameters()):
+            return
+        if others_counted:
+            raise AccumulationError(
+                f"an optimizer of {self._names} steps, but no counted loss of this window was said to be theirs: "
+                "pass every model a loss trains, backward(..., model=(a, b))"
+            )
+        raise AccumulationError(
+            f"an optimizer of {self._names} steps on gradients of loss.backward(), which are neither divided by the "
+            "window's micro-batches nor scaled for fp16: call accelerator.backward(loss) in its place"
+        )
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(type(model).__name__ for model in self.models)
+
+    def _used_already(self, what: str) -> AccumulationError:
+        return AccumulationError(
+            f"a loss {what} adds to gradients of {self._names} that a step has used and that were not cleared: these "
+            "would be normalised a second time. Call zero_grad() of every optimizer after each step"
         )
 
     def _correction(self) -> Tensor | float | None:
         """Return the factor that corrects reduced gradients; None if they need no correction."""
-        ledger = self._ledger
-        if not self._is_counted:
-            nominal, length = ledger.window.num_micro_batches, ledger.window.length
+        tracker = self._tracker
+        if not self.losses.is_counted:
+            nominal, length = tracker.window.num_micro_batches, tracker.window.length
             return None if length == nominal else nominal / length
-        total = total_count(ledger.context, self._count)
-        factor = ledger.reference.value(total) * ledger.context.topology.world_size / total
-        ledger.reference.last_total = total
+        total = total_count(tracker.context, self.losses.num_items)
+        factor = tracker.reference.value(total) * tracker.context.topology.world_size / total
+        tracker.reference.last_total = total
         return torch.where(total > 0, factor, torch.zeros_like(total))

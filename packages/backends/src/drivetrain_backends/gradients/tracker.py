@@ -9,67 +9,51 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
+from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount
-from drivetrain_backends.gradients.edits import Marks, marks_of
-from drivetrain_backends.gradients.engine import GradientCarrier, ParameterGradients
 from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
+from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
+from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
 from drivetrain_backends.gradients.stages import GradientGroup as GradientGroup
-from drivetrain_precision import LossScaler
 from drivetrain_state import Context
 
 
-class GradientLedger:
+class GradientTracker:
     """The state that the groups of one backend share.
 
     Args:
         context: The ranks and the device.
         window: The accumulation window.
-        scaler: The loss scale, for fp16.
-        carrier: The object that runs backwards and holds their gradients; `.grad` of the parameters by default.
+        reducer: The object that runs backwards and reduces their gradients.
 
     Attributes:
-        in_grad: The carrier if gradients stay in `.grad` between backwards, where other code may change them.
+        context: The ranks and the device.
+        window: The accumulation window.
+        reducer: The object that runs backwards and reduces their gradients.
+        scaler: The loss scale, for fp16.
         is_plain: Whether backwards leave the final mean gradients of a full window, with nothing to correct and no
             loss to record.
         reference: The divisor of counted losses before backward.
         first_losses: The check that the first losses reach prepared models.
-        counted_in: The window of the last counted loss; -1 before the first.
-        num_backwards: The number of backwards so far.
-        last_backward: The micro-batch of the last backward.
+        last_backward: The micro-batch of the last backward; -1 before the first.
         has_stepped: Whether an optimizer stepped since the loss scale was last updated.
-        is_joined: Whether ranks may run out of batches at different steps.
-        unreduced: The parameters whose gradients are not averaged over ranks, with their names: those frozen when
-            their model was replicated.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        window: AccumulationWindow,
-        scaler: LossScaler | None,
-        carrier: GradientCarrier | None = None,
-    ) -> None:
+    def __init__(self, context: Context, window: AccumulationWindow, reducer: GradientReducer) -> None:
         self.context = context
         self.window = window
-        self.scaler = scaler
-        self.carrier: GradientCarrier = carrier or ParameterGradients(scaler)
-        self.in_grad = self.carrier if isinstance(self.carrier, ParameterGradients) else None
+        self.reducer = reducer
+        self.scaler = reducer.scaler
         is_watched = window.nonfinite_gradients == "raise"
-        self.is_plain = scaler is None and type(self.carrier) is ParameterGradients and not is_watched
+        self.is_plain = self.scaler is None and type(reducer) is ParameterGradients and not is_watched
         self._groups: list[
             ref[GradientGroup]
-        ] = []  # weak: a group holds the ledger, and models are to be freed with their last reference
+        ] = []  # weak: a group holds the tracker, and models are to be freed with their last reference
         self.reference = ReferenceCount(context, window)
         self.first_losses = FirstLosses()
-        self.counted_in = -1
-        self.num_backwards = 0
         self.last_backward = -1
         self.has_stepped = False
-        self.is_joined = False
-        self.unreduced: dict[Tensor, str] = {}
 
     @property
     def groups(self) -> list[GradientGroup]:
@@ -80,26 +64,17 @@ class GradientLedger:
     def groups(self, groups: Iterable[GradientGroup]) -> None:
         self._groups = [ref(group) for group in groups]
 
-    def check_reduced(self, optimizer: Optimizer) -> None:
-        """Refuse to step on gradients that are not averaged over ranks.
-
-        Raises:
-            UnreducedGradientError: A parameter that was frozen when its model was prepared has a gradient.
-        """
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self.unreduced:
-                    raise UnreducedGradientError(
-                        f"{self.unreduced[parameter]} was frozen when prepare() replicated its model, and has a "
-                        "gradient now, which ranks do not average: their weights would drift apart. Set "
-                        "requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"
-                    )
+    @property
+    def was_counted_in_window(self) -> bool:
+        """True if a loss of any group was counted in the present window."""
+        number = self.window.number
+        return any(group.losses.is_counted and group.losses.window == number for group in self.groups)
 
     def backward(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
         """Add the gradients of a loss of some groups.
 
         Raises:
-            AccumulationError: See `GradientGroup.note`; or the loss reaches gradients that are final; or it is
+            AccumulationError: See `GradientGroup.add_loss`; or the loss reaches gradients that are final; or it is
                 counted while ranks may run out of batches.
             PairingError: The loss trains a model that is not prepared, or has no prepared optimizer.
             TypeError, ValueError: The loss or its count is invalid.
@@ -107,53 +82,46 @@ class GradientLedger:
         window = self.window
         if count is not None or type(loss) is not Tensor or loss.dim() or not loss.requires_grad:
             check_loss(loss, count)
-        is_plain = self.is_plain and window.num_micro_batches == 1 and self.counted_in < 0 and count is None
-        if is_plain and len(owners) == 1 and not self.first_losses.num_left:
-            owners[0].note(
-                None
-            )  # most steps: for a small model, the other checks would take as long as the backward
+        is_plain = self.is_plain and window.num_micro_batches == 1 and self.reference.number is None
+        if is_plain and len(owners) == 1 and count is None and not self.first_losses.num_left:
+            # Most steps: for a small model, the other checks would take as long as the backward.
+            owners[0].add_loss(None)
             loss.backward()
         else:
             self._add(loss, count, owners)
-        self.num_backwards += 1
         self.last_backward = window.begun
 
     def _add(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
+        window, reducer = self.window, self.reducer
         if self.first_losses.num_left:
-            self.first_losses.follow(
-                loss, {group: self.carrier.leaves(group.models) for group in self.groups}
-            )
+            self.first_losses.follow(loss, {group: reducer.leaves(group.models) for group in self.groups})
         if self.scaler is not None:
             self.move_scale()
         if count is not None and all(group.stage in ("empty", "used") for group in self.groups):
             self.reference.renew()
         final = self._final(owners) if len(owners) > 1 else ()
-        window = self.window
+        is_bad = ~loss.detach().isfinite() if window.nonfinite_gradients == "raise" else None
         for group in owners:
             if not final or group not in final:
-                group.note(count)
-                if window.nonfinite_gradients == "raise":
-                    group.note_loss(loss)
+                group.add_loss(count, is_bad=is_bad)
         if count is not None:
             loss = loss / self._reference_of(count)
         elif window.num_micro_batches > 1:
             loss = loss / window.num_micro_batches
-        before = [marks_of(group.parameters()) for group in final] if final else ()
-        if self.is_plain:
-            loss.backward()  # as the carrier does
-        else:
-            self.carrier.run(loss, [model for group in owners for model in group.models])
+        before = [versions_of(group.parameters()) for group in final] if final else ()
+        reducer.backward(loss, [model for group in owners for model in group.models])
         if final:
             _check_unreached(final, before)
-        if not self.is_plain or window.num_micro_batches > 1 or self.counted_in >= 0:
-            for group in self.groups:
-                if group.stage == "open":
-                    group.keep_marks()
+        for group in self.groups:
+            if group.stage == "open":
+                group.record()
 
     def move_scale(self) -> None:
         """Update the loss scale after a step, unless gradients of the present scale are still in use."""
         number, begun = self.window.number, self.window.begun
-        pending = begun and any(g.stage in ("open", "final") and g.opened_in == number for g in self.groups)
+        pending = begun and any(
+            g.stage in ("open", "final") and g.losses.window == number for g in self.groups
+        )
         if self.scaler is not None and self.has_stepped and not pending:
             self.scaler.update()
             self.has_stepped = False
@@ -197,25 +165,24 @@ class GradientLedger:
 
     def _final(self, owners: Sequence[GradientGroup]) -> list[GradientGroup]:
         number = self.window.number
-        return [group for group in owners if group.stage == "final" and group.opened_in == number]
+        return [group for group in owners if group.stage == "final" and group.losses.window == number]
 
     def _reference_of(self, count: Tensor | float) -> Tensor:
-        if self.is_joined:
+        if self.reducer.is_joined:
             raise AccumulationError(
                 "backward(count=...) inside join_uneven_inputs: a rank without batches cannot add its count; prepare "
                 "the loader, which gives every rank equally many batches, or use the mean"
             )
-        self.counted_in = self.window.number
         return self.reference.value(count)
 
 
-def _check_unreached(final: Sequence[GradientGroup], before: Sequence[Marks]) -> None:
+def _check_unreached(final: Sequence[GradientGroup], before: Sequence[GradientVersions]) -> None:
     """Refuse a backward that reached groups whose gradients are final.
 
     Raises:
-        AccumulationError: The marks of a group changed during the backward.
+        AccumulationError: The gradients of a group changed during the backward.
     """
-    if any(not old.are(marks_of(group.parameters())) for old, group in zip(before, final, strict=True)):
+    if any(not old.are(versions_of(group.parameters())) for old, group in zip(before, final, strict=True)):
         raise AccumulationError(
             "backward() reached gradients of this window that were clipped already; clip after its last loss"
         )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.errors import PairingError, ReplacedParameterError
+from drivetrain_backends.errors import PairingError, ReplacedParameterError, first_of
 
 # A look at a model of 200 parameters takes about 25 us: less than 2 us a step at one look in 16 steps.
 STEPS_A_LOOK = 16
@@ -51,9 +51,9 @@ class KnownParameters:
             }
             if lost := [self._frozen[p] for p in unfrozen if p not in held]:
                 raise PairingError(
-                    f"{_some(lost)}: frozen when {type(self._model).__name__} was prepared, trained now, and held by "
-                    "no prepared optimizer, so that nothing steps on the gradients. Freeze again what is not to be "
-                    "trained; else free_memory(), and prepare() with an optimizer over all that is"
+                    f"{first_of(lost)}: frozen when {type(self._model).__name__} was prepared, trained now, and held "
+                    "by no prepared optimizer, so that nothing steps on the gradients. Freeze again what is not to "
+                    "be trained; else free_memory(), and prepare() with an optimizer over all that is"
                 )
 
     def look(self) -> None:
@@ -71,8 +71,8 @@ class KnownParameters:
         if not new and not gone:
             self._take_up()
             return
-        changes = [f"{_some(new)} created or assigned"] if new else []
-        changes += [f"{_some(gone)} replaced or taken out"] if gone else []
+        changes = [f"{first_of(new)} created or assigned"] if new else []
+        changes += [f"{first_of(gone)} replaced or taken out"] if gone else []
         raise ReplacedParameterError(
             f"the parameters of {type(self._model).__name__} are not those of prepare(): {'; '.join(changes)}. New "
             "ones are stepped by no optimizer and shared by no ranks. Change the model before prepare(), or "
@@ -89,8 +89,3 @@ class KnownParameters:
         ]
         self._held: list[Any] = list(chain.from_iterable(map(dict[str, Any].values, self._slots)))
         self._known = {id(parameter): name for name, parameter in self._model.named_parameters()}
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} others" if len(listed) > 5 else "")

@@ -1,16 +1,52 @@
-"""Helpers for trials of an optimizer on small parameters: visible learning rates and uncompiled steps."""
+"""Trials of an optimizer on small parameters: a copy over them, visible learning rates and uncompiled steps."""
 
 import sys
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _SMALLEST = 0.05
 _SMALLEST_IN_HALF = 1.0  # in half precision, where rounding hides smaller movements
+
+
+def copied_over(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[nn.Parameter]],
+    stand_ins: Mapping[Tensor, nn.Parameter],
+    state: Any,
+) -> Any:
+    """Return an optimizer of the same class and settings over small parameters, at learning rates that move visibly.
+
+    Copying it in torch's own way would drop attributes other than its groups and state. Hooks are left out, and
+    so are the wrappers of a scheduler, which are bound to the original.
+
+    Args:
+        optimizer: The user's optimizer; it is not changed.
+        groups: The small parameters of each group.
+        stand_ins: The small parameter in place of each of the optimizer's parameters.
+        state: The state of the copy.
+    """
+    copied = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(parameter): small for parameter, small in stand_ins.items()}
+    memo |= {id(optimizer): copied, id(optimizer.state): state}
+    for group, small in zip(optimizer.param_groups, groups, strict=True):
+        memo[id(group["params"])] = list(small)
+        if "param_names" in group:
+            memo[id(group["param_names"])] = [str(index) for index in range(len(small))]
+    held = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
+    for name, value in held.items():
+        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
+            memo[id(value)] = OrderedDict()
+    vars(copied).update(deepcopy(held, memo))
+    set_visible_rates(copied.param_groups)
+    return copied
 
 
 def set_visible_rates(groups: Iterable[dict[str, Any]]) -> None:

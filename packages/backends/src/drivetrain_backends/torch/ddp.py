@@ -2,9 +2,8 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -14,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.gradients.engine import GradientCarrier
-from drivetrain_backends.gradients.tracker import GradientLedger
 from drivetrain_backends.modules.batch_norm import (
     batch_norms,
     check_batch_norms,
@@ -23,24 +20,18 @@ from drivetrain_backends.modules.batch_norm import (
     synchronise_batch_norms,
 )
 from drivetrain_backends.modules.compile import unwrap_compiled
-from drivetrain_backends.optim.optimizer import StepResult
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DDPSettings
-from drivetrain_backends.torch.base import TorchBackend, check_new
+from drivetrain_backends.torch import compat
+from drivetrain_backends.torch.backend import TorchBackend, check_new, loss_scaler
 from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
+from drivetrain_backends.torch.ddp_prepared import ReplicatedPrepared
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Policy
 from drivetrain_state import Context
-
-# torch 2.15 renamed the argument, and warns of the old name.
-_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 _HOOKS = MappingProxyType(
     {
@@ -49,37 +40,6 @@ _HOOKS = MappingProxyType(
         "power_sgd": powerSGD_hook.powerSGD_hook,
     }
 )
-
-
-class ReplicatedPrepared(TorchPrepared):
-    """A replica whose weights are compared across ranks at regular steps.
-
-    Args:
-        model: The DDP wrapper, or a model that is not trained.
-        context: The ranks and the device.
-        ledger: The gradient state that the backend's models share.
-        check_drift_every: The number of steps between two comparisons, counted for the first optimizer of the group.
-    """
-
-    def __init__(
-        self, model: nn.Module, *, context: Context, ledger: GradientLedger, check_drift_every: int
-    ) -> None:
-        super().__init__(model, context=context, ledger=ledger)
-        self._check_drift_every = check_drift_every
-        self._num_steps = 0
-
-    def step(self, optimizer: Optimizer) -> StepResult:
-        """Step one optimizer if the window is closed. Called on all ranks.
-
-        Raises:
-            DriftedReplicasError: The weights differ across ranks at a step that compares them.
-        """
-        result = super().step(optimizer)
-        if result.stepped and optimizer is self.group.optimizers[0]:
-            self._num_steps += 1
-            if self._num_steps % self._check_drift_every == 0:
-                check_replicas(self._context, self.group.models)
-        return result
 
 
 class DDPBackend(TorchBackend):
@@ -96,16 +56,13 @@ class DDPBackend(TorchBackend):
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
-        super().__init__(context, policy, window=window, settings=settings)
-        self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # former classes of synchronised layers
-
-    def carrier(self) -> GradientCarrier:
-        """Return the carrier that tracks which gradients are not averaged over ranks."""
-        settings = cast("DDPSettings", self.settings)
+        own: DDPSettings = self.settings_or_defaults(settings)
         self._gradients = ReplicatedGradients(
-            self.context, self.scaler, bucket_bytes=settings.bucket_size_mb * 2**20
+            context, loss_scaler(context, policy), bucket_bytes=own.bucket_size_mb * 2**20
         )
-        return self._gradients
+        super().__init__(context, policy, window=window, settings=own, reducer=self._gradients)
+        self.settings: DDPSettings = own
+        self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # former classes of synchronised layers
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
@@ -118,7 +75,7 @@ class DDPBackend(TorchBackend):
         """
         check_new(models)
         _check_shared([*(p.unwrap() for p in self._prepared), *models])
-        if not cast("DDPSettings", self.settings).sync_batch_norm:
+        if not self.settings.sync_batch_norm:
             return super().prepare(models, optimizers, schedulers)
         for model in models:
             check_batch_norms(model, self.context.device)
@@ -137,18 +94,19 @@ class DDPBackend(TorchBackend):
 
     def make_prepared(self, model: nn.Module) -> TorchPrepared:
         """Return the `Prepared` of a replica, which checks for drift if the settings ask for it."""
-        every = cast("DDPSettings", self.settings).check_drift_every
-        if every is None:
-            return super().make_prepared(model)
-        return ReplicatedPrepared(model, context=self.context, ledger=self._ledger, check_drift_every=every)
+        return ReplicatedPrepared(
+            model,
+            context=self.context,
+            tracker=self._tracker,
+            gradients=self._gradients,
+            check_drift_every=self.settings.check_drift_every,
+        )
 
     def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """Forget the replicas too; see `TorchBackend.take_back`."""
         super().take_back(placed, error)
-        for model in [prepared.unwrap() for prepared in placed]:
-            self._gradients.replicas.pop(model, None)
-            for parameter in model.parameters():
-                self._ledger.unreduced.pop(parameter, None)
+        for prepared in placed:
+            self._gradients.forget(prepared.unwrap())
 
     def close(self) -> None:
         """Restore every model and layer to its own class and forget all models."""
@@ -162,14 +120,14 @@ class DDPBackend(TorchBackend):
         frozen = {
             parameter: name for name, parameter in model.named_parameters() if not parameter.requires_grad
         }
-        settings = cast("DDPSettings", self.settings)
+        settings = self.settings
         at_close = settings.reduce == "at_close"
         if not (trained := any(p.requires_grad for p in model.parameters())) or not at_close:
-            self._ledger.unreduced |= frozen
+            self._gradients.unreduced |= frozen
         if not trained:
             return model
         device = self.context.device
-        buffers: dict[str, Any] = {_BUFFERS: settings.broadcast_buffers}
+        buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
         replica = Replica(
             model,
             at_close=at_close,
@@ -199,7 +157,7 @@ class DDPBackend(TorchBackend):
             RuntimeError: The settings average gradients when the window closes, or compare weights; a finished rank
                 cannot take part in either.
         """
-        settings = cast("DDPSettings", self.settings)
+        settings = self.settings
         if settings.reduce == "at_close" or settings.check_drift_every is not None:
             flag = "reduce at_close" if settings.reduce == "at_close" else "check-drift-every"
             raise RuntimeError(
@@ -208,12 +166,12 @@ class DDPBackend(TorchBackend):
             )
         found = (unwrap_compiled(model) for model in models)
         replicas: list[Joinable] = [model for model in found if isinstance(model, DistributedDataParallel)]
-        self._ledger.is_joined = self._gradients.is_joined = True
+        self._gradients.is_joined = True
         try:
             with Join(replicas, divide_by_initial_world_size=False):
                 yield
         finally:
-            self._ledger.is_joined = self._gradients.is_joined = False
+            self._gradients.is_joined = False
 
     def applied(self) -> Mapping[str, object]:
         """Return the values in force, read back from the DDP wrappers."""
@@ -221,20 +179,16 @@ class DDPBackend(TorchBackend):
         found = dict(super().applied())
         for replica in replicas[:1]:
             found |= {
-                "find_unused_parameters": replica.find_unused_parameters,
-                "static_graph": replica.static_graph,
-                "gradient_as_bucket_view": replica.gradient_as_bucket_view,
-                "broadcast_buffers": getattr(replica, _BUFFERS),
+                **compat.applied_arguments(replica),
                 "sync_batch_norm": self._is_synchronised(),
-                "bucket_size_mb": replica.bucket_bytes_cap / 2**20,
                 **_applied_hook(replica),
                 "reduce": self._applied_reduce(replica),
-                "check_drift_every": cast("DDPSettings", self.settings).check_drift_every,
+                "check_drift_every": self.settings.check_drift_every,
             }
         return found
 
     def _applied_reduce(self, replica: Replica) -> object:
-        if cast("DDPSettings", self.settings).reduce is not None:
+        if self.settings.reduce is not None:
             return "at_close" if replica.at_close else "overlap"
         return AutoValue(
             value="overlap",
@@ -244,7 +198,7 @@ class DDPBackend(TorchBackend):
     def _is_synchronised(self) -> bool:
         """Return whether `sync_batch_norm` is on and every batch normalisation layer is synchronised."""
         found = (module for prepared in self._prepared for _, module in batch_norms(prepared.unwrap()))
-        asked = cast("DDPSettings", self.settings).sync_batch_norm
+        asked = self.settings.sync_batch_norm
         return asked and all(isinstance(module, nn.SyncBatchNorm) for module in found)
 
 
@@ -275,7 +229,7 @@ def _applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
     """Return how gradients are compressed, read back from DDP's hooks."""
     names = {hook: name for name, hook in _HOOKS.items()}
     found: dict[str, object] = {"communication_hook": "none"}
-    for hook, state in replica._comm_hooks:  # pyright: ignore[reportPrivateUsage] no public API
+    for hook, state in compat.communication_hooks(replica):
         found["communication_hook"] = names.get(hook, getattr(hook, "__qualname__", "unknown"))
         if isinstance(state, powerSGD_hook.PowerSGDState):
             found["power_sgd_rank"] = state.matrix_approximation_rank

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from drivetrain_backends.errors import UnreducedGradientError
 from drivetrain_backends.gradients.averaging import average
-from drivetrain_backends.gradients.engine import ParameterGradients, trainable_parameters
+from drivetrain_backends.gradients.reducer import ParameterGradients, trainable_parameters
+from drivetrain_backends.torch.compat import has_rebuilt_buckets
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
@@ -31,13 +33,14 @@ class ReplicatedGradients(ParameterGradients):
 
     Attributes:
         replicas: The DDP wrappers by user module.
-        is_joined: Whether ranks may run out of batches at different steps.
+        unreduced: The parameters whose gradients are not averaged over ranks, with their names: those frozen when
+            their model was replicated.
     """
 
     def __init__(self, context: Context, scaler: LossScaler | None, *, bucket_bytes: float) -> None:
         super().__init__(scaler)
         self.replicas: dict[nn.Module, Replica] = {}
-        self.is_joined = False
+        self.unreduced: dict[Tensor, str] = {}
         self.averages = context.topology.world_size > 1
         self._context = context
         self._bucket_bytes = bucket_bytes
@@ -45,55 +48,79 @@ class ReplicatedGradients(ParameterGradients):
         self._rebuilt: set[Replica] = set()
         self._has_told = False
 
-    def run(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
-        """Run torch's backward, and record which replicas it reached; see `GradientCarrier.run`."""
-        before = [(replica, replica.mark()) for replica in self.replicas.values()]
-        super().run(loss, models)
-        for replica, mark in before:
-            replica.take(mark)
+    def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+        """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`."""
+        before = [(replica, replica.gradient_versions()) for replica in self.replicas.values()]
+        super().backward(loss, models)
+        for replica, versions in before:
+            replica.record_backward(versions)
 
-    def settle(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Average what bypassed the reducer, then unscale and correct in one pass; see `GradientCarrier.settle`.
+    def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
+        """Average what bypassed the reducer, then unscale and correct in one pass; see `GradientReducer.finalize`.
 
         Raises:
             UnreducedGradientError: A backward was reduced in part; or gradients need averaging while ranks may run
                 out of batches.
         """
         if self.averages:
-            self._settle_replicas([self.replicas[model] for model in models if model in self.replicas])
-        return super().settle(models, factor)
+            self._finish_replicas([self.replicas[model] for model in models if model in self.replicas])
+        return super().finalize(models, factor)
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
         """Return whether DDP has rebuilt its buckets since the last call, which moves the gradients."""
         rebuilt = {
             replica
             for model in models
-            if (replica := self.replicas.get(model)) is not None and replica._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage] no public API
+            if (replica := self.replicas.get(model)) is not None and has_rebuilt_buckets(replica)
         }
         new = rebuilt - self._rebuilt
         self._rebuilt |= new
         return bool(new)
 
-    def note_foreign(self, models: Sequence[nn.Module]) -> None:
+    def mark_edited(self, models: Sequence[nn.Module]) -> None:
         """Record that other code changed gradients, so that they are averaged when the window closes."""
         for model in models:
             if model in self.replicas:
-                self.replicas[model].holds_back = True
+                self.replicas[model].is_unreduced = True
 
-    def is_averaged(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether the reducer averaged all that backwards left; see `ParameterGradients.is_averaged`."""
-        return not any(self._waits(self.replicas[model]) for model in models if model in self.replicas)
+    def are_averaged(self, models: Sequence[nn.Module]) -> bool:
+        """Return whether the reducer averaged all that backwards left; see `ParameterGradients.are_averaged`."""
+        return not any(
+            self._awaits_average(self.replicas[model]) for model in models if model in self.replicas
+        )
 
     def average(self, models: Sequence[nn.Module]) -> None:
         """Average the gradients that other code changed. Called on all ranks."""
         replicas = [self.replicas[model] for model in models if model in self.replicas]
         if not replicas or (self.is_joined and all(p.grad is None for r in replicas for p in r.parameters())):
             return
-        self._settle_replicas(replicas)
+        self._finish_replicas(replicas)
+
+    def check_unreduced(self, optimizer: Optimizer) -> None:
+        """Refuse to step on gradients that are not averaged over ranks.
+
+        Raises:
+            UnreducedGradientError: A parameter that was frozen when its model was prepared has a gradient.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self.unreduced:
+                    raise UnreducedGradientError(
+                        f"{self.unreduced[parameter]} was frozen when prepare() replicated its model, and has a "
+                        "gradient now, which ranks do not average: their weights would drift apart. Set "
+                        "requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"
+                    )
+
+    def forget(self, model: nn.Module) -> None:
+        """Forget the replica of a model that could not be prepared."""
+        self.replicas.pop(model, None)
+        for parameter in model.parameters():
+            self.unreduced.pop(parameter, None)
 
     def close(self) -> None:
         """Forget the replicas, and destroy the process group for averaging. Called on all ranks."""
         self.replicas.clear()
+        self.unreduced.clear()
         self._rebuilt.clear()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -110,17 +137,17 @@ class ReplicatedGradients(ParameterGradients):
             self._group = made
 
     @staticmethod
-    def _waits(replica: Replica) -> bool:
-        return replica.at_close or replica.holds_back
+    def _awaits_average(replica: Replica) -> bool:
+        return replica.at_close or replica.is_unreduced
 
-    def _settle_replicas(self, replicas: Sequence[Replica]) -> None:
+    def _finish_replicas(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
             replica.check_reduced()
-        chosen = [replica for replica in replicas if self._waits(replica)]
+        chosen = [replica for replica in replicas if self._awaits_average(replica)]
         if parameters := trainable_parameters([replica.module for replica in chosen]):
             self._average(parameters, chosen)
         for replica in chosen:
-            replica.holds_back = False
+            replica.is_unreduced = False
 
     def _average(self, parameters: Sequence[nn.Parameter], replicas: Sequence[Replica]) -> None:
         names = " and ".join(type(replica.module).__name__ for replica in replicas)

@@ -1,6 +1,5 @@
 """A model replicated by DistributedDataParallel, with the state of its reducer."""
 
-import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_backends.errors import UnreducedGradientError
-from drivetrain_backends.gradients.edits import Marks, marks_of
+from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
 from drivetrain_backends.modules.module_proxy import StandIn
 from drivetrain_backends.modules.parameter_guard import KnownParameters
+from drivetrain_backends.torch import compat
 
 
 class Replica(StandIn, DistributedDataParallel):
@@ -29,7 +29,7 @@ class Replica(StandIn, DistributedDataParallel):
     Attributes:
         at_close: Whether gradients are averaged when their window closes.
         is_armed: Whether the reducer waits for a backward.
-        holds_back: Whether there may be gradients that are not averaged over ranks.
+        is_unreduced: Whether there may be gradients that are not averaged over ranks.
     """
 
     def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
@@ -39,11 +39,11 @@ class Replica(StandIn, DistributedDataParallel):
         self._reduced_parameters = tuple(self._reduced.values())
         self.at_close = at_close
         self.is_armed = False
-        self.holds_back = False
+        self.is_unreduced = False
         self._is_held = False
         self._known = KnownParameters(module)
         if at_close:
-            self.require_backward_grad_sync = False
+            compat.disable_reducer(self)
         self.hand_on()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -58,8 +58,8 @@ class Replica(StandIn, DistributedDataParallel):
             raise named from error
         if torch.is_grad_enabled():
             if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
-                self.require_forward_param_sync = not self._is_held
-            elif self.require_backward_grad_sync:
+                compat.sync_buffers_next(self, not self._is_held)
+            elif compat.reduces(self):
                 self.is_armed = True
         return output
 
@@ -73,35 +73,35 @@ class Replica(StandIn, DistributedDataParallel):
         finally:
             self._is_held = was_held
 
-    def mark(self) -> Marks:
-        """Return marks of the gradients, which change when a backward reaches the model.
+    def gradient_versions(self) -> GradientVersions:
+        """Return the versions of the gradients, which change when a backward reaches the model.
 
         An armed reducer requires a gradient for every parameter, so one parameter is enough, unless DDP itself finds
         unused parameters.
         """
         if self.is_armed and not (self.find_unused_parameters or self.static_graph):
             sample = next((p for p in self._reduced_parameters if p.requires_grad), None)
-            return marks_of([] if sample is None else [sample])
-        return marks_of(self._reduced_parameters)
+            return versions_of([] if sample is None else [sample])
+        return versions_of(self._reduced_parameters)
 
-    def take(self, before: Marks) -> None:
+    def record_backward(self, before: GradientVersions) -> None:
         """Record a backward that has run.
 
         Args:
-            before: The result of `mark` before the backward.
+            before: The result of `gradient_versions` before the backward.
 
         Raises:
             UnreducedGradientError: DDP has to learn a static graph from this backward, which bypassed the wrapper.
         """
-        if before.are(self.mark()):
+        if before.are(self.gradient_versions()):
             return
-        if self.is_armed and self.static_graph and not self._static_graph_delay_allreduce_enqueued:
+        if self.is_armed and self.static_graph and not compat.has_learnt_static_graph(self):
             raise UnreducedGradientError(
                 f"the first backward of {type(self.module).__name__} did not come from its call, model(batch), from "
                 "which DDP learns a static graph: it would never average these gradients. Call the model, or leave "
                 "--ddp-static-graph out"
             )
-        self.holds_back = not self.is_armed
+        self.is_unreduced = not self.is_armed
         self.is_armed = False
 
     def check_reduced(self) -> None:
@@ -111,19 +111,18 @@ class Replica(StandIn, DistributedDataParallel):
             UnreducedGradientError: There are such gradients; the message names the parameters without one.
         """
         try:
-            self._check_reducer_finalized()
+            compat.check_reduced(self)
         except RuntimeError as error:
             if (named := self._named(error)) is None:
                 raise
             raise named from error
 
     def _named(self, error: RuntimeError) -> UnreducedGradientError | None:
-        found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
-        if found is None:
+        if (unreduced := compat.unreduced_parameters(error)) is None:
             return None
         self._known.look()  # a replaced layer gets no gradient either, and this error is clearer
         names = list(self._reduced)
-        unused = ", ".join(names[int(index)] for index in re.findall(r"\d+", found[1]))
+        unused = ", ".join(names[index] for index in unreduced)
         return UnreducedGradientError(
             f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is not "
             "trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step; "

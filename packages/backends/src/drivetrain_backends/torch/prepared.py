@@ -1,4 +1,4 @@
-"""A model trained by torch's own backward: the common part of the single and DDP backends."""
+"""A prepared model with its optimizers: the common part of all backends, for one that torch's own autograd trains."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,103 +6,92 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.clipping import check_clip
 from drivetrain_backends.gradients.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
-from drivetrain_backends.gradients.tracker import GradientGroup, GradientLedger
+from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.modules.compile import check_plain_state, load_plain_state, plain_state
-from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, KnownParameters
+from drivetrain_backends.modules.module_proxy import StandIn
+from drivetrain_backends.modules.parameter_guard import KnownParameters
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_backends.state_dict.optimizer_state import check_named_state, load_named_state, named_state
 from drivetrain_state import Context
 
-_OPEN = StepResult(stepped=False, skipped=False)
-_STEPPED = StepResult(stepped=True, skipped=False)
+OPEN = StepResult(stepped=False, skipped=False)
+STEPPED = StepResult(stepped=True, skipped=False)
 
 
 class TorchPrepared:
-    """A model with its optimizers, trained by torch's autograd on one device or replicated by DDP.
+    """A model with its optimizers, trained by torch's autograd.
 
     Args:
-        model: The module that the user calls: their own module or its DDP wrapper.
+        model: The module that the user calls: their own module or its wrapper.
         context: The ranks and the device.
-        ledger: The gradient state that the backend's models share.
+        tracker: The gradient state that the backend's models share.
 
     Attributes:
+        steps_together: Whether all ranks step this model at the same time, so that they may gather an error.
         model: The module that the user calls.
         optimizers: The prepared optimizers that train this model.
         schedulers: The prepared schedulers of those optimizers.
         group: The gradients of this model and of the models that share an optimizer or a parameter with it.
     """
 
-    def __init__(self, model: nn.Module, *, context: Context, ledger: GradientLedger) -> None:
+    steps_together = False
+
+    def __init__(self, model: nn.Module, *, context: Context, tracker: GradientTracker) -> None:
         self.model = model
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
-        self.group = GradientGroup([self.unwrap()], ledger)
+        self.group = GradientGroup([self.unwrap()], tracker)
         self._context = context
         self._watch = context.watch
-        self._is_shared = isinstance(model, DistributedDataParallel)  # ranks step together
-        self._ledger = ledger
-        self._window = ledger.window
-        self._prepared_at = ledger.num_backwards
+        self._tracker = tracker
+        self._window = tracker.window
         self._known = KnownParameters(self.unwrap())
-        self._until_look = 1
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer that trains this model."""
+        self.optimizers.append(PreparedOptimizer(optimizer, self))
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
-        self._ledger.backward(loss, count, (self.group,))
+        self._tracker.backward(loss, count, (self.group,))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep gradients local in the block; see `Prepared.no_sync`."""
-        if not isinstance(self.model, DistributedDataParallel):
-            return nullcontext()
-        # DDP learns a static graph from its first backward, which must therefore reduce (otherwise an internal
-        # assertion fails, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
-        if self.model.static_graph and self._ledger.num_backwards == self._prepared_at:
-            return nullcontext()
-        return self.model.no_sync()
+        """Do nothing, because there is nothing to keep local; see `Prepared.no_sync`."""
+        return nullcontext()
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one optimizer if the window is closed. Called on all ranks."""
         if not self._window.closing:
-            return _OPEN
+            return OPEN
         group = self.group
-        if self._ledger.unreduced:
-            self._ledger.check_reduced(optimizer)
-        self._until_look -= 1
-        if not self._until_look:
-            self._until_look = STEPS_A_LOOK
-            self._known.look()
+        if self._known.look_now_and_then():
             self._known.look_at_unfrozen(group.optimizers)
         group.finish()
         if self._window.nonfinite_gradients != "ignore":
-            group.judge(optimizer)
-            self._refuse_nonfinite()
-        if group.stage == "empty":
-            group.check_known()
-        group.stage = "used"
-        self._ledger.has_stepped = True
+            group.check_finite(optimizer)
+            self._refuse_nonfinite((group,))
+        group.use()
         self._watch.mark("optimizer step")
-        if group.overflowed:
-            return StepResult(stepped=False, skipped=True, grad_norm=group.grad_norm)
+        norm, overflowed, _ = group.final
+        if overflowed:
+            return StepResult(stepped=False, skipped=True, grad_norm=norm)
         optimizer.step()
-        if group.grad_norm is None:
-            return _STEPPED
-        return StepResult(stepped=True, skipped=False, grad_norm=group.grad_norm)
+        return STEPPED if norm is None else StepResult(stepped=True, skipped=False, grad_norm=norm)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clear one optimizer's gradients, except those accumulated in an open window."""
         group = self.group
-        if group.stage == "open" and group.keeps_gathered:
+        if group.is_accumulating:
             return
         optimizer.zero_grad(set_to_none)
-        group.cleared_by(optimizer)
+        group.clear(optimizer)
 
     def clip(
         self,
@@ -121,32 +110,30 @@ class TorchPrepared:
         if not self._window.closing:
             return None
         chosen = self._chosen(parameters)
-        groups = self._ledger.finish_all_of(chosen)
+        groups = self._tracker.finish_all_of(chosen)
         if not groups:
             raise ValueError(
                 f"clip over {len(chosen)} parameters, of which no prepared model trains one: pass model.parameters() "
                 "of what prepare() returned, each time anew"
             )
         if value is not None:
-            self._judge_together(groups)
-            if not any(group.overflowed for group in groups):
+            if self._are_finite(groups):
                 self._clamp(chosen, value)
             for group in groups:
-                group.keep_marks()
+                group.record()
             return None
         assert norm is not None
         total = self._norm_of(chosen, norm_type)
-        self._judge_together(groups, chosen, total)
-        if not any(group.overflowed for group in groups):
+        if self._are_finite(groups, chosen, total):
             self._scale(chosen, total, norm)
         for group in groups:
-            group.grad_norm = total
-            group.keep_marks()
+            group.set_norm(total)
+            group.record()
         return total
 
     def unwrap(self) -> nn.Module:
-        """Return the user's module without DDP's wrapper; it still computes in the run's precision."""
-        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        """Return the user's module without a wrapper; it still computes in the run's precision."""
+        return self.model.module if isinstance(self.model, StandIn) else self.model
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:
@@ -167,15 +154,10 @@ class TorchPrepared:
             ReplacedParameterError: The model has parameters that were not prepared.
         """
         self._known.look()
-        names = self._names()
-        return {
-            "model": plain_state(self.unwrap()),
-            "optimizers": [named_state(o.optimizer, names) for o in self.optimizers],
-            **progress_of(self.optimizers, self.schedulers),
-        }
+        return {**self._read_state(), **progress_of(self.optimizers, self.schedulers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state; see `Prepared.load_state_dict`.
+        """Load a saved state of any backend; see `Prepared.load_state_dict`. Called on all ranks.
 
         Raises:
             ValueError: The checkpoint holds a different number of optimizers or schedulers, or other parameters;
@@ -184,13 +166,25 @@ class TorchPrepared:
         """
         self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
+        self._load_state(state)
+        load_progress(state, self.optimizers, self.schedulers)
+
+    def _read_state(self) -> dict[str, Any]:
+        """Return the state of the model and its optimizers."""
+        names = self._names()
+        return {
+            "model": plain_state(self.unwrap()),
+            "optimizers": [named_state(o.optimizer, names) for o in self.optimizers],
+        }
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the model and its optimizers."""
         names = self._names()
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             check_named_state(optimizer.optimizer, names, saved)
         self._load_model(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer.optimizer, names, saved)
-        load_progress(state, self.optimizers, self.schedulers)
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
         """Return the parameters to clip: the model's own unless others are given."""
@@ -206,9 +200,9 @@ class TorchPrepared:
         if any(parameter.grad is not None for parameter in parameters):  # torch needs at least one
             nn.utils.clip_grad_value_(parameters, value)
 
-    def _judge_together(
+    def _are_finite(
         self, groups: Sequence[GradientGroup], clipped: Sequence[Tensor] = (), norm: Tensor | None = None
-    ) -> None:
+    ) -> bool:
         """Check for infinities before clipping, which would spread a NaN to all gradients and hide an infinity.
 
         Groups clipped by one norm are skipped together, because the norm is meaningless once a part of it is not
@@ -217,35 +211,43 @@ class TorchPrepared:
         if self._window.nonfinite_gradients != "ignore":
             held = set(map(id, clipped)) if norm is not None and norm.isfinite().item() else set[int]()
             for group in groups:
-                group.judge(are_finite=all(id(p) in held for p in group.parameters() if p.grad is not None))
-        if any(group.overflowed for group in groups):
-            for group in groups:
-                group.overflowed = True
+                are_finite = all(id(p) in held for p in group.parameters() if p.grad is not None)
+                group.check_finite(are_finite=are_finite)
+        if not any(group.final.overflowed for group in groups):
+            return True
+        for group in groups:
+            group.skip()
         self._refuse_nonfinite(groups)
+        return False
 
-    def _refuse_nonfinite(self, groups: Sequence[GradientGroup] = ()) -> None:
+    def _refuse_nonfinite(self, groups: Sequence[GradientGroup]) -> None:
         """End the run on non-finite gradients, if its settings say so and no smaller loss scale is left to try.
 
         Raises:
             NonFiniteGradientError: The run ends; the message names the first parameter.
         """
-        groups = [group for group in groups or (self.group,) if group.overflowed]
+        groups = [group for group in groups if group.final.overflowed]
         if self._window.nonfinite_gradients != "raise" or not groups:
             return
-        scaler = self._ledger.scaler
+        scaler = self._tracker.scaler
         if scaler is not None and scaler.value > SMALLEST_LOSS_SCALE:
             return
         models = [model for group in groups for model in group.models]
         names = parameter_names({str(i): model for i, model in enumerate(models)})
+        bad_losses = [bad for group in groups if (bad := group.losses.is_bad) is not None]
         raise nonfinite_error(
             self._context,
-            {name: parameter.grad for parameter, name in names.items() if parameter.requires_grad},
+            {name: self._gradient_of(p) for p, name in names.items() if p.requires_grad},
             step=1 + max((o.num_steps for o in self.optimizers), default=0),
-            bad_loss=any(group.bad_loss is not None and bool(group.bad_loss.item()) for group in groups),
+            bad_loss=any(bool(bad.item()) for bad in bad_losses),
             # Unaveraged gradients may be bad on this rank alone, and a rank without batches does not step: no
             # collective.
-            alone=self._ledger.is_joined or not self._is_shared,
+            alone=self._tracker.reducer.is_joined or not self.steps_together,
         )
+
+    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the reduced gradient of a parameter, or this rank's part. Called on all ranks."""
+        return parameter.grad
 
     def _load_model(self, state: Mapping[str, Any]) -> None:
         check_plain_state(self.unwrap(), state)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.torch.base import TorchBackend
+from drivetrain_backends.torch.backend import TorchBackend
 from drivetrain_precision import Policy
 from drivetrain_state import Context
 

@@ -1,4 +1,7 @@
-"""The backend around torch's own autograd: pairing and bookkeeping. Subclasses decide how a model is wrapped."""
+"""The common part of all backends: pairing models with optimizers, and the state of their gradients.
+
+Subclasses decide how a model is wrapped, and which object reduces its gradients.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,9 +12,9 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.gradients.engine import GradientCarrier, ParameterGradients
 from drivetrain_backends.gradients.groups import group_models
-from drivetrain_backends.gradients.tracker import GradientGroup, GradientLedger
+from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
+from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 from drivetrain_backends.modules.autocast_forward import PreparedForward, prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.meta_check import check_values
@@ -25,13 +28,14 @@ from drivetrain_state import Context
 
 
 class TorchBackend:
-    """The common part of `SingleBackend` and `DDPBackend`, which differ in `wrap`.
+    """The common part of all backends; alone, one that leaves each model and its gradients as they are.
 
     Args:
         context: The ranks and the device.
         policy: The precision that models compute in.
         window: The accumulation window; the caller begins its micro-batches.
         settings: The settings of the backend's configuration section; defaults if None.
+        reducer: The object that runs backwards and reduces their gradients; torch's autograd alone if None.
     """
 
     settings_section: ClassVar[str | None] = None
@@ -45,17 +49,23 @@ class TorchBackend:
         *,
         window: AccumulationWindow,
         settings: Any = None,
+        reducer: GradientReducer | None = None,
     ) -> None:
         self.context = context
         self.policy = policy
         self.window = window
-        self.settings = (
-            settings if settings is not None or self.settings_type is None else self.settings_type()
+        self.settings: Any = self.settings_or_defaults(settings)
+        self._tracker = GradientTracker(
+            context, window, reducer or ParameterGradients(loss_scaler(context, policy))
         )
-        self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
+        self.scaler = self._tracker.scaler
         self._prepared: list[TorchPrepared] = []
-        self._ledger = GradientLedger(context, window, self.scaler, self.carrier())
         self._trained: list[GradientGroup] = []  # groups with an optimizer
+
+    @classmethod
+    def settings_or_defaults(cls, settings: Any) -> Any:
+        """Return the given settings, or the defaults of this class's section if None."""
+        return settings if settings is not None or cls.settings_type is None else cls.settings_type()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that the user calls, for a model that is on its device and under autocast."""
@@ -63,15 +73,21 @@ class TorchBackend:
 
     def make_prepared(self, model: nn.Module) -> TorchPrepared:
         """Return the `Prepared` of a wrapped model."""
-        return TorchPrepared(model, context=self.context, ledger=self._ledger)
+        return TorchPrepared(model, context=self.context, tracker=self._tracker)
 
-    def check_placeable(self, model: nn.Module) -> None:
-        """Refuse a model that cannot be placed, before any model is changed.
+    def check_models(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
+        """Refuse models that cannot be placed, before any model is changed.
+
+        Args:
+            models: The new models.
+            trained_by: The first optimizer of each model that has one.
 
         Raises:
-            ValueError: The model cannot be placed.
+            ValueError: A model cannot be placed.
         """
-        check_values(model)
+        del trained_by
+        for model in models:
+            check_values(model)
 
     def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """Restore the models of a failed `prepare` to their own classes.
@@ -83,10 +99,6 @@ class TorchBackend:
         del error
         for prepared in placed:
             prepared.release()
-
-    def carrier(self) -> GradientCarrier:
-        """Return the carrier that runs backwards and holds their gradients."""
-        return ParameterGradients(self.scaler)
 
     def bring_along(self, optimizer: Optimizer) -> None:
         """Move state that an optimizer loaded earlier to where the parameters of its placed models are now."""
@@ -105,25 +117,24 @@ class TorchBackend:
         Raises:
             ValueError: A model is already prepared or cannot be placed. Models are unchanged except for their device.
         """
-        plain = [*(p.unwrap() for p in self._prepared), *models]
-        pairs = [(optimizer, owners(optimizer, plain)) for optimizer in optimizers]
         known = [
             *optimizers,
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
         ]
         check_new(models)
-        for model in models:
-            self.check_placeable(model)
         check_schedulers(schedulers, known)
+        pairs = self.pair(models, optimizers)
+        trained_by = {model: optimizer for optimizer, model in reversed(pairs)}
+        self.check_models(models, trained_by)
         before = [(prepared, len(prepared.optimizers)) for prepared in self._prepared]
         try:
             for model in models:
-                self._prepared.append(self._place(model))
+                self._prepared.append(self._place(model, trained_by.get(model)))
             touched: list[TorchPrepared] = self._prepared[len(before) :]
-            for optimizer, indices in pairs:
-                first = self._prepared[indices[0]]
+            for optimizer, model in pairs:
+                first = next(prepared for prepared in self._prepared if prepared.unwrap() is model)
                 self.bring_along(optimizer)
-                first.optimizers.append(PreparedOptimizer(optimizer, first))
+                first.add_optimizer(optimizer)
                 touched.append(first)
             self._regroup()
         except BaseException as error:
@@ -138,26 +149,37 @@ class TorchBackend:
             touched.append(prepared)
         return tuple(dict.fromkeys(touched))
 
+    def pair(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> list[tuple[Optimizer, nn.Module]]:
+        """Return each optimizer with the first model that it trains, of the new models and the earlier ones.
+
+        Raises:
+            PairingError: See `Backend.prepare`.
+        """
+        plain = [*(p.unwrap() for p in self._prepared), *models]
+        return [(optimizer, plain[owners(optimizer, plain)[0]]) for optimizer in optimizers]
+
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of a loss that may flow through any of the prepared models; see `Backend.backward`."""
         if not self._prepared:
             raise AccumulationError(
                 "backward() before prepare(model): there is no model to reduce gradients for"
             )
-        owners = self._trained or self._ledger.groups
+        owners = self._trained or self._tracker.groups
         if len(owners) > 1 and count is not None:
             raise AccumulationError(
                 f"backward(count=...) with {len(owners)} models that have optimizers of their own: say with model= "
                 "whose items are counted; model=(a, b) where the loss trains both"
             )
-        self._ledger.backward(loss, count, owners)
+        self._tracker.backward(loss, count, owners)
 
     def backward_of(
         self, models: Sequence[Any], loss: Tensor, *, count: Tensor | float | None = None
     ) -> None:
         """Add the gradients of a loss that trains several models; see `Backend.backward_of`."""
         chosen = [one.group for one in self._prepared if any(one is prepared for prepared in models)]
-        self._ledger.backward(loss, count, list(dict.fromkeys(chosen)))
+        self._tracker.backward(loss, count, list(dict.fromkeys(chosen)))
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Do nothing, because a single device needs no join; see `Backend.join`."""
@@ -176,7 +198,7 @@ class TorchBackend:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale, if there is one, and the reference count of counted losses."""
-        return self._ledger.state_dict()
+        return self._tracker.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the loss scale of a saved run.
@@ -184,7 +206,7 @@ class TorchBackend:
         Raises:
             ValueError: Only one of the saved run and this one scales its loss.
         """
-        self._ledger.load_state_dict(state)
+        self._tracker.load_state_dict(state)
 
     def close(self) -> None:
         """Restore every model to its own class and forget all models."""
@@ -192,11 +214,12 @@ class TorchBackend:
             prepared.release()
             for optimizer in prepared.optimizers:
                 optimizer.release()
-        self._prepared, self._trained, self._ledger.groups = [], [], []
+        self._prepared, self._trained, self._tracker.groups = [], [], []
         self.window.reset()
-        self._ledger.unreduced.clear()
 
-    def _place(self, model: nn.Module) -> TorchPrepared:
+    def _place(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared:
+        """Place a new model, with the first optimizer that trains it."""
+        del optimizer
         model.to(self.context.device)
         prepare_forward(model, self.policy, self.context.device)
         try:
@@ -206,22 +229,32 @@ class TorchBackend:
             raise
         return self.make_prepared(wrapped)
 
-    def _regroup(self) -> None:
-        """Group models that share an optimizer or a parameter."""
+    def _groups(self) -> list[GradientGroup]:
+        """Return the group of each prepared model: together with those that share an optimizer or a parameter."""
         models = [prepared.unwrap() for prepared in self._prepared]
         optimizers = [o.optimizer for prepared in self._prepared for o in prepared.optimizers]
-        groups = group_models(models, [owners(optimizer, models) for optimizer in optimizers], self._ledger)
+        return group_models(models, [owners(optimizer, models) for optimizer in optimizers], self._tracker)
+
+    def _regroup(self) -> None:
+        """Group the models anew, after models or optimizers were added."""
+        groups = self._groups()
         for prepared, group in zip(self._prepared, groups, strict=True):
             prepared.group = group
-        for group in self._ledger.groups:
+        self._tracker.groups = dict.fromkeys(groups)
+        for group in self._tracker.groups:
             group.optimizers = [o.optimizer for p in self._prepared if p.group is group for o in p.optimizers]
-        self._trained = [group for group in self._ledger.groups if group.optimizers]
-        self._ledger.first_losses.renew()
+        self._trained = [group for group in self._tracker.groups if group.optimizers]
+        self._tracker.first_losses.renew()
 
     def _trained_by(self, optimizer: Optimizer) -> tuple[TorchPrepared, PreparedOptimizer]:
         return next(
             (p, o) for p in self._prepared for o in p.optimizers if o is optimizer or o.optimizer is optimizer
         )
+
+
+def loss_scaler(context: Context, policy: Policy) -> LossScaler | None:
+    """Return the loss scale of a run; None without fp16."""
+    return None if policy.scaling is None else LossScaler(context.device, policy.scaling)
 
 
 def check_new(models: Sequence[nn.Module]) -> None:

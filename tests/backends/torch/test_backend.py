@@ -4,9 +4,30 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from drivetrain_backends import AccumulationError, PairingError
-from drivetrain_precision import PrecisionSettings
+from drivetrain_backends import (
+    AccumulationError,
+    AccumulationWindow,
+    DDPBackend,
+    DDPSettings,
+    PairingError,
+)
+from drivetrain_precision import PrecisionSettings, choose_policy
+from drivetrain_state import StateSettings, connect
 from single_process import backend, linear
+
+
+class OwnSettings(DDPSettings):
+    pass
+
+
+class OwnBackend(DDPBackend):
+    settings_type = OwnSettings
+
+
+def test_a_backend_derived_from_another_has_the_defaults_of_its_own_section() -> None:
+    context = connect(StateSettings(device="cpu"))
+    own = OwnBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    assert type(own.settings) is OwnSettings
 
 
 def single_on_two_ranks() -> str:

@@ -1,0 +1,342 @@
+"""The private and undocumented names of DeepSpeed that this backend uses, in one place.
+
+DeepSpeed has no public API for them. They are those of 0.19; tests/deepspeed_backend/test_compat.py holds each one to
+what is relied on, and docs/platforms.md lists them.
+
+An engine's optimizer is of one of four kinds: the user's own in stage 0; in stage 1 with bf16 one that keeps flat
+fp32 gradients; otherwise in stages 1 and 2 one that keeps each rank's part of them; and that of stage 3, which
+divides parameters too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+_REDUCE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+_GRADIENTS_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+# Parameters
+
+
+def full_shape(parameter: Any) -> torch.Size:
+    """Return the shape of the full parameter, which stage 3 may have divided."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def num_elements(parameter: Any) -> int:
+    """Return the number of elements of the full parameter."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def is_divided(parameter: Any) -> bool:
+    """Return whether stage 3 has divided a parameter among the ranks."""
+    return hasattr(parameter, "ds_id")
+
+
+def divided_part(parameter: Any) -> Tensor:
+    """Return this rank's part of a divided parameter, padded to the same length on all ranks."""
+    return parameter.ds_tensor
+
+
+def part_size(parameter: Any) -> int:
+    """Return the number of elements of each rank's part of a divided parameter, with padding, wherever it is kept."""
+    return int(parameter.ds_tensor.ds_numel)
+
+
+def group_of(parameter: Any) -> ProcessGroup:
+    """Return the ranks among which a parameter or its master is divided."""
+    return parameter.ds_process_group if is_divided(parameter) else parameter._dp_group
+
+
+def has_master(parameter: Any) -> bool:
+    """Return whether ZeRO keeps a partitioned fp32 master: the parameter was trained when the engine was made."""
+    if (optimizer := getattr(parameter, "_z3_optimizer", None)) is not None:  # frozen ones have it too
+        return optimizer.get_param_id(parameter) in optimizer.grad_position
+    return hasattr(parameter, "_hp_mapping")
+
+
+def master_fragment(parameter: Any, key: str | None) -> tuple[int, Tensor] | None:
+    """Return the index of the first element of this rank's part of a master in stages 1 and 2, and the part.
+
+    Args:
+        parameter: A parameter with a master.
+        key: The key of an optimizer state in place of the master.
+
+    Returns:
+        None if this rank's partition holds no element of the parameter.
+    """
+    mapping = parameter._hp_mapping
+    return None if mapping is None else (mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
+
+
+# Engines
+
+
+def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
+    """Have `call` run before the engine's own work at the start of a backward, and before its own errors."""
+    prologue = engine._backward_prologue
+
+    def call_and_begin() -> None:
+        call()
+        prologue()
+
+    engine._backward_prologue = call_and_begin
+
+
+def applied_zero(engine: Any) -> Any:
+    """Return the ZeRO section of the configuration that an engine applies."""
+    return engine._config.zero_config
+
+
+def accumulation_dtype(engine: Any) -> str | None:
+    """Return the name of the dtype in which an engine adds gradients up."""
+    return engine._config.grad_accum_dtype
+
+
+def close_window(engine: Any) -> None:
+    """Make an engine's gradients ready for its step, as at the end of a backward that closes a window."""
+    engine.set_gradient_accumulation_boundary(True)
+    if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them in backward
+        engine.optimizer.finalize_gradient_accumulation_boundary()
+    else:
+        engine.allreduce_gradients()
+
+
+def offloads_gradients(engine: Any) -> bool:
+    """Return whether an engine moves gradients to the host or a drive, in the backward that closes a window."""
+    return engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
+
+
+def drop_ended_groups(is_ended: Callable[[Any], bool]) -> None:
+    """Make DeepSpeed recreate its process groups if they have ended: it keeps those of a destroyed group."""
+    from deepspeed.utils import groups
+
+    module: Any = groups
+    if module._WORLD_GROUP is not None and is_ended(module._WORLD_GROUP):
+        module._release_process_group_references()
+
+
+# Masters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatGroups:
+    """The flat tensors of stages 1 and 2, by parameter group.
+
+    Attributes:
+        parameters: The parameters, which are views of the flat tensor of their group.
+        parts: The parts of that tensor, one for each rank.
+        masters: The fp32 master of this rank's part.
+        ranks: The process groups of the parts.
+    """
+
+    parameters: list[list[nn.Parameter]]
+    parts: list[list[Tensor]]
+    masters: list[Tensor]
+    ranks: list[ProcessGroup]
+
+
+def flat_groups(optimizer: Any) -> FlatGroups:
+    """Return the flat tensors of an optimizer of stage 1 or 2."""
+    if adds_up_flat(optimizer):
+        parameters, parts = optimizer.bf16_groups, optimizer.bf16_partitioned_groups
+        masters = optimizer.fp32_groups_flat_partition
+    else:
+        parameters, parts = optimizer.bit16_groups, optimizer.parallel_partitioned_bit16_groups
+        masters = optimizer.single_partition_of_fp32_groups
+    return FlatGroups(
+        parameters=parameters, parts=parts, masters=masters, ranks=optimizer.real_dp_process_group
+    )
+
+
+def master_of(optimizer: Any, index: int, parameter: Tensor) -> Tensor:
+    """Return this rank's flat master for a parameter, even if it holds none of its elements.
+
+    Args:
+        optimizer: The optimizer of an engine of stage 1 to 3.
+        index: The parameter's group.
+        parameter: A trained parameter.
+    """
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3 splits a group into several
+        place, *_ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        return optimizer.fp32_partitioned_groups_flat[place]
+    return flat_groups(optimizer).masters[index]
+
+
+def link_states(optimizer: Any) -> None:
+    """Make stages 1 and 2 find each parameter's part of the optimizer state.
+
+    DeepSpeed looks for the parts once, after the first group's step, when the other groups have no state yet.
+    """
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        if optimizer.optimizer.state:
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+
+# Gradients that were reduced
+
+
+def adds_up_flat(optimizer: Any) -> bool:
+    """Return whether an optimizer is that of stage 1 with bf16, which adds gradients up in flat fp32 buffers."""
+    return hasattr(optimizer, "fp32_groups_gradients_flat")
+
+
+def flat_gradients(optimizer: Any) -> list[Tensor]:
+    """Return the flat fp32 gradients of stage 1 with bf16."""
+    return optimizer.fp32_groups_gradients_flat
+
+
+def global_norm(optimizer: Any) -> Tensor:
+    """Return the global 2-norm of an optimizer's gradients, as they are scaled; -1 if one is not finite.
+
+    Called on all ranks.
+    """
+    from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+
+    if adds_up_flat(optimizer):
+        dense, _ = optimizer.get_grads_for_norm()
+        return torch.as_tensor(get_global_norm_of_tensors(dense))
+    if _is_of_stage_1_or_2(optimizer):
+        return torch.as_tensor(optimizer.scaled_global_norm())
+    return torch.as_tensor(combine_grad_norm_groups(optimizer._get_norm_groups()))
+
+
+def clip_at_step(optimizer: Any, max_norm: float) -> None:
+    """Have the steps of an optimizer clip gradients to a norm from now on; 0 clips nothing."""
+    optimizer.clip_grad = max_norm
+
+
+def divide_at_step(optimizer: Any, scale: float) -> None:
+    """Have the steps of an optimizer of stage 1 to 3 divide gradients by `scale` from now on.
+
+    The optimizer's own scaler changes its scale between measuring and dividing, so that gradients are halved in the
+    step in which it grows; an external scale is left unchanged.
+    """
+    optimizer.custom_loss_scaler = True
+    optimizer.external_loss_scale = scale
+
+
+def can_skip_norm(optimizer: Any) -> bool:
+    """Return whether an optimizer measures a norm at its steps and could do without, as stages 1 and 2 can."""
+    return bool(getattr(optimizer, "compute_grad_norm", False))
+
+
+def measure_at_step(optimizer: Any, is_wanted: bool) -> None:
+    """Set whether the steps of stages 1 and 2 measure the norm."""
+    optimizer.compute_grad_norm = is_wanted
+
+
+def drop_gradients(engine: Any) -> None:
+    """Drop the gradients of an engine of any stage, also those that a failed backward left half reduced."""
+    optimizer = engine.optimizer
+    if not engine.zero_optimization():
+        engine.zero_grad()
+        return
+    if adds_up_flat(optimizer):
+        optimizer.clear_hp_grads()
+        optimizer.zero_grad()
+        return
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None and parameter.grad.device.type == "cpu":
+            parameter.grad = None  # stage 3's zero_grad needs a stream, which the CPU lacks
+    optimizer.zero_grad()
+    for bucket in optimizer.ipg_buckets.values():  # left by a backward that failed midway
+        getattr(bucket, "clear_params", bucket.clear)()  # stage 3 keeps its buffers
+    if _is_of_stage_1_or_2(optimizer):  # as they do after an overflow
+        optimizer.micro_step_id = -1  # the value at the start of a window
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+        reduced = optimizer.params_already_reduced
+        reduced[:] = [False] * len(reduced)
+        optimizer._release_ipg_buffers()
+
+
+# Reductions
+
+
+class Reductions(NamedTuple):
+    """The way in which a stage reduces gradients.
+
+    Attributes:
+        method: The name of the optimizer's method.
+        in_backward: Whether it runs during backward.
+    """
+
+    method: str
+    in_backward: bool
+
+
+def reductions_of(optimizer: Any, stage: int) -> Reductions:
+    """Return how an optimizer of stage 1 to 3 reduces gradients."""
+    if adds_up_flat(optimizer):
+        return Reductions("get_grads_for_reduction", in_backward=False)
+    if stage == 1 and not optimizer.overlap_comm:
+        return Reductions("reduce_gradients", in_backward=False)
+    return Reductions(_REDUCE_OF_STAGE_3 if stage == 3 else "reduce_ipg_grads", in_backward=True)
+
+
+def call_before_reduction(optimizer: Any, reductions: Reductions, call: Callable[[], None]) -> None:
+    """Have `call` run before each reduction of an optimizer, from now on."""
+    reduce = getattr(optimizer, reductions.method)
+
+    def call_and_reduce(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return reduce(*args, **kwargs)
+
+    setattr(optimizer, reductions.method, call_and_reduce)
+
+
+def wrap_last_reduction(optimizer: Any, wrap: Callable[[Callable[[], None]], None]) -> None:
+    """Have `wrap` run in place of the last reduction of each backward, with it as its argument."""
+    reduce_rest = optimizer.independent_gradient_partition_epilogue
+    optimizer.independent_gradient_partition_epilogue = lambda: wrap(reduce_rest)
+
+
+def backward_of_window(optimizer: Any) -> int:
+    """Return the number of the running backward in its window, from 0, as stages 2 and 3 count."""
+    return optimizer.micro_step_id
+
+
+def waiting_parameters(optimizer: Any, stage: int) -> list[Tensor]:
+    """Return the parameters whose gradients the next reduction reduces, in its order."""
+    waiting = [parameter for bucket in optimizer.ipg_buckets.values() for parameter in bucket.params]
+    return waiting if stage == 3 else [optimizer.bit16_groups[at[0]][at[1]] for at in waiting]
+
+
+def zero_gradient_of_stage_3(optimizer: Any, parameter: Any) -> None:
+    """Zero this rank's part of a gradient, which stage 3 keeps from the last window until a backward replaces it."""
+    getattr(optimizer, _GRADIENTS_OF_STAGE_3)[parameter.ds_id].zero_()
+
+
+def has_gradient_of_stage_1(optimizer: Any, parameter: Tensor) -> bool:
+    """Return whether stage 1 has a gradient of a parameter to reduce."""
+    return optimizer.get_gradient_for_reduction(parameter) is not None
+
+
+def fill_gradient_of_stage_1(optimizer: Any, parameter: Any) -> None:
+    """Give stage 1 zeros as the gradient of a parameter."""
+    if optimizer.use_grad_accum_attribute:
+        parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+    else:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def parameters_without_flat_gradient(optimizer: Any) -> list[Tensor]:
+    """Return the parameters that stage 1 with bf16 leaves out of the norm, since no backward here reached them."""
+    groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
+    return [p for group, flags in groups for p, has in zip(group, flags, strict=True) if not has]
+
+
+def count_all_flat_gradients(optimizer: Any) -> None:
+    """Make the norm of stage 1 with bf16 include the gradients of all parameters."""
+    for flags in optimizer.fp32_groups_has_gradients:
+        flags[:] = [True] * len(flags)
+
+
+def _is_of_stage_1_or_2(optimizer: Any) -> bool:
+    return hasattr(optimizer, "scaled_global_norm")

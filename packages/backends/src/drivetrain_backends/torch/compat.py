@@ -1,0 +1,78 @@
+"""The private and undocumented names of torch's DistributedDataParallel that this backend uses, in one place.
+
+torch has no public API for them. They are the same in torch 2.9 to 2.15 unless a function says otherwise;
+tests/backends/torch/test_compat.py holds each one to what is relied on, and docs/platforms.md lists them.
+"""
+
+import re
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+# The argument that turns the broadcast of buffers on. torch 2.15 renamed it, and warns of the old name.
+BUFFERS_ARGUMENT = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def applied_arguments(ddp: DistributedDataParallel) -> dict[str, object]:
+    """Return the arguments of DDP that are settings here, by the names of the settings, with buckets in MiB."""
+    return {
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "broadcast_buffers": getattr(ddp, BUFFERS_ARGUMENT),
+        "bucket_size_mb": ddp.bucket_bytes_cap / 2**20,
+    }
+
+
+def communication_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return the registered communication hooks, each with its state."""
+    return list(ddp._comm_hooks)  # pyright: ignore[reportPrivateUsage]
+
+
+def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP has rebuilt its buckets, once in its life, which moves gradients to other tensors."""
+    return ddp._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
+
+
+def reduces(ddp: DistributedDataParallel) -> bool:
+    """Return whether forwards of the wrapper prepare the reducer for their backward; False inside `no_sync`."""
+    return ddp.require_backward_grad_sync
+
+
+def disable_reducer(ddp: DistributedDataParallel) -> None:
+    """Let no forward prepare the reducer, from now on."""
+    ddp.require_backward_grad_sync = False
+
+
+def sync_buffers_next(ddp: DistributedDataParallel, is_wanted: bool) -> None:
+    """Set whether the next forward broadcasts buffers, which DDP otherwise does after a forward that reduces."""
+    ddp.require_forward_param_sync = is_wanted
+
+
+def has_learnt_static_graph(ddp: DistributedDataParallel) -> bool:
+    """Return whether a backward has come from the wrapper's first forward, from which DDP learns a static graph."""
+    return ddp._static_graph_delay_allreduce_enqueued  # pyright: ignore[reportPrivateUsage]
+
+
+def check_reduced(ddp: DistributedDataParallel) -> None:
+    """Have DDP's reducer check that the last backward it waited for reached every parameter.
+
+    Raises:
+        RuntimeError: It did not; `unreduced_parameters` reads the message.
+    """
+    ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
+
+
+def unreduced_parameters(error: RuntimeError) -> list[int] | None:
+    """Return the numbers of the parameters that got no gradient, counted over the trained ones of the module.
+
+    None if the error is another one.
+    """
+    found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
+    return None if found is None else [int(index) for index in re.findall(r"\d+", found[1])]

@@ -1,0 +1,70 @@
+"""A prepared model that every rank holds in full: its steps refuse what would make the replicas drift apart."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.gradients.tracker import GradientTracker
+from drivetrain_backends.optim.optimizer import StepResult
+from drivetrain_backends.torch.compat import has_learnt_static_graph
+from drivetrain_backends.torch.ddp_drift import check_replicas
+from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
+from drivetrain_backends.torch.ddp_replica import Replica
+from drivetrain_backends.torch.prepared import TorchPrepared
+from drivetrain_state import Context
+
+
+class ReplicatedPrepared(TorchPrepared):
+    """A replica with its optimizers, or a model that is not trained.
+
+    Args:
+        model: The DDP wrapper, or a model that is not trained.
+        context: The ranks and the device.
+        tracker: The gradient state that the backend's models share.
+        gradients: The reducer of the backend's gradients.
+        check_drift_every: The number of steps between two comparisons of weights across ranks, counted for the first
+            optimizer of the group; None compares them at saves only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        context: Context,
+        tracker: GradientTracker,
+        gradients: ReplicatedGradients,
+        check_drift_every: int | None,
+    ) -> None:
+        super().__init__(model, context=context, tracker=tracker)
+        self._replica = model if isinstance(model, Replica) else None
+        self.steps_together = self._replica is not None
+        self._gradients = gradients
+        self._check_drift_every = check_drift_every
+        self._num_steps = 0
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients local in the block; see `Prepared.no_sync`."""
+        replica = self._replica
+        # DDP learns a static graph from its first backward, which must therefore reduce (otherwise an internal
+        # assertion fails, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
+        if replica is None or (replica.static_graph and not has_learnt_static_graph(replica)):
+            return nullcontext()
+        return replica.no_sync()
+
+    def step(self, optimizer: Optimizer) -> StepResult:
+        """Step one optimizer if the window is closed. Called on all ranks.
+
+        Raises:
+            UnreducedGradientError: A parameter that was frozen when its model was prepared has a gradient.
+            DriftedReplicasError: The weights differ across ranks at a step that compares them.
+        """
+        if self._gradients.unreduced and self._window.closing:
+            self._gradients.check_unreduced(optimizer)
+        result = super().step(optimizer)
+        every = self._check_drift_every
+        if every is not None and result.stepped and optimizer is self.group.optimizers[0]:
+            self._num_steps += 1
+            if self._num_steps % every == 0:
+                check_replicas(self._context, self.group.models)
+        return result

@@ -1,0 +1,114 @@
+"""Each undocumented name of DDP is what the backend relies on: these tests tell when a new torch changes one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain_backends.torch import compat
+from drivetrain_state import StateSettings, connect
+
+
+def replicated(**options: object) -> DistributedDataParallel:
+    connect(StateSettings(device="cpu", watchdog=False))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2))
+    return DistributedDataParallel(model, **options)
+
+
+def arguments() -> bool:
+    buffers = {compat.BUFFERS_ARGUMENT: False}
+    ddp = replicated(
+        bucket_cap_mb=3,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        **buffers,
+    )
+    said = {"find_unused_parameters": True, "static_graph": True, "gradient_as_bucket_view": True}
+    return compat.applied_arguments(ddp) == said | {"broadcast_buffers": False, "bucket_size_mb": 3.0}
+
+
+def hooks() -> bool:
+    ddp = replicated()
+    assert compat.communication_hooks(ddp) == []
+    ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+    return compat.communication_hooks(ddp) == [(bf16_compress_hook, dist.group.WORLD)]
+
+
+def rebuilt_buckets() -> list[bool]:
+    ddp, told = replicated(), []
+    for _ in range(3):
+        ddp(torch.ones(1, 4)).sum().backward()
+        told.append(compat.has_rebuilt_buckets(ddp))
+    assert told == sorted(told)  # once, and for good
+    return told[-1:]
+
+
+def reducer() -> list[bool]:
+    """Gradients of two ranks, whose inputs differ, are equal where the reducer runs."""
+    ddp, equal = replicated(), []
+    for turn in range(3):
+        assert compat.reduces(ddp) == (turn < 2)
+        ddp.zero_grad()
+        ddp(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+        compat.check_reduced(ddp)
+        gradients = [torch.zeros(4, 4), torch.zeros(4, 4)]
+        dist.all_gather(gradients, ddp.module[0].weight.grad)
+        equal.append(torch.equal(*gradients))
+        if turn == 1:
+            with ddp.no_sync():
+                assert not compat.reduces(ddp)
+            compat.disable_reducer(ddp)
+    return equal
+
+
+def buffers() -> list[float]:
+    """The buffer of rank 1 after a forward that broadcasts those of rank 0, and one that does not."""
+    connect(StateSettings(device="cpu", watchdog=False))
+    model, found = nn.Linear(1, 1), []
+    model.register_buffer("own", torch.zeros(()))
+    ddp = DistributedDataParallel(model)
+    compat.disable_reducer(ddp)
+    for is_wanted in (True, False):
+        model.own.fill_(dist.get_rank())
+        compat.sync_buffers_next(ddp, is_wanted)
+        ddp(torch.ones(1, 1))
+        found.append(model.own.item())
+    return found
+
+
+def static_graph() -> list[bool]:
+    ddp = replicated(static_graph=True)
+    told = [compat.has_learnt_static_graph(ddp)]
+    ddp(torch.ones(1, 4)).sum().backward()
+    return [*told, compat.has_learnt_static_graph(ddp)]
+
+
+def left_out() -> list[int] | None:
+    ddp = replicated()
+    output = ddp(torch.ones(1, 4))
+    ddp.module[0](output.detach().sum().expand(4)).sum().backward()  # it reaches the first layer alone
+    with pytest.raises(RuntimeError) as caught:
+        compat.check_reduced(ddp)
+    assert compat.unreduced_parameters(RuntimeError("another")) is None
+    return compat.unreduced_parameters(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("relied_on", "expected"),
+    [
+        (arguments, [True] * 2),
+        (hooks, [True] * 2),
+        (rebuilt_buckets, [[True]] * 2),
+        (reducer, [[True, True, False]] * 2),
+        (buffers, [[0.0, 0.0], [0.0, 1.0]]),
+        (static_graph, [[False, True]] * 2),
+        (left_out, [[2, 3, 4, 5]] * 2),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_torch_keeps_it_so(run_ranks, relied_on, expected) -> None:
+    assert run_ranks(relied_on) == expected
