@@ -12,12 +12,8 @@ from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.model.sizes import named_tensors
 from drivetrain_dispatch.offload.device_transfer import InputMover
 from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import (
-    Removable,
-    check_has_weights,
-    check_not_dispatched,
-)
-from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, methods_of
+from drivetrain_dispatch.offload.dispatched_model import check_has_weights, check_not_dispatched
+from drivetrain_dispatch.offload.forward_hooks import NotCopied, hook_calls
 from drivetrain_dispatch.planning.device_map import Device, check_places, place_of
 
 _ATTRIBUTE = "_drivetrain_offload_hook"  # the name of the model's attribute
@@ -116,12 +112,9 @@ class OffloadHook(NotCopied):
         self._model = ref(model)
         self._device = device
         self._previous = previous
-        self._handles: list[Removable] = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            *(MethodWrapper(model, name, self._around) for name in methods_of(model)),
-            # Registered last, so called first: it sees the inputs on the device that they came from.
-            *InputMover(device, returns=False).attach(model),
-        ]
+        # Registered last, so called first: the mover sees the inputs on the device that they came from.
+        mover = InputMover(device, returns=False)
+        self._handles = [*hook_calls(model, self._before), *mover.attach(model)]
         setattr(model, _ATTRIBUTE, self)
 
     def offload(self) -> None:
@@ -137,15 +130,14 @@ class OffloadHook(NotCopied):
         if model is not None and model.__dict__.get(_ATTRIBUTE) is self:
             delattr(model, _ATTRIBUTE)
 
-    def _before(self, model: nn.Module, _args: object, _kwargs: object) -> None:
+    def _before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Offload the previous model, and move this one to its device."""
         if self._previous is not None:
             self._previous.offload()
         model.to(self._device)
-
-    def _around(self, method: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._before(method.alive_module(), args, kwargs)
-        return method.call_original(args, kwargs)
+        return args, kwargs
 
 
 def cpu_offload_with_hook(

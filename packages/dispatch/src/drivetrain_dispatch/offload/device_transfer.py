@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.model.sizes import listed
-from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, methods_of
+from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, hook_calls
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
@@ -76,23 +76,7 @@ class InputMover(NotCopied):
 
     def attach(self, module: nn.Module) -> list[RemovableHandle | MethodWrapper]:
         """Register the hooks on a module; remove the returned handles in reverse order."""
-        # Before the pre-hooks of others, which expect the inputs on the module's device.
-        handles: list[RemovableHandle | MethodWrapper] = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        ]
-        if self._returns:
-            handles.append(module.register_forward_hook(self._after, always_call=True))
-        return handles + [MethodWrapper(module, name, self._around) for name in methods_of(module)]
-
-    def _around(self, method: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module, output = method.alive_module(), None
-        args, kwargs = self._before(module, args, kwargs)
-        try:
-            output = method.call_original(args, kwargs)
-        finally:
-            if self._returns:
-                output = self._after(module, args, output)
-        return output
+        return hook_calls(module, self._before, self._after if self._returns else None)
 
     def _before(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

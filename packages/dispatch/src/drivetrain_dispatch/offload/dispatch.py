@@ -130,7 +130,8 @@ def _offload_engine(
     for unit in plan.fetched_units:
         for name, tensor in unit.tensors.items():
             if id(tensor) not in offloaded:
-                stored = tensor if is_packed(tensor) else tensor.data
+                # Detached, it has the tensor's version counter: each shows what is written to the other.
+                stored = tensor if is_packed(tensor) else tensor.detach()
                 dtype = plan.compute_dtypes.get(name, tensor.dtype)
                 request = TransferRequest.of(stored, plan.placements[name].device, dtype)
                 offloaded[id(tensor)] = OffloadedTensor(tensor, request, slots[id(tensor)])

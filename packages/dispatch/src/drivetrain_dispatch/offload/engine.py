@@ -16,7 +16,7 @@ from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.offload.execution_order import BackwardOrder, ExecutionOrder, OrderRecorder
 from drivetrain_dispatch.offload.parameter import make_ordinary, mark_offloaded
 from drivetrain_dispatch.offload.prefetch import Prefetcher
-from drivetrain_dispatch.offload.residency import OffloadedTensor, Residency, version_of
+from drivetrain_dispatch.offload.residency import OffloadedTensor, Residency
 from drivetrain_dispatch.offload.saved_tensors import save_references
 from drivetrain_dispatch.offload.trace import OffloadTrace, UnitUse
 
@@ -95,7 +95,7 @@ class OffloadEngine:
             self._backward.forward = thread.recorder.order
         try:
             if torch.is_grad_enabled():
-                thread.hooks[-1].enter_context(save_references(self))
+                thread.hooks[-1].enter_context(save_references(self.find_in_use, self.fetch_for_backward))
             with self._lock:
                 thread.request_next()
         except BaseException:
@@ -249,7 +249,7 @@ class OffloadEngine:
     def _cancel_stale(self, unit: int) -> None:
         """Cancel the requests for a unit that has changed since: an optimizer may step within the backward."""
         tensors = [tensor for tensor in self._units[unit] if tensor.transfer is not None]
-        if any(tensor.requested_version != version_of(tensor.tensor) for tensor in tensors):
+        if any(tensor.requested_version != tensor.version for tensor in tensors):
             self._backward_prefetcher.cancel_from(unit)
             if self._backward_unit == unit:
                 self._cancel_backward_unit()

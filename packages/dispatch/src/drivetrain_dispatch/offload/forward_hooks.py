@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.errors import OffloadedError
 
@@ -157,6 +158,40 @@ def methods_of(module: nn.Module) -> list[str]:
         if isinstance(vars(module).get(name), MethodWrapper | MethodType)
         or inspect.isfunction(inspect.getattr_static(type(module), name, None))  # evaluates no property
     ]
+
+
+def hook_calls(
+    module: nn.Module,
+    before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+    after: Callable[[nn.Module, tuple[Any, ...], Any], Any] | None = None,
+) -> list[RemovableHandle | MethodWrapper]:
+    """Run hooks around the forward of a module, where torch has them, and around its other methods that compute.
+
+    Args:
+        module: The module to hook.
+        before: A function that returns the arguments for the method. It runs before the hooks of others.
+        after: A function that returns the result of the call; its output is None if the method failed.
+
+    Returns:
+        The handles, to remove in reverse order.
+    """
+
+    def around(method: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, output = method.alive_module(), None
+        args, kwargs = before(module, args, kwargs)
+        try:
+            output = method.call_original(args, kwargs)
+        finally:
+            if after is not None:
+                output = after(module, args, output)
+        return output
+
+    handles: list[RemovableHandle | MethodWrapper] = [
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    ]
+    if after is not None:
+        handles.append(module.register_forward_hook(after, always_call=True))
+    return handles + [MethodWrapper(module, name, around) for name in methods_of(module)]
 
 
 class Listener(Protocol):

@@ -21,7 +21,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from drivetrain_dispatch.model.bitsandbytes import lend_state, return_state
 from drivetrain_dispatch.model.tensor_subclass import is_packed
@@ -43,36 +42,10 @@ class TensorSlot(NamedTuple):
     name: str
     is_buffer: bool
 
-    def show(self, tensor: Tensor, shown: Tensor) -> dict[str, Any] | None:
-        """Have the module see another tensor in place of its own; return its attributes, or None if it has another.
-
-        The module keeps the parameter itself, which an attribute of the same name hides. A buffer is replaced, as a
-        forward may assign a new one.
-        """
+    def attributes(self) -> dict[str, Any]:
+        """Return the module's `__dict__`; empty once the module is freed."""
         module = self.module()
-        if module is None:
-            return None
-        attributes = module.__dict__
-        tensors = attributes["_buffers"] if self.is_buffer else attributes["_parameters"]
-        if tensors.get(self.name) is not tensor:
-            return None  # the module got another tensor since
-        (tensors if self.is_buffer else attributes)[self.name] = shown
-        return attributes
-
-    def hide(self, tensor: Tensor, shown: Tensor | None) -> dict[str, Any] | None:
-        """Have the module see its own tensor again; return its attributes, or None if it has another."""
-        module = self.module()
-        if module is None:
-            return None
-        attributes = module.__dict__
-        if self.is_buffer:
-            if attributes["_buffers"].get(self.name) is shown:
-                attributes["_buffers"][self.name] = tensor
-                return attributes
-        elif attributes.get(self.name) is shown:
-            del attributes[self.name]
-            return attributes
-        return None
+        return {} if module is None else module.__dict__
 
 
 class OffloadedTensor:
@@ -91,7 +64,7 @@ class OffloadedTensor:
         num_users: The number of units that use it now.
         transfer: The transfer of its values; None while they are only stored.
         index: The index of the values in the transfer.
-        requested_version: The version of the tensor when its values were requested.
+        requested_version: The version of the stored tensor when its values were requested.
         value: The values on the device, while in use.
         value_version: The version of the values when they were last stored.
         shown: The tensor that modules see, while in use.
@@ -113,6 +86,11 @@ class OffloadedTensor:
         self.index = self.num_claims = self.num_users = self.value_version = self.requested_version = 0
         self.packed = is_packed(tensor)
 
+    @property
+    def version(self) -> int:
+        """The count of in-place writes to the stored tensor."""
+        return version_of(self.request.stored)
+
     def show(self, value: Tensor) -> None:
         """Show the values to modules, with a gradient path to the parameter where autograd needs one."""
         shown, tracked = self.shown, torch.is_grad_enabled() and self.tensor.requires_grad
@@ -122,8 +100,13 @@ class OffloadedTensor:
             self._restore_slots()
         shown = self.shown = (_with_gradient if tracked else _without_gradient)(self.tensor, value)
         for slot in self.slots:
-            attributes = slot.show(self.tensor, shown)
-            if self.packed and attributes is not None:
+            attributes = slot.attributes()
+            tensors = attributes.get("_buffers" if slot.is_buffer else "_parameters", {})
+            if tensors.get(slot.name) is not self.tensor:
+                continue  # the module got another tensor since
+            # An attribute hides the parameter of its name. A buffer is replaced: a forward may assign a new one.
+            (tensors if slot.is_buffer else attributes)[slot.name] = shown
+            if self.packed:
                 lend_state(attributes, shown)
 
     def hide(self) -> None:
@@ -134,8 +117,15 @@ class OffloadedTensor:
 
     def _restore_slots(self) -> None:
         for slot in self.slots:
-            attributes = slot.hide(self.tensor, self.shown)
-            if self.packed and attributes is not None:
+            attributes = slot.attributes()
+            seen = attributes.get("_buffers", {}) if slot.is_buffer else attributes
+            if seen.get(slot.name) is not self.shown:
+                continue  # the forward assigned another one
+            if slot.is_buffer:
+                seen[slot.name] = self.tensor
+            else:
+                del seen[slot.name]
+            if self.packed:
                 return_state(attributes)
 
     def store_writes(self) -> None:
@@ -144,7 +134,6 @@ class OffloadedTensor:
         if (version := version_of(self.value)) != self.value_version and not self.packed:
             with torch.no_grad():
                 self.request.stored.copy_(self.value)
-            increment_version(self.tensor)
             self.value_version = version
 
 
@@ -228,7 +217,7 @@ class Residency:
             raise
         for index, tensor in enumerate(missing):
             tensor.transfer, tensor.index = transfer, index
-            tensor.requested_version = version_of(tensor.tensor)
+            tensor.requested_version = tensor.version
             self._windows[tensor.request.device].reserve(tensor.request.device_bytes)
             self.stats.bytes_brought += tensor.request.size_bytes
         return True
@@ -298,7 +287,7 @@ class Residency:
                 released[key] = released.get(key, 0) + tensor.request.device_bytes
         # After all references to the values are gone: an accelerator's window records an event for their memory.
         for (device, unused), size_bytes in released.items():
-            self._windows[device].release(size_bytes, None if unused is None else unused.cancel())
+            self._windows[device].release(size_bytes, None if unused is None else unused.completion())
 
 
 # The bytes that are released, by device and, if nothing has used it, by transfer.

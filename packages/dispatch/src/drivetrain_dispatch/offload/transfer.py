@@ -64,7 +64,7 @@ class TransferRequest(NamedTuple):
         return made_of(self.stored, [copy(part, part.dtype) for part in self.parts])
 
 
-class _Copies(NamedTuple):
+class Copies(NamedTuple):
     """The copies that a transfer has made.
 
     Attributes:
@@ -88,7 +88,7 @@ class PendingTransfer:
 
     __slots__ = ("_copies", "_waiting_streams", "_work")
 
-    def __init__(self, copies: _Copies | None = None, work: Future[_Copies] | None = None) -> None:
+    def __init__(self, copies: Copies | None = None, work: Future[Copies] | None = None) -> None:
         self._copies = copies
         self._work = work
         self._waiting_streams: set[int] | None = None  # ids of the streams that wait for the copies
@@ -103,14 +103,13 @@ class PendingTransfer:
         """True if anything has waited for the transfer."""
         return self._waiting_streams is not None
 
-    def cancel(self) -> "CancelledTransfer":
-        """Return the completion of copies that nothing uses, without a reference to their memory."""
+    def completion(self) -> "TransferCompletion":
+        """Return the completion of the copies, without a reference to their memory."""
         if self._work is None or self._copies is not None:
-            return CancelledTransfer(None if self._copies is None else self._copies.event)
-        cancelled = CancelledTransfer(None, may_be_running=True)
-        self._work.cancel()
-        self._work.add_done_callback(cancelled.finish)
-        return cancelled
+            return TransferCompletion(None if self._copies is None else self._copies.event)
+        completion = TransferCompletion(None, may_be_running=True)
+        self._work.add_done_callback(completion.finish)
+        return completion
 
     def wait(self) -> list[Tensor]:
         """Return the tensors, ready for this thread's next computation on their device.
@@ -131,7 +130,7 @@ class PendingTransfer:
         """Return when the transfer began and ended, after waiting for it."""
         return (self._copies or self._result()).span
 
-    def _result(self) -> _Copies:
+    def _result(self) -> Copies:
         assert self._work is not None
         try:
             self._copies = self._work.result()
@@ -153,8 +152,8 @@ class PendingTransfer:
                 tensor.record_stream(stream)
 
 
-class CancelledTransfer:
-    """The completion of copies that nothing waits for.
+class TransferCompletion:
+    """The completion of copies that nothing waits for; also once they were cancelled.
 
     Args:
         event: The event after the copies; None for none.
@@ -167,7 +166,7 @@ class CancelledTransfer:
         if not may_be_running:
             self._enqueued.set()
 
-    def finish(self, work: Future[_Copies]) -> None:
+    def finish(self, work: Future[Copies]) -> None:
         """Note that the thread is done, and take the event of its copies."""
         if not work.cancelled() and work.exception() is None:
             self._event = work.result().event
@@ -216,14 +215,14 @@ class TransferEngine:
             self._process, self._thread = os.getpid(), _new_thread()
         return self._thread
 
-    def _transfer(self, requests: Sequence[TransferRequest]) -> _Copies:
+    def _transfer(self, requests: Sequence[TransferRequest]) -> Copies:
         begin = perf_counter()
         event = None
         if requests[0].device.type == "cpu":
             tensors = [request.copied(_copy_on_host) for request in requests]
         else:
             tensors, event = self._enqueue_copies(requests)
-        return _Copies(tensors, event, (begin, perf_counter()))
+        return Copies(tensors, event, (begin, perf_counter()))
 
     def _enqueue_copies(self, requests: Sequence[TransferRequest]) -> tuple[list[Tensor], torch.Event]:
         device = requests[0].device
