@@ -1,27 +1,31 @@
 """Load a checkpoint straight to the devices of a device map: plan, load and dispatch in one call."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
 from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.loading.arguments import check_load
-from drivetrain_dispatch.loading.conversion import stored_sizes
-from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
-from drivetrain_dispatch.loading.tensor_reader import Progress
+from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
+from drivetrain_dispatch.loading.load_checkpoint import load_tensors
+from drivetrain_dispatch.loading.load_options import Progress, WeightLoadOptions
+from drivetrain_dispatch.loading.quantize_on_load import with_packed_sizes
+from drivetrain_dispatch.loading.tensor_reader import EachRank
+from drivetrain_dispatch.model.layout import ModelLayout
 from drivetrain_dispatch.model.sizes import listed
 from drivetrain_dispatch.model.units import units_of
 from drivetrain_dispatch.offload.dispatch import dispatch_model, dispatched
 from drivetrain_dispatch.offload.mapped_weights import check_release
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, check_places, place_of
-from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map
-from drivetrain_dispatch.planning.memory_budget import get_balanced_memory, get_max_memory
+from drivetrain_dispatch.planning.blocks import blocks_of
+from drivetrain_dispatch.planning.device_map import Device, check_places, place_of
+from drivetrain_dispatch.planning.infer_device_map import plan_device_map
+from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory
 from drivetrain_dispatch.planning.placement import placements_of
-from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8, quantized_sizes
+from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 
 # How a device map is planned: "balanced" (the same as "auto") spreads the model evenly over the accelerators,
 # "balanced_low_0" does so but leaves the first one to generation, and "sequential" fills one after the other.
@@ -72,66 +76,39 @@ def load_checkpoint_and_dispatch(
         DeviceMapError: No map fits the budgets, or the map does not fit the model or the machine.
         ValueError: Another argument is invalid.
     """
-    kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
-    check_load(dtype, quantization, progress)
-    shown = _Shown(release_pages=release_pages, offload_buffers=offload_buffers)
-    _check_early(model, device_map, max_memory, preload_module_classes, **shown)
-    if isinstance(device_map, str):
-        said = (kinds, _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes))
-        sizes = _packed_sizes(model, checkpoint, quantization, kinds)
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, said, sizes)
-    how = _How(
-        strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
+    options = WeightLoadOptions(
+        dtype=dtype, strict=strict, rename=rename, progress=progress, quantization=quantization,
+        offload_folder=offload_folder,
     )  # fmt: skip
-    report = load_checkpoint_in_model(model, checkpoint, device_map, **kinds, **how)
+    layout = ModelLayout.of(model, dtype=dtype)
+    layout = replace(layout, special_dtypes=_in_fp32(layout, keep_in_fp32_modules))
+    _check_dispatch(layout, device_map, preload_module_classes, release_pages, offload_buffers)
+    budgets = _checked_budgets(device_map, max_memory)
+    opened = open_checkpoint(layout, Path(checkpoint), options)
+    layout = with_packed_sizes(layout, opened.specs, quantization)
+    if isinstance(device_map, str):
+        blocks = blocks_of(
+            layout, no_split=no_split_module_classes, whole=preload_module_classes, offload_buffers=offload_buffers,
+        )  # fmt: skip
+        if device_map != "sequential":
+            budgets = balanced_budgets(budgets, blocks, low_zero=device_map == "balanced_low_0")
+        device_map = plan_device_map(blocks, budgets, converts=layout.converts)
+    report = load_tensors(layout, opened, device_map, options, EachRank())
     return model if device_map is None else dispatch_model(
         model, {**device_map, **dict.fromkeys(report.computed, "cpu")}, offload_dir=offload_folder,
         skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
-        dtypes=report.converted_at_use, **shown,
+        dtypes=report.converted_at_use, release_pages=release_pages, offload_buffers=offload_buffers,
     )  # fmt: skip
 
 
-class _Dtypes(TypedDict):
-    """The dtype arguments of a plan and of a load."""
-
-    dtype: torch.dtype | None
-    special_dtypes: Mapping[str, torch.dtype]
-
-
-class _Shown(TypedDict):
-    """The flags for dispatching a model."""
-
-    release_pages: bool
-    offload_buffers: bool
-
-
-class _Away(TypedDict):
-    """The offload arguments that a plan takes into account."""
-
-    offload_buffers: bool
-    preload_module_classes: Collection[str]
-
-
-class _How(TypedDict):
-    """The arguments for reading a checkpoint and packing its weights."""
-
-    strict: bool
-    rename: Callable[[str], str | None] | None
-    progress: Progress | None
-    quantization: Quantization | StoredFP8 | None
-    offload_folder: Path | str | None
-
-
-def _check_early(
-    model: nn.Module,
+def _check_dispatch(
+    layout: ModelLayout,
     device_map: Mapping[str, Device] | str | None,
-    max_memory: Mapping[Device, int | str] | None,
     whole: str | Collection[str],
-    *,
     release_pages: bool,
     offload_buffers: bool,
 ) -> None:
-    """Check all arguments before anything is loaded, those of `dispatch_model` included."""
+    """Check the arguments of `dispatch_model` before anything is loaded."""
     check_release(release_pages)
     for name, asked in (("release_pages", release_pages), ("offload_buffers", offload_buffers)):
         if asked and device_map is None:
@@ -141,60 +118,31 @@ def _check_early(
             )
     if device_map is not None and device_map not in get_args(Way):
         check_map(device_map, f", or {_WAYS} to plan one")
-    if max_memory is not None:
-        if not isinstance(device_map, str):
-            raise ValueError(
-                f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
-            )
-        check_places(map(place_of, get_max_memory(max_memory)), "max_memory")
-    if dispatched(model):
+    if dispatched(layout.model):
         raise OffloadedError(
             "the model is dispatched already: call remove_hooks(model) before it is loaded anew"
         )
-    units_of(model, (), whole=whole)
+    units_of(layout, (), whole=whole)
     if device_map is not None and not isinstance(device_map, str):
-        placements_of(model, device_map)
+        placements_of(layout, device_map)
 
 
-def _packed_sizes(
-    model: nn.Module,
-    checkpoint: Path | str,
-    quantization: Quantization | StoredFP8 | None,
-    kinds: _Dtypes,
-) -> Mapping[str, int]:
-    """Return the bytes of the weights that a load packs or keeps packed, by name."""
-    if quantization is None:
+def _checked_budgets(
+    device_map: object, max_memory: Mapping[Device, int | str] | None
+) -> Mapping[Device, int]:
+    """Return the memory budget of each device for a planned map; none without a plan."""
+    if not isinstance(device_map, str):
+        if max_memory is not None:
+            raise ValueError(
+                f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
+            )
         return {}
-    if isinstance(quantization, StoredFP8):
-        return stored_sizes(model, Path(checkpoint))
-    return quantized_sizes(model, quantization, **kinds)
+    budgets = get_max_memory(max_memory)
+    check_places(map(place_of, budgets), "max_memory")
+    return budgets
 
 
-def _planned(
-    model: nn.Module,
-    way: str,
-    max_memory: Mapping[Device, int | str] | None,
-    no_split: Collection[str],
-    said: tuple[_Dtypes, _Away],
-    sizes: Mapping[str, int],
-) -> DeviceMap:
-    """Return a device map that fits the budgets."""
-    kinds, away = said
-    if way != "sequential":
-        max_memory = get_balanced_memory(
-            model,
-            max_memory,
-            no_split_module_classes=no_split,
-            special_sizes=sizes,
-            low_zero=way == "balanced_low_0",
-            **kinds,
-        )
-    return infer_auto_device_map(
-        model, max_memory, no_split_module_classes=no_split, special_sizes=sizes, **kinds, **away
-    )
-
-
-def _in_fp32(model: nn.Module, parts: Collection[str]) -> dict[str, torch.dtype]:
+def _in_fp32(layout: ModelLayout, parts: Collection[str]) -> dict[str, torch.dtype]:
     """Return the dtypes of the floating-point tensors that stay in fp32, by name.
 
     Raises:
@@ -204,7 +152,7 @@ def _in_fp32(model: nn.Module, parts: Collection[str]) -> dict[str, torch.dtype]
     for part in listed(parts):
         names = [
             name
-            for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+            for name, tensor in layout.tensors.items()
             if tensor.is_floating_point() and part in name.split(".")[:-1]
         ]
         if not names:

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from os import PathLike
@@ -17,7 +18,7 @@ from torch import nn
 from drivetrain_dispatch.arguments import check_computed, check_dtype, check_options
 from drivetrain_dispatch.files.weight_files import weights_of
 from drivetrain_dispatch.load_and_dispatch import Way, load_checkpoint_and_dispatch
-from drivetrain_dispatch.loading.tensor_reader import Progress
+from drivetrain_dispatch.loading.load_options import Progress
 from drivetrain_dispatch.model.meta_init import init_empty_weights
 from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.quantization.block_scaled import BLOCK
@@ -152,16 +153,11 @@ def _builder(model_class: Any) -> Build:
         TypeError: The class is from another library.
     """
     known = isinstance(model_class, type) and {base.__module__.split(".")[0] for base in model_class.__mro__}
-    if known and "transformers" in known and hasattr(model_class, "from_config"):
-        return lambda path, dtype, config, more: _from_transformers(
-            model_class, model_class.from_config, path, dtype, config, more
-        )
-    if known and "transformers" in known and hasattr(model_class, "_from_config"):
-        return lambda path, dtype, config, more: _from_transformers(
-            model_class, model_class._from_config, path, dtype, config, more
-        )
+    for method in ("from_config", "_from_config"):  # of Auto classes, of model classes
+        if known and "transformers" in known and hasattr(model_class, method):
+            return partial(_from_transformers, model_class, getattr(model_class, method))
     if known and "diffusers" in known and hasattr(model_class, "load_config"):
-        return lambda path, dtype, config, more: _from_diffusers(model_class, path, dtype, config, more)
+        return partial(_from_diffusers, model_class)
     raise TypeError(
         f"model_class={model_class!r}: give a model class of transformers (AutoModelForCausalLM, "
         "LlamaForCausalLM, ...) or of diffusers; of any other, build it within init_empty_weights() and call "

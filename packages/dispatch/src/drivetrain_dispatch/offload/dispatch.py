@@ -14,7 +14,7 @@ from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.bitsandbytes import KeptLayout, take_back
-from drivetrain_dispatch.model.sizes import named_tensors
+from drivetrain_dispatch.model.layout import ModelLayout
 from drivetrain_dispatch.model.tensor_subclass import is_packed, takes, why_unready
 from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.device_transfer import Moving
@@ -39,7 +39,6 @@ from drivetrain_dispatch.planning.placement import (
     Placement,
     devices_of_parts,
     placements_of,
-    running_statistics,
 )
 
 _CPU = torch.device("cpu")
@@ -128,20 +127,21 @@ def dispatch_model(
         OffloadedError: The model is dispatched already.
         ValueError: The model lacks a named class or tensor, or a dtype is not a `torch.dtype`.
     """
-    placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
-    tensors = dict(named_tensors(model))
+    layout = ModelLayout.of(model)
+    placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
+    tensors = layout.tensors
     _check_use(tensors, placements, dtypes or {}, write_back=write_back, release_pages=release_pages)
     take_back(model)
     check_dispatchable(model, tensors, placements)
-    wanted = _converted(model, tensors, dtypes or {})
-    coming = units_of(model, _coming(placements, wanted), whole=preload_module_classes)
+    wanted = _converted(layout, dtypes or {})
+    coming = units_of(layout, _coming(placements, wanted), whole=preload_module_classes)
     check_devices(coming, {name: placement.device for name, placement in placements.items()})
     files = settle(tensors, placements, mapped or {}, offload_dir, write_back=write_back)
     record = _Dispatch()
     setattr(model, _RECORD, record)
     if coming:
         record.listen(model, coming, _streaming(model, coming, placements, wanted, files, device_map))
-    if in_place := units_of(model, _in_place(placements, files, coming)):
+    if in_place := units_of(layout, _in_place(placements, files, coming)):
         record.listen(model, in_place, InPlace(in_place, files, releases=release_pages))
     record.move(model, placements, skip_keys)
     _show_map(model, device_map)
@@ -307,20 +307,17 @@ def check_dispatchable(
         )
 
 
-def _converted(
-    model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, torch.dtype]:
+def _converted(layout: ModelLayout, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors that are converted at use, by name.
 
     Running statistics, which norms write to in a forward, are not: nothing tells that they were written to.
     """
     for name, dtype in dtypes.items():
-        if is_packed(tensors[name]) and dtype != tensors[name].dtype:
+        if is_packed(layout.tensors[name]) and dtype != layout.tensors[name].dtype:
             raise DeviceMapError(
                 f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
             )
-    statistics = running_statistics(model)
-    return {name: dtype for name, dtype in dtypes.items() if name not in statistics}
+    return {name: dtype for name, dtype in dtypes.items() if name not in layout.running_statistics}
 
 
 def _windows(

@@ -1,0 +1,102 @@
+"""The form of tensors that a load leaves on the disk, where no file holds them as the model needs them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from drivetrain_dispatch.conversion.converted_checkpoint import ConvertedCheckpoint
+from drivetrain_dispatch.files.weight_files import MappedFile
+from drivetrain_dispatch.files.weight_source import WeightSource
+from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
+
+
+def with_computed_in_memory(
+    plan: LoadPlan, sources: Mapping[str, WeightSource]
+) -> tuple[LoadPlan, tuple[str, ...]]:
+    """Move tensors that the model computes, and that no file holds, from the disk to memory.
+
+    Returns:
+        The plan, and the model's names of the tensors that were moved.
+    """
+    moved: list[str] = []
+
+    def in_memory(planned: PlannedTensor) -> PlannedTensor:
+        source = sources.get(planned.stored)
+        computed = isinstance(source, ConvertedCheckpoint) and source.is_computed(planned.stored)
+        if not computed or planned.stored not in planned.maps:
+            return planned
+        moved.extend(planned.names)
+        return replace(planned, place=torch.device("cpu"), reads=planned.maps, maps=())
+
+    return replace(plan, tensors=tuple(map(in_memory, plan.tensors))), tuple(moved)
+
+
+def check_folder(plan: LoadPlan, sources: Mapping[str, WeightSource], folder: Path | str | None) -> None:
+    """Check that there is a folder for tensors that the disk keeps in another form than the checkpoint's.
+
+    Raises:
+        ValueError: The folder is missing.
+    """
+    if folder is not None:
+        return
+    packed = [planned.names[0] for planned in plan.packed if planned.place == "disk" and not planned.maps]
+    if packed:
+        raise ValueError(
+            f"device_map puts {packed[0]!r} on the disk, and packed it is in no file yet: name a folder for it "
+            f"and {len(packed) - 1} more, offload_folder=..."
+        )
+    names = _to_write(plan, sources)
+    if names:
+        size = sum(
+            planned.size_bytes for planned in plan.tensors if not names.keys().isdisjoint(planned.maps)
+        )
+        raise ValueError(
+            f"device_map puts {next(iter(names))!r} on the disk, and the checkpoint holds it in another form: name a "
+            f"folder where it and {len(names) - 1} more ({size / 1e9:.2f} GB) are written once, offload_folder=..."
+        )
+
+
+def write_converted(
+    plan: LoadPlan, sources: Mapping[str, WeightSource], folder: Path | str | None
+) -> tuple[LoadPlan, dict[str, MappedFile]]:
+    """Write tensors that the disk keeps in another form than the checkpoint's, unless an earlier load has.
+
+    Args:
+        plan: The plan of the load.
+        sources: The source of each tensor, by the plan's stored names.
+        folder: The folder for the file.
+
+    Returns:
+        The plan, in which these tensors are stored in their compute dtype, and the file of each tensor.
+
+    Raises:
+        WeightFilesError: The disk has no room.
+    """
+    names = _to_write(plan, sources)
+    if not names or folder is None:
+        return plan, {}
+    (checkpoint,) = {id(sources[name]): sources[name] for name in names}.values()
+    assert isinstance(checkpoint, ConvertedCheckpoint)
+    written = dict.fromkeys(names, checkpoint.written(names, Path(folder).expanduser()))
+    tensors = (
+        replace(planned, stored_dtype=planned.dtype) if planned.stored in names else planned
+        for planned in plan.tensors
+    )
+    return replace(plan, tensors=tuple(tensors)), written
+
+
+def _to_write(plan: LoadPlan, sources: Mapping[str, WeightSource]) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors that no file holds in their form on the disk, by the plan's stored names."""
+    names: dict[str, torch.dtype] = {}
+    for planned in plan.tensors:
+        if not all(name in sources for name in planned.maps):
+            continue
+        files = {sources[name].file_of(name) for name in planned.maps}
+        if None in files or len(files) > 1:  # the parts of a weight must be in one file
+            names.update(
+                (name, planned.dtype if name == planned.stored else sources[name].tensor_dtype(name))
+                for name in planned.maps
+            )
+    return names
