@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain_dispatch.cli.huggingface import build_empty, prompt_of, token_after, whole_classes
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 

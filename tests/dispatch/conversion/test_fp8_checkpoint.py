@@ -28,7 +28,7 @@ from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
 from drivetrain_dispatch.loading.load_options import WeightLoadOptions
 from drivetrain_dispatch.loading.quantize_on_load import with_packed_sizes
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from drivetrain_dispatch.errors import WeightsMismatchError
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
 from drivetrain_dispatch.loading.load_options import WeightLoadOptions
 from drivetrain_dispatch.loading.load_plan import LoadPlan, plan_load
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Place, places_of_tensors
 
 
@@ -43,7 +43,7 @@ def planned(
     layout = ModelLayout.of(model, dtype=dtype)
     checkpoint = CheckpointTensors(path=Path("x"), specs=stored, sources={})
     places = places_of_tensors(layout, {"": "cpu"} if devices is None else devices)
-    return plan_load(layout, checkpoint, places, WeightLoadOptions(dtype=dtype, **options))
+    return plan_load(layout, checkpoint, places, WeightLoadOptions(**options))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 from dispatch.models import WIDTH, Coder, Converts, Stack, Writes, same_values, streamed
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.offload.dispatch import (
     dispatch_model,
     offload_stats,

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.units import units_of
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs

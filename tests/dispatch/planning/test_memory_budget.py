@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
 from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory, parse_size
 

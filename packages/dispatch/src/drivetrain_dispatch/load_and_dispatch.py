@@ -12,16 +12,16 @@ from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
 from drivetrain_dispatch.loading.load_checkpoint import load_tensors
-from drivetrain_dispatch.loading.load_options import Progress, WeightLoadOptions
+from drivetrain_dispatch.loading.load_options import Progress, WeightLoadOptions, check_load_dtype
 from drivetrain_dispatch.loading.quantize_on_load import with_packed_sizes
 from drivetrain_dispatch.loading.tensor_reader import EachRank
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import listed
 from drivetrain_dispatch.model.units import units_of
 from drivetrain_dispatch.offload.dispatch import dispatch_model, dispatched
 from drivetrain_dispatch.offload.mapped_weights import check_release
 from drivetrain_dispatch.planning.blocks import blocks_of
-from drivetrain_dispatch.planning.device_map import Device, check_places, place_of
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, check_places, place_of
 from drivetrain_dispatch.planning.infer_device_map import plan_device_map
 from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory
 from drivetrain_dispatch.planning.placement import placements_of
@@ -77,28 +77,46 @@ def load_checkpoint_and_dispatch(
         ValueError: Another argument is invalid.
     """
     options = WeightLoadOptions(
-        dtype=dtype, strict=strict, rename=rename, progress=progress, quantization=quantization,
-        offload_folder=offload_folder,
+        strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
-    layout = ModelLayout.of(model, dtype=dtype)
-    layout = replace(layout, special_dtypes=_in_fp32(layout, keep_in_fp32_modules))
-    _check_dispatch(layout, device_map, preload_module_classes, release_pages, offload_buffers)
+    layout = _layout_of(model, dtype, keep_in_fp32_modules)
     budgets = _checked_budgets(device_map, max_memory)
+    _check_dispatch(layout, device_map, preload_module_classes, release_pages, offload_buffers)
     opened = open_checkpoint(layout, Path(checkpoint), options)
     layout = with_packed_sizes(layout, opened.specs, quantization)
     if isinstance(device_map, str):
-        blocks = blocks_of(
-            layout, no_split=no_split_module_classes, whole=preload_module_classes, offload_buffers=offload_buffers,
-        )  # fmt: skip
-        if device_map != "sequential":
-            budgets = balanced_budgets(budgets, blocks, low_zero=device_map == "balanced_low_0")
-        device_map = plan_device_map(blocks, budgets, converts=layout.converts)
+        device_map = _planned_map(
+            layout, device_map, budgets, no_split_module_classes, preload_module_classes, offload_buffers
+        )
     report = load_tensors(layout, opened, device_map, options, EachRank())
     return model if device_map is None else dispatch_model(
         model, {**device_map, **dict.fromkeys(report.computed, "cpu")}, offload_dir=offload_folder,
         skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
         dtypes=report.converted_at_use, release_pages=release_pages, offload_buffers=offload_buffers,
     )  # fmt: skip
+
+
+def _layout_of(model: nn.Module, dtype: torch.dtype | None, in_fp32: Collection[str]) -> ModelLayout:
+    """Return the layout of a model, with the dtypes that its tensors get.
+
+    Raises:
+        ValueError: No layer computes in the dtype, or no module has a name in `in_fp32`.
+    """
+    check_load_dtype(dtype)
+    layout = ModelLayout.of(model, dtype=dtype)
+    special: dict[str, torch.dtype] = {}
+    for part in listed(in_fp32):
+        names = [
+            name
+            for name, tensor in layout.tensors.items()
+            if tensor.is_floating_point() and part in name.split(".")[:-1]
+        ]
+        if not names:
+            raise ValueError(
+                f"keep_in_fp32_modules={part!r}: the model has no module called so; see named_modules()"
+            )
+        special.update(dict.fromkeys(names, torch.float32))
+    return replace(layout, special_dtypes=special)
 
 
 def _check_dispatch(
@@ -142,22 +160,16 @@ def _checked_budgets(
     return budgets
 
 
-def _in_fp32(layout: ModelLayout, parts: Collection[str]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the floating-point tensors that stay in fp32, by name.
-
-    Raises:
-        ValueError: No module has such a name.
-    """
-    found: dict[str, torch.dtype] = {}
-    for part in listed(parts):
-        names = [
-            name
-            for name, tensor in layout.tensors.items()
-            if tensor.is_floating_point() and part in name.split(".")[:-1]
-        ]
-        if not names:
-            raise ValueError(
-                f"keep_in_fp32_modules={part!r}: the model has no module called so; see named_modules()"
-            )
-        found.update(dict.fromkeys(names, torch.float32))
-    return found
+def _planned_map(
+    layout: ModelLayout,
+    way: str,
+    budgets: Mapping[Device, int],
+    no_split: Collection[str],
+    whole: Collection[str],
+    offload_buffers: bool,
+) -> DeviceMap:
+    """Return a device map that fits the budgets."""
+    blocks = blocks_of(layout, no_split=no_split, whole=whole, offload_buffers=offload_buffers)
+    if way != "sequential":
+        budgets = balanced_budgets(budgets, blocks, low_zero=way == "balanced_low_0")
+    return plan_device_map(blocks, budgets, converts=layout.converts)

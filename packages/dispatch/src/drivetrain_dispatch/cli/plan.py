@@ -20,7 +20,7 @@ from drivetrain_dispatch.cli.huggingface import (
     whole_classes,
 )
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 from drivetrain_dispatch.planning.device_map import Device

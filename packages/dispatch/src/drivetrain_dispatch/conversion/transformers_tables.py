@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 
 _COMPUTED_TABLES = ("inv_freq", "position_ids")
 

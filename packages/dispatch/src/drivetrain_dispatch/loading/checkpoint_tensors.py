@@ -17,7 +17,7 @@ from drivetrain_dispatch.errors import TiedParametersError
 from drivetrain_dispatch.files.weight_files import MappedFile, open_weights
 from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.load_options import WeightLoadOptions
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.protocol import StoredFP8
 
 _COMPARED_BYTES = 8 * 2**20  # at once

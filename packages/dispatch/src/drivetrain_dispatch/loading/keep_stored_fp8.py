@@ -9,7 +9,7 @@ from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec, fp8_parts
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 
 

@@ -14,11 +14,11 @@ from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.allocate import allocate, no_room
-from drivetrain_dispatch.loading.assign import Assignment, apply_assignments, assignment
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, open_checkpoint
 from drivetrain_dispatch.loading.keep_stored_fp8 import KeepStoredFP8
-from drivetrain_dispatch.loading.load_options import Progress, ReadBy, WeightLoadOptions
+from drivetrain_dispatch.loading.load_options import Progress, ReadBy, WeightLoadOptions, check_load_dtype
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor, plan_load
+from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments, assignment, load_target
 from drivetrain_dispatch.loading.offloaded_form import check_folder, with_computed_in_memory, write_converted
 from drivetrain_dispatch.loading.quantize_on_load import (
     QuantizeOnLoad,
@@ -28,8 +28,8 @@ from drivetrain_dispatch.loading.quantize_on_load import (
 )
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
 from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, WeightReader, pieces_of
-from drivetrain_dispatch.model.layout import ModelLayout
-from drivetrain_dispatch.model.stored_tensor import ShardedTensor, stored_tensor
+from drivetrain_dispatch.model.dtensor import is_divided
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.planning.placement import placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
@@ -110,15 +110,27 @@ def load_checkpoint_in_model(
         ValueError: Another argument is invalid.
     """
     options = WeightLoadOptions(
-        dtype=dtype, strict=strict, rename=rename, num_threads=num_threads, progress=progress, read_by=read_by,
+        strict=strict, rename=rename, num_threads=num_threads, progress=progress, read_by=read_by,
         process_group=process_group, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
+    check_load_dtype(dtype)
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
-    _check_sharded(layout, device_map, read_by)
-    reader = EachRank(num_threads) if read_by == "each" else Rank0Broadcast(process_group)
-    path = Path(checkpoint)
+    return _open_and_load(layout, Path(checkpoint), device_map, options)
+
+
+def _open_and_load(
+    layout: ModelLayout, path: Path, device_map: Mapping[str, Device] | None, options: WeightLoadOptions
+) -> LoadReport:
+    sharded = [name for name, tensor in layout.parameters.items() if is_divided(tensor)]
+    if sharded and (device_map is not None or options.read_by != "each"):
+        raise ValueError(
+            f"{sharded[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
+            "nor read_by"
+        )
+    each = options.read_by == "each"
+    reader = EachRank(options.num_threads) if each else Rank0Broadcast(options.process_group)
     opened = reader.open(path, lambda: open_checkpoint(layout, path, options))
-    sized = reader.together(lambda: with_packed_sizes(layout, opened.specs, quantization))
+    sized = reader.together(lambda: with_packed_sizes(layout, opened.specs, options.quantization))
     return load_tensors(sized, opened, device_map, options, reader)
 
 
@@ -184,7 +196,7 @@ class _Load:
         layout, checkpoint, options = self._layout, self._checkpoint, self._options
         devices = self._device_map
         if devices is None:
-            devices = {name: stored_tensor(tensor).home for name, tensor in layout.tensors.items()}
+            devices = {name: load_target(name, tensor).home for name, tensor in layout.tensors.items()}
         places = places_of_tensors(layout, devices)
         check_places(places.values())
         plan = plan_load(layout, checkpoint, places, options)
@@ -285,14 +297,4 @@ class _Load:
                 if planned.converted_at_use
                 for name in planned.names
             },
-        )
-
-
-def _check_sharded(layout: ModelLayout, device_map: object, read_by: str) -> None:
-    stored = {name: stored_tensor(tensor) for name, tensor in layout.parameters.items()}
-    sharded = [name for name, tensor in stored.items() if isinstance(tensor, ShardedTensor)]
-    if sharded and (device_map is not None or read_by != "each"):
-        raise ValueError(
-            f"{sharded[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
-            "nor read_by"
         )

@@ -22,10 +22,9 @@ class WeightLoadOptions:
     """The options of a load, as `load_checkpoint_in_model` describes them.
 
     Raises:
-        ValueError: An option has the wrong type or value, or no layer computes in the dtype.
+        ValueError: An option has the wrong type or value.
     """
 
-    dtype: torch.dtype | None = None
     strict: bool = True
     rename: Callable[[str], str | None] | None = None
     num_threads: int | None = None
@@ -37,13 +36,6 @@ class WeightLoadOptions:
 
     def __post_init__(self) -> None:
         """Check what a user gave."""
-        if self.dtype is not None:
-            check_dtype("dtype", self.dtype)
-            check_computed(
-                "dtype",
-                self.dtype,
-                "load in torch.bfloat16, then apply_layerwise_casting(model, storage_dtype=...)",
-            )
         if self.progress is not None and not callable(self.progress):
             raise ValueError(
                 f"progress={self.progress!r} cannot be called: give a function of the bytes read and of all"
@@ -55,6 +47,21 @@ class WeightLoadOptions:
             )
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads={self.num_threads}: must be at least 1")
+
+
+def check_load_dtype(dtype: object) -> None:
+    """Check the dtype of a load.
+
+    Raises:
+        ValueError: The argument is not a `torch.dtype`, or no layer computes in it.
+    """
+    if dtype is None:
+        return
+    check_dtype("dtype", dtype)
+    if isinstance(dtype, torch.dtype):
+        check_computed(
+            "dtype", dtype, "load in torch.bfloat16, then apply_layerwise_casting(model, storage_dtype=...)"
+        )
 
 
 def _check_quantization(quantization: object) -> None:

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec, fp8_parts
 from drivetrain_dispatch.loading.load_options import WeightLoadOptions
+from drivetrain_dispatch.loading.load_target import LoadTarget, load_target
 from drivetrain_dispatch.loading.state_dict_diff import StateDictDiff
 from drivetrain_dispatch.model.dtensor import Box, shape_of
-from drivetrain_dispatch.model.layout import ModelLayout
-from drivetrain_dispatch.model.stored_tensor import stored_tensor
-from drivetrain_dispatch.model.tensor_subclass import is_packed
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Place
 
 
@@ -134,7 +132,7 @@ class _Wanted(NamedTuple):
 
     names: tuple[str, ...]
     saved: tuple[str, ...]
-    tensor: Tensor
+    target: LoadTarget
     spec: TensorSpec
     converts: bool  # the user asked for exactly this dtype
     place: Place
@@ -145,17 +143,12 @@ def _wanted(layout: ModelLayout, places: Mapping[str, Place]) -> list[_Wanted]:
     in_checkpoints = layout.model.state_dict(keep_vars=True).keys()
     wanted: list[_Wanted] = []
     for names in layout.aliases:
-        tensor = layout.tensors[names[0]]
-        if is_packed(tensor):
-            raise ValueError(
-                f"{names[0]!r} is quantised already: load into the model as it was before, and give quantization=... "
-                "for its weights to be packed as they come"
-            )
+        target = load_target(names[0], layout.tensors[names[0]])
         special = next((name for name in names if name in layout.special_dtypes), None)
-        spec = TensorSpec(tuple(tensor.shape), layout.dtypes[special or names[0]])
+        spec = TensorSpec(tuple(target.tensor.shape), layout.dtypes[special or names[0]])
         saved = tuple(name for name in names if name in in_checkpoints)
         place = _one_place([places[name] for name in names])
-        wanted.append(_Wanted(names, saved, tensor, spec, special is not None, place))
+        wanted.append(_Wanted(names, saved, target, spec, special is not None, place))
     return wanted
 
 
@@ -170,10 +163,10 @@ def _planned(
 
     A tensor that a forward writes to cannot be converted at use: if its dtype is not the file's, it goes to memory.
     """
-    names, saved, tensor, spec, converts, place = wanted
+    names, saved, target, spec, converts, place = wanted
     there = [name for name in saved if name in found]
     if not there:
-        empty = tensor.is_meta and not _is_meta(place)
+        empty = target.tensor.is_meta and not _is_meta(place)
         diff.absent(names[0], spec, persistent=bool(saved), empty=empty)
         return None
     for name in there:
@@ -183,7 +176,7 @@ def _planned(
         diff.compare_copies(there, stored[first], stored[copy])
     if place == "disk" and names[0] in layout.running_statistics and stored[first].dtype != spec.dtype:
         place = torch.device("cpu")
-    box = stored_tensor(tensor).box(names[0])
+    box = target.box()
     packed_bytes = None if _is_meta(place) else layout.special_sizes.get(names[0])
     reads, maps = _sources(first, stored, place, packs=packed_bytes is not None)
     return PlannedTensor(

@@ -5,7 +5,7 @@ from collections.abc import Collection, Container, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules, listed
 
 # Modules of torch that use the weights of their submodules without calling the submodules.

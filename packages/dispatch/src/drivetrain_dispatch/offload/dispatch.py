@@ -14,7 +14,7 @@ from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.bitsandbytes import KeptLayout, take_back
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.tensor_subclass import is_packed, takes, why_unready
 from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.device_transfer import Moving
@@ -129,14 +129,13 @@ def dispatch_model(
     """
     layout = ModelLayout.of(model)
     placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
-    tensors = layout.tensors
-    _check_use(tensors, placements, dtypes or {}, write_back=write_back, release_pages=release_pages)
+    _check_use(layout.tensors, placements, dtypes or {}, write_back=write_back, release_pages=release_pages)
     take_back(model)
-    check_dispatchable(model, tensors, placements)
+    check_dispatchable(model, layout.tensors, placements)
     wanted = _converted(layout, dtypes or {})
     coming = units_of(layout, _coming(placements, wanted), whole=preload_module_classes)
     check_devices(coming, {name: placement.device for name, placement in placements.items()})
-    files = settle(tensors, placements, mapped or {}, offload_dir, write_back=write_back)
+    files = settle(layout.tensors, placements, mapped or {}, offload_dir, write_back=write_back)
     record = _Dispatch()
     setattr(model, _RECORD, record)
     if coming:

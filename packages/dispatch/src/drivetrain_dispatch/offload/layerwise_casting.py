@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.model.layout import NORMS, ModelLayout
+from drivetrain_dispatch.model.model_layout import NORMS, ModelLayout
 from drivetrain_dispatch.model.sizes import listed
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.dispatch import check_dispatchable, dispatch_model, dispatched
@@ -58,10 +58,7 @@ def apply_layerwise_casting(
     _check_skipped(listed(skip_modules_pattern), skip_modules_classes)
     layout = ModelLayout.of(model)
     skipped = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in layout.modules.items()
-        if isinstance(module, tuple(skip_modules_classes))
-        for name, _ in module.named_parameters(recurse=False)
+        name for name, module in layout.modules.items() if isinstance(module, tuple(skip_modules_classes))
     }
     parameters = {
         name: tensor
@@ -71,7 +68,8 @@ def apply_layerwise_casting(
     whole = {
         id(tensor)
         for name, tensor in parameters.items()
-        if name in skipped or any(re.search(pattern, name) for pattern in listed(skip_modules_pattern))
+        if name.rpartition(".")[0] in skipped
+        or any(re.search(pattern, name) for pattern in listed(skip_modules_pattern))
     }
     stored = [name for name, tensor in parameters.items() if id(tensor) not in whole]
     if not stored:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules, identity, listed
 from drivetrain_dispatch.model.units import UnitNames
 

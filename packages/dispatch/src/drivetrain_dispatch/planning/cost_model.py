@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.model.layout import ModelLayout
 from drivetrain_dispatch.model.meta_copy import meta_copy
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import nearest_entry
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.planning.block_groups import BlockCost

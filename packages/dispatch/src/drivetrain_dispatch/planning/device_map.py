@@ -9,7 +9,7 @@ import torch
 
 from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import nearest_entry
 
 # A device as users write it: an accelerator's index, a string such as "cuda:1", "cpu" or "disk", or a torch.device.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block, blocks_of

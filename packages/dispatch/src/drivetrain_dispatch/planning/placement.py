@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules, nearest_entry
 from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Place, place_of, places_of_tensors
 

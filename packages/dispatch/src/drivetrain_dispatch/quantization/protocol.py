@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules, listed
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.model.units import REACH_INSIDE

@@ -1,22 +1,28 @@
-"""The tensors of a model by the way in which they are stored, and what it takes to give each a value."""
+"""The tensors of a model that a load gives values, and the changes that it makes to the model.
 
-from typing import Any
+All changes are prepared first, so that applying them cannot fail.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.model.dtensor import Box, box_of, is_divided
-from drivetrain_dispatch.model.tensor_subclass import takes
+from drivetrain_dispatch.model.tensor_subclass import is_packed, takes
 
 
-class StoredTensor:
-    """A tensor of a model that is stored plainly.
+class LoadTarget:
+    """A tensor of a model that a load gives a value, here one that is stored plainly.
 
     Args:
-        tensor: The tensor.
+        name: The name of the tensor, for errors.
+        tensor: The parameter or buffer.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
         self.tensor = tensor
 
     @property
@@ -24,7 +30,7 @@ class StoredTensor:
         """The device that the tensor is on, or that it is allocated on if it has no memory yet."""
         return torch.device("cpu") if self.tensor.is_meta else self.tensor.device
 
-    def box(self, name: str) -> Box | None:  # noqa: ARG002 a sharded tensor's error names it
+    def box(self) -> Box | None:
         """Return the position of this rank's shard in the whole tensor; None if it is not sharded."""
         return None
 
@@ -53,7 +59,7 @@ class StoredTensor:
         return self.tensor.requires_grad and (value.is_floating_point() or value.is_complex())
 
 
-class ShardedTensor(StoredTensor):
+class ShardedTarget(LoadTarget):
     """A tensor that is sharded over ranks (torch's DTensor); its values are those of this rank's shard."""
 
     @property
@@ -62,14 +68,14 @@ class ShardedTensor(StoredTensor):
         sharded: Any = self.tensor
         return torch.device(sharded.device_mesh.device_type) if self.tensor.is_meta else self.tensor.device
 
-    def box(self, name: str) -> Box | None:
+    def box(self) -> Box | None:
         """Return the position of this rank's shard in the whole tensor.
 
         Raises:
             ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk`
                 cuts.
         """
-        return box_of(name, self.tensor)
+        return box_of(self.name, self.tensor)
 
     def keeps_object(self, value: Tensor) -> bool:  # noqa: ARG002 the shard takes any value
         """Return whether the tensor has memory: the engine that sharded it keeps views of that."""
@@ -92,6 +98,51 @@ class ShardedTensor(StoredTensor):
         return nn.Parameter(whole, requires_grad=self._learns(value))
 
 
-def stored_tensor(tensor: Tensor) -> StoredTensor:
-    """Return a tensor by the way in which it is stored."""
-    return ShardedTensor(tensor) if is_divided(tensor) else StoredTensor(tensor)
+def load_target(name: str, tensor: Tensor) -> LoadTarget:
+    """Return a tensor as the target of a load, by the way in which it is stored.
+
+    Raises:
+        ValueError: The tensor is quantised already.
+    """
+    if is_packed(tensor):
+        raise ValueError(
+            f"{name!r} is quantised already: load into the model as it was before, and give quantization=... for its "
+            "weights to be packed as they come"
+        )
+    return ShardedTarget(name, tensor) if is_divided(tensor) else LoadTarget(name, tensor)
+
+
+class Assignment(NamedTuple):
+    """A change to a model.
+
+    Attributes:
+        names: The names of the tensor or module that changes.
+        value: The value that they get, or the module.
+        kept: The tensor that gets the value in place; None to replace what has the names.
+    """
+
+    names: tuple[str, ...]
+    value: Tensor | nn.Module
+    kept: LoadTarget | None = None
+
+
+def assignment(names: tuple[str, ...], old: Tensor, value: Tensor) -> Assignment:
+    """Return the change that gives a tensor of the model a value, in place if torch lets it."""
+    target = load_target(names[0], old)
+    if target.keeps_object(value):
+        return Assignment(names, value, target)
+    return Assignment(names, target.replaced_by(value))
+
+
+def apply_assignments(model: nn.Module, assignments: Sequence[Assignment]) -> None:
+    """Apply changes to a model in place.
+
+    Layers come first, so that a layer's other tensors go into the layer that replaces it.
+    """
+    for names, value, kept in sorted(assignments, key=lambda each: not isinstance(each.value, nn.Module)):
+        if kept is not None and isinstance(value, Tensor):
+            kept.put(value)
+            continue
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, value)

@@ -1,6 +1,6 @@
 """The layout of a model: its modules and tensors by name, found in one walk and handed on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,7 +27,7 @@ class ModelLayout:
     A layout describes the model as it was when `of` walked it. The properties are computed on first use and kept.
 
     Attributes:
-        model: The model.
+        model: The model that it describes.
         modules: The modules under every name that they have, each before its submodules.
         parameters: The parameters under every name that they have.
         buffers: The buffers, likewise.
@@ -59,12 +59,22 @@ class ModelLayout:
     ) -> "ModelLayout":
         """Return the layout of a model, which may be on the meta device."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        # Torch's own iterators over tensors would traverse all modules again.
+        parameters: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        for (
+            outer,
+            module,
+        ) in modules.items():  # torch's own iterators would traverse all modules again for each
+            prefix = f"{outer}." if outer else ""
+            for attribute, into in (("_parameters", parameters), ("_buffers", buffers)):
+                for name, tensor in getattr(module, attribute).items():
+                    if tensor is not None:
+                        into[prefix + name] = tensor
         return cls(
             model=model,
             modules=modules,
-            parameters=dict(_held(modules, "_parameters")),
-            buffers=dict(_held(modules, "_buffers")),
+            parameters=parameters,
+            buffers=buffers,
             dtype=dtype,
             special_dtypes=special_dtypes or {},
             special_sizes=special_sizes or {},
@@ -95,6 +105,8 @@ class ModelLayout:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor after conversion, by name."""
+        if self.dtype is None and not self.special_dtypes:
+            return {name: tensor.dtype for name, tensor in self.tensors.items()}
         return {name: self._dtype_after(name, tensor) for name, tensor in self.tensors.items()}
 
     @cached_property
@@ -115,19 +127,11 @@ class ModelLayout:
     @cached_property
     def running_statistics(self) -> frozenset[str]:
         """The buffers that torch's norms write to in a forward without raising their version counters."""
-        norms = {name: module for name, module in self.modules.items() if isinstance(module, NORMS)}
-        return frozenset(name for name, _ in _held(norms, "_buffers"))
+        norms = {name for name, module in self.modules.items() if isinstance(module, NORMS)}
+        return frozenset(name for name in self.buffers if name.rpartition(".")[0] in norms)
 
     def _dtype_after(self, name: str, tensor: Tensor) -> torch.dtype:
         if name in self.special_dtypes:
             return self.special_dtypes[name]
         converts = self.dtype is not None and (tensor.is_floating_point() or tensor.is_complex())
         return self.dtype if self.dtype is not None and converts else tensor.dtype
-
-
-def _held(modules: Mapping[str, nn.Module], attribute: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in an attribute of modules, with their names."""
-    for outer, module in modules.items():
-        for name, tensor in getattr(module, attribute).items():
-            if tensor is not None:
-                yield f"{outer}.{name}" if outer else name, tensor

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_dispatch.model.layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout
 
 
 class Tied(nn.Module):
