@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from drivetrain_dispatch.files.weight_files import MappedFile
-from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec
-from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, fill, pieces_of
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
+from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, EachRank, pieces_of
 
 shapes = st.lists(st.integers(0, 3000), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.int8, torch.bfloat16, torch.complex128])
@@ -47,6 +47,8 @@ def test_any_number_of_threads_reads_the_same(tmp_path: Path, num_threads: int, 
     file = MappedFile(tmp_path / "x.safetensors")
     targets = {name: torch.empty_like(value, dtype=dtype) for name, value in values.items() if name != "3"}
     stored = {name: TensorSpec(tuple(file.tensor(name).shape), torch.float32) for name in file.in_order}
-    pieces = pieces_of(stored, targets, {})
-    fill(pieces, targets, dict.fromkeys(values, file), num_threads=num_threads)
+    checkpoint = CheckpointTensors(path=tmp_path, specs=stored, sources=dict.fromkeys(values, file))
+    read_bytes: list[int] = []
+    EachRank(num_threads).read(checkpoint, targets, {}, read_bytes.append)
+    assert sum(read_bytes) == sum(values[name].nbytes for name in targets)
     assert all(torch.equal(target, values[name].to(dtype)) for name, target in targets.items())

@@ -19,6 +19,9 @@ class KeepStoredFP8:
     Args:
         stored: The tensors of the checkpoint.
         sources: The source of each.
+
+    Attributes:
+        files: The files of weights that stay on the disk, by the checkpoint's names.
     """
 
     def __init__(self, stored: Mapping[str, TensorSpec], sources: Mapping[str, WeightSource]) -> None:

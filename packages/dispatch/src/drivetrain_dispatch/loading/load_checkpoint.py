@@ -2,9 +2,9 @@
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,17 @@ from drivetrain_dispatch.loading.load_options import Progress, ReadBy, WeightLoa
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor, plan_load
 from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments, assignment, load_target
 from drivetrain_dispatch.loading.offloaded_form import check_folder, with_computed_in_memory, write_converted
-from drivetrain_dispatch.loading.quantize_on_load import (
-    QuantizeOnLoad,
-    WeightPacker,
-    refuse_to_save,
-    with_packed_sizes,
-)
+from drivetrain_dispatch.loading.quantize_on_load import QuantizeOnLoad, refuse_to_save, with_packed_sizes
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
-from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, WeightReader, pieces_of
+from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
 from drivetrain_dispatch.model.dtensor import is_divided
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.planning.placement import placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
+
+WeightReader: TypeAlias = EachRank | Rank0Broadcast
+WeightPacker: TypeAlias = QuantizeOnLoad | KeepStoredFP8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +148,8 @@ def load_tensors(
         options: The options of the load.
         reader: Who reads; called on all ranks that it reads for.
     """
-    with _Load(layout, checkpoint, device_map, options, reader) as load:
+    load = _Load(layout=layout, checkpoint=checkpoint, device_map=device_map, options=options, reader=reader)
+    with load:
         plan = reader.together(load.plan)
         plan = reader.together(lambda: load.write_converted(plan))
         changes = reader.together(lambda: load.read(plan))
@@ -160,41 +159,34 @@ def load_tensors(
         return load.report(plan)
 
 
+@dataclass(kw_only=True)
 class _Load:
     """The steps of a load. The end of its block drops the values read, so that a kept error holds no memory."""
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        checkpoint: CheckpointTensors,
-        device_map: Mapping[str, Device] | None,
-        options: WeightLoadOptions,
-        reader: WeightReader,
-    ) -> None:
-        self._layout = layout
-        self._checkpoint = checkpoint
-        self._device_map = device_map
-        self._options = options
-        self._reader = reader
-        # By the checkpoint's names: the sources of its tensors, those of tensors that were written in another form
-        # first, and the values.
-        self._sources: ChainMap[str, WeightSource] = ChainMap({}, dict(checkpoint.sources))
-        self._values: dict[str, Tensor] = {}
-        self._packer: WeightPacker | None = None
-        self._computed: tuple[str, ...] = ()
+    layout: ModelLayout
+    checkpoint: CheckpointTensors
+    device_map: Mapping[str, Device] | None
+    options: WeightLoadOptions
+    reader: WeightReader
+    # By the checkpoint's names: values, and sources, those of tensors that were written in another form first.
+    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    sources: ChainMap[str, WeightSource] = field(default_factory=ChainMap[str, WeightSource])
+    packer: WeightPacker | None = None
+    computed: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
+        self.sources = ChainMap({}, dict(self.checkpoint.sources))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._values.clear()
-        if kind is not None and self._packer is not None:
-            self._packer.undo()
+        self.values.clear()
+        if kind is not None and self.packer is not None:
+            self.packer.undo()
 
     def plan(self) -> LoadPlan:
         """Plan and check the load, and allocate its memory."""
-        layout, checkpoint, options = self._layout, self._checkpoint, self._options
-        devices = self._device_map
+        layout, checkpoint, options = self.layout, self.checkpoint, self.options
+        devices = self.device_map
         if devices is None:
             devices = {name: load_target(name, tensor).home for name, tensor in layout.tensors.items()}
         places = places_of_tensors(layout, devices)
@@ -202,86 +194,86 @@ class _Load:
         plan = plan_load(layout, checkpoint, places, options)
         if any(planned.place == "disk" for planned in plan.tensors):
             checkpoint = self._opened_here()
-        plan, self._computed = with_computed_in_memory(plan, self._sources)
-        check_folder(plan, self._sources, options.offload_folder)
-        if self._sources:
+        plan, self.computed = with_computed_in_memory(plan, self.sources)
+        check_folder(plan, self.sources, options.offload_folder)
+        if self.sources:
             for planned in plan.tensors:
                 checkpoint.check_copies(planned.stored, planned.copies)
         if plan.packed:
-            self._packer = self._packer_for(devices)
-        allocate(plan.tensors, self._values)
+            self.packer = self._packer_for(devices)
+        allocate(plan.tensors, self.values)
         return plan
 
     def _opened_here(self) -> CheckpointTensors:
         """Return the checkpoint, opened on this rank if it has only its descriptions from rank 0."""
-        if not self._sources:
-            opened = open_checkpoint(self._layout, self._checkpoint.path, self._options)
-            if opened.specs != self._checkpoint.specs:
+        if not self.sources:
+            opened = open_checkpoint(self.layout, self.checkpoint.path, self.options)
+            if opened.specs != self.checkpoint.specs:
                 raise WeightFilesError(
                     f"{opened.path} is not on this rank what it is on rank 0: copy it here again"
                 )
-            self._checkpoint = opened
-            self._sources.update(opened.sources)
-        return self._checkpoint
+            self.checkpoint = opened
+            self.sources.update(opened.sources)
+        return self.checkpoint
 
     def _packer_for(self, device_map: Mapping[str, Device]) -> WeightPacker:
-        quantization = self._options.quantization
+        quantization = self.options.quantization
         if quantization is None or isinstance(quantization, StoredFP8):
-            return KeepStoredFP8(self._checkpoint.specs, self._sources)
-        placements = placements_of(self._layout, device_map)
+            return KeepStoredFP8(self.checkpoint.specs, self.sources)
+        placements = placements_of(self.layout, device_map)
         devices = {name: placement.device for name, placement in placements.items()}
-        return QuantizeOnLoad(quantization, devices, self._options.offload_folder)
+        return QuantizeOnLoad(quantization, devices, self.options.offload_folder)
 
     def write_converted(self, plan: LoadPlan) -> LoadPlan:
         """Write the tensors that the disk keeps in another form than the checkpoint's."""
-        plan, written = write_converted(plan, self._sources, self._options.offload_folder)
-        self._sources.update(written)
+        plan, written = write_converted(plan, self.sources, self.options.offload_folder)
+        self.sources.update(written)
         return plan
 
     def read(self, plan: LoadPlan) -> list[Assignment]:
         """Read all values, and return the changes that they make to the model."""
         boxes = {planned.stored: planned.box for planned in plan.tensors if planned.box is not None}
-        names = self._reader.wanted_by_any(name for planned in plan.tensors for name in planned.reads)
-        pieces = pieces_of(self._checkpoint.specs, names, boxes)
-        progress = ReadProgress(self._options.progress, sum(piece.size_bytes for piece in pieces))
+        names = self.reader.wanted_by_any(name for planned in plan.tensors for name in planned.reads)
+        pieces = pieces_of(self.checkpoint.specs, names, boxes)
+        progress = ReadProgress(self.options.progress, sum(piece.size_bytes for piece in pieces))
 
         def read(targets: Mapping[str, Tensor]) -> None:
-            self._reader.read(self._checkpoint, targets, boxes, progress.add)
+            self.reader.read(self.checkpoint, targets, boxes, progress.add)
 
-        read(self._values)
+        read(self.values)
         for index, planned in enumerate(plan.tensors):
             if planned.is_packed:
                 try:
-                    self._values[planned.stored] = self._packed(planned, read)
+                    self.values[planned.stored] = self._packed(planned, read)
                 except (torch.OutOfMemoryError, MemoryError) as error:
                     raise no_room(planned, plan.tensors[:index], plan.tensors) from error
-        self._checkpoint.check_unchanged()
+        self.checkpoint.check_unchanged()
         return [change for planned in plan.tensors for change in self._changes(planned)]
 
     def _packed(self, planned: PlannedTensor, read: Callable[[Mapping[str, Tensor]], None]) -> nn.Parameter:
         """Read and pack a weight; what was read of it is dropped, so that only one weight is held in full."""
-        packer = self._packer
+        packer = self.packer
         assert packer is not None
-        memory = self._reader.together(lambda: packer.allocate(planned))
+        memory = self.reader.together(lambda: packer.allocate(planned))
         read(memory)
-        return self._reader.together(lambda: packer.pack(planned, memory))
+        return self.reader.together(lambda: packer.pack(planned, memory))
 
     def _changes(self, planned: PlannedTensor) -> list[Assignment]:
         """Return the changes for one tensor: its value, or the layer that a packed weight brings with it."""
-        names, value = planned.names, self._values.get(planned.stored)
-        if self._packer is not None and planned.is_packed and isinstance(value, nn.Parameter):
+        names, value = planned.names, self.values.get(planned.stored)
+        if self.packer is not None and planned.is_packed and isinstance(value, nn.Parameter):
             modules = tuple(name.rpartition(".")[0] for name in names)
-            layer = self._packer.layer(self._layout.modules[modules[0]], value)
+            layer = self.packer.layer(self.layout.modules[modules[0]], value)
             return [Assignment(names, value) if layer is None else Assignment(modules, layer)]
         if value is None and planned.place == "disk":
-            value = self._sources[planned.stored].tensor(planned.stored)
+            value = self.sources[planned.stored].tensor(planned.stored)
         elif value is None:
             value = torch.empty(planned.shape, dtype=planned.dtype, device="meta")
-        return [assignment(names, self._layout.tensors[names[0]], value)]
+        return [assignment(names, self.layout.tensors[names[0]], value)]
 
     def report(self, plan: LoadPlan) -> LoadReport:
         """Return the report of the load."""
-        files = self._sources if self._packer is None else self._sources.new_child(dict(self._packer.files))
+        files = self.sources if self.packer is None else self.sources.new_child(dict(self.packer.files))
         mapped: dict[str, MappedFile] = {}
         for planned in plan.tensors:
             if planned.place == "disk" and (file := files[planned.stored].file_of(planned.stored)):
@@ -290,7 +282,7 @@ class _Load:
             missing=plan.missing,
             unexpected=plan.unexpected,
             mapped=mapped,
-            computed=self._computed,
+            computed=self.computed,
             converted_at_use={
                 name: planned.dtype
                 for planned in plan.tensors

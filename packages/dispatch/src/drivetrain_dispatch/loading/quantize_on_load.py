@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,39 +19,18 @@ from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloa
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8, packed_sizes
 
 
-class WeightPacker(Protocol):
-    """A maker of packed weights. A load calls `allocate`, reads the memory's values, and calls `pack`, one by one.
-
-    Attributes:
-        files: The files of packed weights that stay on the disk, by the checkpoint's names.
-    """
-
-    files: dict[str, MappedFile]
-
-    def allocate(self, planned: PlannedTensor) -> dict[str, Tensor]:
-        """Return memory for the tensors that are read for a weight, by the checkpoint's names."""
-        ...
-
-    def pack(self, planned: PlannedTensor, read: Mapping[str, Tensor]) -> nn.Parameter:
-        """Return the packed weight in its place, made of the tensors that were read."""
-        ...
-
-    def layer(self, module: nn.Module, weight: nn.Parameter) -> nn.Module | None:
-        """Return a layer that replaces the weight's module; None to keep that."""
-        ...
-
-    def undo(self) -> None:
-        """Delete the files that were written for weights on the disk."""
-        ...
-
-
 class QuantizeOnLoad:
     """A packer that reads weights in full on the device that computes them, and quantises them there.
+
+    A load calls `allocate`, reads the values of that memory, and calls `pack`, one weight after the other.
 
     Args:
         quantization: How weights are packed.
         devices: The device that computes with each tensor, by the model's names.
         folder: The folder for packed weights that stay on the disk.
+
+    Attributes:
+        files: The files of packed weights that stay on the disk, by the checkpoint's names.
     """
 
     def __init__(
@@ -116,18 +95,15 @@ def with_packed_sizes(
     return replace(layout, special_sizes=packed_sizes(layout, quantization))
 
 
-class SavesNothing:
-    """A replacement for `save_pretrained` of a model whose weights are packed."""
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Refuse to save: the library would write packed weights that nothing reads, maybe over the full ones."""
-        raise OffloadedError(
-            "the weights of this model are packed, and save_pretrained would write what no library reads: load "
-            "the model without quantization to save it, or save model.state_dict() by torch.save"
-        )
-
-
 def refuse_to_save(model: nn.Module) -> None:
     """Make `save_pretrained` of a model with packed weights raise, if it has such a method."""
     if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = SavesNothing()
+        model.__dict__["save_pretrained"] = _refuse
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    """Refuse to save: the library would write packed weights that nothing reads, maybe over the full ones."""
+    raise OffloadedError(
+        "the weights of this model are packed, and save_pretrained would write what no library reads: load the model "
+        "without quantization to save it, or save model.state_dict() by torch.save"
+    )

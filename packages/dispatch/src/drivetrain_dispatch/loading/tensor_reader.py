@@ -2,12 +2,12 @@
 
 import math
 import os
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,59 +48,26 @@ class ReadRange(NamedTuple):
         return (self.stop - self.start) * self.dtype.itemsize
 
 
-class WeightReader(Protocol):
-    """A reader of a checkpoint, for this rank alone or for all. All ranks that it reads for call each method."""
-
-    def open(self, path: Path, step: Callable[[], CheckpointTensors]) -> CheckpointTensors:
-        """Open the checkpoint at a path by a step; a rank that reads nothing gets descriptions without sources."""
-        ...
-
-    def together(self, step: Callable[[], Result]) -> Result:
-        """Run a step on each rank; if it fails on one, raise on all."""
-        ...
-
-    def wanted_by_any(self, names: Iterable[str]) -> set[str]:
-        """Return the names that any of the ranks gives."""
-        ...
-
-    def read(
-        self,
-        checkpoint: CheckpointTensors,
-        targets: Mapping[str, Tensor],
-        boxes: Mapping[str, Box],
-        progress: Callable[[int], object],
-    ) -> None:
-        """Read the values of all tensors that have memory.
-
-        Args:
-            checkpoint: The tensors of the checkpoint.
-            targets: The memory of the tensors that this rank loads, by the checkpoint's name.
-            boxes: The positions of this rank's shards, for tensors that are sharded.
-            progress: A function called in this thread with the bytes of each piece that has been read.
-        """
-        ...
-
-
 class EachRank:
-    """A reader for this rank alone.
+    """A reader of a checkpoint for this rank alone.
 
     Args:
         num_threads: The number of threads that read; None takes one per processor, four at most.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads
+        self._num_threads = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
 
-    def open(self, path: Path, step: Callable[[], CheckpointTensors]) -> CheckpointTensors:  # noqa: ARG002 the step has it
-        """Open a checkpoint by a step."""
+    def open(self, path: Path, step: Callable[[], CheckpointTensors]) -> CheckpointTensors:  # noqa: ARG002
+        """Open the checkpoint at a path by a step."""
         return step()
 
     def together(self, step: Callable[[], Result]) -> Result:
-        """Run a step."""
+        """Run a step; where ranks load together, it fails on all if it fails on one."""
         return step()
 
     def wanted_by_any(self, names: Iterable[str]) -> set[str]:
-        """Return the names."""
+        """Return the names that any of the ranks that load together gives."""
         return set(names)
 
     def read(
@@ -112,11 +79,48 @@ class EachRank:
     ) -> None:
         """Read the values of all tensors that have memory, in several threads.
 
+        Each thread also holds `PIECE_BYTES` of host memory, for tensors whose device or dtype is not that of their
+        file.
+
+        Args:
+            checkpoint: The tensors of the checkpoint.
+            targets: The memory of the tensors that this rank loads, by the checkpoint's name.
+            boxes: The positions of this rank's shards, for tensors that are sharded.
+            progress: A function called in this thread with the bytes of each piece that has been read.
+
         Raises:
             WeightFilesError: A file is truncated.
         """
-        pieces = pieces_of(checkpoint.specs, targets, boxes)
-        fill(pieces, targets, checkpoint.sources, num_threads=self._num_threads, progress=progress)
+        pieces, sources = pieces_of(checkpoint.specs, targets, boxes), checkpoint.sources
+        buffers: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(self._num_threads if pieces else 0):
+            buffers.put(staging_buffer(targets.values()))
+
+        def read(piece: ReadRange) -> int:
+            name, buffer = piece.name, buffers.get()
+            try:
+                if piece.box is not None:
+                    sources[name].copy_box(name, targets[name], piece.box)
+                    return piece.size_bytes
+                target = targets[name].view(-1)[piece.start : piece.stop]
+                sources[name].copy(name, target, start=piece.skipped + piece.start, buffer=buffer)
+            finally:
+                buffers.put(buffer)
+            return piece.size_bytes
+
+        with _threads(self._num_threads) as pool:
+            waiting = iter(pieces)
+            running: set[Future[int]] = set()
+            while True:
+                # Few pieces are submitted at a time, so that an error or an interrupt ends the load at once.
+                while len(running) < 2 * self._num_threads and (piece := next(waiting, None)) is not None:
+                    _expect(piece, sources[piece.name])
+                    running.add(pool.submit(read, piece))
+                if not running:
+                    return
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    progress(future.result())
 
 
 class ReadProgress:
@@ -137,62 +141,6 @@ class ReadProgress:
         self._done_bytes += size_bytes
         if self._tell is not None:
             self._tell(self._done_bytes, self._all_bytes)
-
-
-def fill(
-    pieces: Sequence[ReadRange],
-    targets: Mapping[str, Tensor],
-    sources: Mapping[str, WeightSource],
-    *,
-    num_threads: int | None = None,
-    progress: Callable[[int], object] = lambda _: None,
-) -> None:
-    """Read pieces into memory in several threads.
-
-    Each thread also holds `PIECE_BYTES` of host memory, for tensors whose device or dtype is not that of their file.
-
-    Args:
-        pieces: The pieces to read, in the order of the files.
-        targets: The memory of the tensors, by the checkpoint's name.
-        sources: The source of each tensor, by the checkpoint's name.
-        num_threads: The number of threads that read; None takes one per processor, four at most.
-        progress: A function called in this thread with the bytes of each piece that has been read.
-
-    Raises:
-        WeightFilesError: A file is truncated.
-    """
-    if not pieces:
-        return
-    threads = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
-    buffers: SimpleQueue[Tensor] = SimpleQueue()
-    for _ in range(threads):
-        buffers.put(staging_buffer(targets.values()))
-
-    def read(piece: ReadRange) -> int:
-        name, buffer = piece.name, buffers.get()
-        try:
-            if piece.box is not None:
-                sources[name].copy_box(name, targets[name], piece.box)
-                return piece.size_bytes
-            target = targets[name].view(-1)[piece.start : piece.stop]
-            sources[name].copy(name, target, start=piece.skipped + piece.start, buffer=buffer)
-        finally:
-            buffers.put(buffer)
-        return piece.size_bytes
-
-    with _threads(threads) as pool:
-        waiting = iter(pieces)
-        running: set[Future[int]] = set()
-        while True:
-            # Few pieces are submitted at a time, so that an error or an interrupt ends the load at once.
-            while len(running) < 2 * threads and (piece := next(waiting, None)) is not None:
-                _expect(piece, sources[piece.name])
-                running.add(pool.submit(read, piece))
-            if not running:
-                return
-            ended, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                progress(future.result())
 
 
 def _expect(piece: ReadRange, file: WeightSource) -> None:
