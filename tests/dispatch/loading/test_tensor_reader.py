@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
 from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, EachRank, pieces_of
@@ -47,7 +48,8 @@ def test_any_number_of_threads_reads_the_same(tmp_path: Path, num_threads: int, 
     file = MappedFile(tmp_path / "x.safetensors")
     targets = {name: torch.empty_like(value, dtype=dtype) for name, value in values.items() if name != "3"}
     stored = {name: TensorSpec(tuple(file.tensor(name).shape), torch.float32) for name in file.in_order}
-    checkpoint = CheckpointTensors(path=tmp_path, specs=stored, sources=dict.fromkeys(values, file))
+    sources = {name: LazyTensor.in_file(file, name) for name in values}
+    checkpoint = CheckpointTensors(path=tmp_path, specs=stored, sources=sources)
     read_bytes: list[int] = []
     EachRank(num_threads).read(checkpoint, targets, {}, read_bytes.append)
     assert sum(read_bytes) == sum(values[name].nbytes for name in targets)

@@ -9,13 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.conversion.converted_checkpoint import ConvertedCheckpoint
 from drivetrain_dispatch.conversion.fp8_checkpoint import Fp8Weights, can_be_kept, dequantised, fp8_weights
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.conversion.transformers_tables import converted_names
 from drivetrain_dispatch.errors import TiedParametersError
-from drivetrain_dispatch.files.weight_files import MappedFile, open_weights
-from drivetrain_dispatch.files.weight_source import WeightSource
+from drivetrain_dispatch.files.weight_files import open_weights
 from drivetrain_dispatch.loading.load_options import WeightLoadOptions
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.protocol import StoredFP8
@@ -52,12 +50,12 @@ class CheckpointTensors:
     Attributes:
         path: The path that errors name.
         specs: The description of each tensor, in the order of the files.
-        sources: The source of each tensor; empty on a rank that has not opened the files.
+        sources: The tensors, which are read on demand; empty on a rank that has not opened the files.
     """
 
     path: Path
     specs: Mapping[str, TensorSpec]
-    sources: Mapping[str, WeightSource]
+    sources: Mapping[str, LazyTensor]
 
     @property
     def weights(self) -> dict[str, TensorSpec]:
@@ -72,7 +70,7 @@ class CheckpointTensors:
             TiedParametersError: Two of them differ.
         """
         for copy in copies:
-            if not _same(*(self.sources[each].tensor(each) for each in (name, copy))):
+            if not _same(*(self.sources[each].values() for each in (name, copy))):
                 raise TiedParametersError(
                     f"{name!r} and {copy!r} are one tensor in the model but differ in the file: untie them, or leave "
                     "one out (rename gives None for it)"
@@ -84,8 +82,8 @@ class CheckpointTensors:
         Raises:
             WeightFilesError: A file was written to.
         """
-        for source in {id(source): source for source in self.sources.values()}.values():
-            source.check_unchanged()
+        for file in dict.fromkeys(file for source in self.sources.values() for file in source.files()):
+            file.check_unchanged()
 
 
 def fp8_parts(name: str) -> tuple[str, str]:
@@ -102,31 +100,26 @@ def open_checkpoint(layout: ModelLayout, path: Path, options: WeightLoadOptions)
     Raises:
         WeightFilesError: The path is no checkpoint, a file is damaged, or the checkpoint cannot be converted.
     """
-    files = open_weights(path)
-    sources: Mapping[str, WeightSource] = files
+    held = {name: LazyTensor.in_file(file, name) for name, file in open_weights(path).items()}
+    sources = held
     if options.rename is None:
-        keeps_fp8 = isinstance(options.quantization, StoredFP8)
-        sources = _converted(layout, path, files, keeps_fp8=keeps_fp8)
+        sources = _converted(layout, held, keeps_fp8=isinstance(options.quantization, StoredFP8))
     specs = {
-        name: TensorSpec(source.tensor_shape(name), source.tensor_dtype(name), source.divisible(name))
+        name: TensorSpec(tuple(source.shape), source.dtype, source.divisible())
         for name, source in sources.items()
     }
     return CheckpointTensors(path=path, specs=specs, sources=sources)
 
 
-def _converted(
-    layout: ModelLayout, path: Path, files: Mapping[str, MappedFile], *, keeps_fp8: bool
-) -> Mapping[str, WeightSource]:
+def _converted(layout: ModelLayout, held: dict[str, LazyTensor], *, keeps_fp8: bool) -> dict[str, LazyTensor]:
     """Return a checkpoint's tensors by the model's names and in its form."""
-    held = {name: LazyTensor.in_file(file, name) for name, file in files.items()}
     fp8 = fp8_weights(held, layout.tensors.keys())
     found = converted_names(layout, dequantised(held, fp8))
     if keeps_fp8:
         found |= _kept_parts(layout, fp8)
     if found.keys() == held.keys() and all(found[name] is tensor for name, tensor in held.items()):
-        return files
-    converted = ConvertedCheckpoint(path, found)
-    return dict.fromkeys(sorted(found, key=lambda name: found[name].position()), converted)
+        return held
+    return {name: found[name] for name in sorted(found, key=lambda name: found[name].position())}
 
 
 def _kept_parts(layout: ModelLayout, fp8: Fp8Weights) -> dict[str, LazyTensor]:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.files.weight_files import MappedFile
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec, fp8_parts
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.model.model_layout import ModelLayout
@@ -24,7 +24,7 @@ class KeepStoredFP8:
         files: The files of weights that stay on the disk, by the checkpoint's names.
     """
 
-    def __init__(self, stored: Mapping[str, TensorSpec], sources: Mapping[str, WeightSource]) -> None:
+    def __init__(self, stored: Mapping[str, TensorSpec], sources: Mapping[str, LazyTensor]) -> None:
         self.files: dict[str, MappedFile] = {}
         self._stored = stored
         self._sources = sources
@@ -38,9 +38,9 @@ class KeepStoredFP8:
 
     def pack(self, planned: PlannedTensor, read: Mapping[str, Tensor]) -> nn.Parameter:
         """Return the weight that is made of its values and scales."""
-        mapped = {name: self._sources[name].tensor(name) for name in planned.maps}
+        mapped = {name: self._sources[name].values() for name in planned.maps}
         for name in planned.maps:
-            if (file := self._sources[name].file_of(name)) is not None:
+            if (file := self._sources[name].mapped_file()) is not None:
                 self.files[planned.stored] = file
         values, scales = {**read, **mapped}.values()
         weight = BlockScaledTensor(values, scales, planned.dtype)

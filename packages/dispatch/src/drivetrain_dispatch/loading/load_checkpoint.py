@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.files.weight_files import MappedFile
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.allocate import allocate, no_room
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, open_checkpoint
 from drivetrain_dispatch.loading.keep_stored_fp8 import KeepStoredFP8
@@ -170,7 +170,7 @@ class _Load:
     reader: WeightReader
     # By the checkpoint's names: values, and sources, those of tensors that were written in another form first.
     values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    sources: ChainMap[str, WeightSource] = field(default_factory=ChainMap[str, WeightSource])
+    sources: ChainMap[str, LazyTensor] = field(default_factory=ChainMap[str, LazyTensor])
     packer: WeightPacker | None = None
     computed: tuple[str, ...] = ()
 
@@ -266,18 +266,19 @@ class _Load:
             layer = self.packer.layer(self.layout.modules[modules[0]], value)
             return [Assignment(names, value) if layer is None else Assignment(modules, layer)]
         if value is None and planned.place == "disk":
-            value = self.sources[planned.stored].tensor(planned.stored)
+            value = self.sources[planned.stored].values()
         elif value is None:
             value = torch.empty(planned.shape, dtype=planned.dtype, device="meta")
         return [assignment(names, self.layout.tensors[names[0]], value)]
 
     def report(self, plan: LoadPlan) -> LoadReport:
         """Return the report of the load."""
-        files = self.sources if self.packer is None else self.sources.new_child(dict(self.packer.files))
+        packed = {} if self.packer is None else self.packer.files
         mapped: dict[str, MappedFile] = {}
         for planned in plan.tensors:
-            if planned.place == "disk" and (file := files[planned.stored].file_of(planned.stored)):
-                mapped.update(dict.fromkeys(planned.names, file))
+            if planned.place == "disk":
+                file = packed.get(planned.stored) or self.sources[planned.stored].mapped_file()
+                mapped.update(dict.fromkeys(planned.names, file) if file is not None else {})
         return LoadReport(
             missing=plan.missing,
             unexpected=plan.unexpected,

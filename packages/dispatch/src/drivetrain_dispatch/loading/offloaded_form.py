@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 
-from drivetrain_dispatch.conversion.converted_checkpoint import ConvertedCheckpoint
-from drivetrain_dispatch.files.weight_files import MappedFile
-from drivetrain_dispatch.files.weight_source import WeightSource
+from drivetrain_dispatch.conversion.converted_file import write_converted_file
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
 
 
 def with_computed_in_memory(
-    plan: LoadPlan, sources: Mapping[str, WeightSource]
+    plan: LoadPlan, sources: Mapping[str, LazyTensor]
 ) -> tuple[LoadPlan, tuple[str, ...]]:
     """Move tensors that the model computes, and that no file holds, from the disk to memory.
 
@@ -23,9 +22,7 @@ def with_computed_in_memory(
     moved: list[str] = []
 
     def in_memory(planned: PlannedTensor) -> PlannedTensor:
-        source = sources.get(planned.stored)
-        computed = isinstance(source, ConvertedCheckpoint) and source.is_computed(planned.stored)
-        if not computed or planned.stored not in planned.maps:
+        if not any(name in sources and not sources[name].files() for name in planned.maps):
             return planned
         moved.extend(planned.names)
         return replace(planned, place=torch.device("cpu"), reads=planned.maps, maps=())
@@ -33,7 +30,7 @@ def with_computed_in_memory(
     return replace(plan, tensors=tuple(map(in_memory, plan.tensors))), tuple(moved)
 
 
-def check_folder(plan: LoadPlan, sources: Mapping[str, WeightSource], folder: Path | str | None) -> None:
+def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None) -> None:
     """Check that there is a folder for tensors that the disk keeps in another form than the checkpoint's.
 
     Raises:
@@ -59,8 +56,8 @@ def check_folder(plan: LoadPlan, sources: Mapping[str, WeightSource], folder: Pa
 
 
 def write_converted(
-    plan: LoadPlan, sources: Mapping[str, WeightSource], folder: Path | str | None
-) -> tuple[LoadPlan, dict[str, MappedFile]]:
+    plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None
+) -> tuple[LoadPlan, dict[str, LazyTensor]]:
     """Write tensors that the disk keeps in another form than the checkpoint's, unless an earlier load has.
 
     Args:
@@ -69,7 +66,7 @@ def write_converted(
         folder: The folder for the file.
 
     Returns:
-        The plan, in which these tensors are stored in their compute dtype, and the file of each tensor.
+        The plan, in which these tensors are stored in their compute dtype, and the tensors as the file holds them.
 
     Raises:
         WeightFilesError: The disk has no room.
@@ -77,9 +74,8 @@ def write_converted(
     names = _to_write(plan, sources)
     if not names or folder is None:
         return plan, {}
-    (checkpoint,) = {id(sources[name]): sources[name] for name in names}.values()
-    assert isinstance(checkpoint, ConvertedCheckpoint)
-    written = dict.fromkeys(names, checkpoint.written(names, Path(folder).expanduser()))
+    file = write_converted_file(sources, names, Path(folder).expanduser())
+    written = {name: LazyTensor.in_file(file, name) for name in names}
     tensors = (
         replace(planned, stored_dtype=planned.dtype) if planned.stored in names else planned
         for planned in plan.tensors
@@ -87,16 +83,16 @@ def write_converted(
     return replace(plan, tensors=tuple(tensors)), written
 
 
-def _to_write(plan: LoadPlan, sources: Mapping[str, WeightSource]) -> dict[str, torch.dtype]:
+def _to_write(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors that no file holds in their form on the disk, by the plan's stored names."""
     names: dict[str, torch.dtype] = {}
     for planned in plan.tensors:
         if not all(name in sources for name in planned.maps):
             continue
-        files = {sources[name].file_of(name) for name in planned.maps}
+        files = {sources[name].mapped_file() for name in planned.maps}
         if None in files or len(files) > 1:  # the parts of a weight must be in one file
             names.update(
-                (name, planned.dtype if name == planned.stored else sources[name].tensor_dtype(name))
+                (name, planned.dtype if name == planned.stored else sources[name].dtype)
                 for name in planned.maps
             )
     return names

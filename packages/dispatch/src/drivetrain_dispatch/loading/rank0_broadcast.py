@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import LoadError
-from drivetrain_dispatch.files.weight_source import WeightSource
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors
 from drivetrain_dispatch.loading.tensor_reader import (
     PIECE_BYTES,
@@ -145,10 +145,9 @@ def _failure_of(progress: Callable[[int], object], size_bytes: int) -> Exception
     return None
 
 
-def _read(piece: ReadRange, sources: Mapping[str, WeightSource], buffer: Tensor) -> None:
-    name = piece.name
+def _read(piece: ReadRange, sources: Mapping[str, LazyTensor], buffer: Tensor) -> None:
     values = buffer[: piece.size_bytes].view(piece.dtype)
-    sources[name].copy(name, values, start=piece.start, buffer=buffer)
+    sources[piece.name].read_piece(values, start=piece.start, buffer=buffer)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.files.weight_source import WeightSource
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
 from drivetrain_dispatch.loading.load_options import Progress
 from drivetrain_dispatch.model.dtensor import Box, range_of, shape_of
@@ -100,10 +100,10 @@ class EachRank:
             name, buffer = piece.name, buffers.get()
             try:
                 if piece.box is not None:
-                    sources[name].copy_box(name, targets[name], piece.box)
+                    sources[name].read_box(targets[name], piece.box)
                     return piece.size_bytes
                 target = targets[name].view(-1)[piece.start : piece.stop]
-                sources[name].copy(name, target, start=piece.skipped + piece.start, buffer=buffer)
+                sources[name].read_piece(target, start=piece.skipped + piece.start, buffer=buffer)
             finally:
                 buffers.put(buffer)
             return piece.size_bytes
@@ -143,10 +143,10 @@ class ReadProgress:
             self._tell(self._done_bytes, self._all_bytes)
 
 
-def _expect(piece: ReadRange, file: WeightSource) -> None:
+def _expect(piece: ReadRange, tensor: LazyTensor) -> None:
     """Ask the system to begin reading a piece, if its position in the file is known."""
     if piece.box is None:
-        file.expect(piece.name, start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
+        tensor.expect(start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
 
 
 def pieces_of(

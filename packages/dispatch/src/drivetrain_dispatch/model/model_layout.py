@@ -41,9 +41,9 @@ class ModelLayout:
     """
 
     model: nn.Module
-    modules: Mapping[str, nn.Module]
-    parameters: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
+    modules: dict[str, nn.Module]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
     dtype: torch.dtype | None = None
     special_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
     special_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
