@@ -45,7 +45,6 @@ FILES_MEANT = (
         {
             "build",
             "collective_errors",
-            "conversion",
             "dtensor",
             "engine",
             "guard",

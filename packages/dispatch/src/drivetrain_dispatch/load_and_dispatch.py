@@ -80,13 +80,12 @@ def load_checkpoint_and_dispatch(
         strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
     layout = _layout_of(model, dtype, keep_in_fp32_modules)
-    budgets = _checked_budgets(device_map, max_memory)
-    _check_dispatch(layout, device_map, preload_module_classes, release_pages, offload_buffers)
+    _check_early(layout, device_map, max_memory, preload_module_classes, release_pages, offload_buffers)
     opened = open_checkpoint(layout, Path(checkpoint), options)
     layout = with_packed_sizes(layout, opened.specs, quantization)
     if isinstance(device_map, str):
         device_map = _planned_map(
-            layout, device_map, budgets, no_split_module_classes, preload_module_classes, offload_buffers
+            layout, device_map, max_memory, no_split_module_classes, preload_module_classes, offload_buffers
         )
     report = load_tensors(layout, opened, device_map, options, EachRank())
     return model if device_map is None else dispatch_model(
@@ -119,14 +118,15 @@ def _layout_of(model: nn.Module, dtype: torch.dtype | None, in_fp32: Collection[
     return replace(layout, special_dtypes=special)
 
 
-def _check_dispatch(
+def _check_early(
     layout: ModelLayout,
     device_map: Mapping[str, Device] | str | None,
+    max_memory: Mapping[Device, int | str] | None,
     whole: str | Collection[str],
     release_pages: bool,
     offload_buffers: bool,
 ) -> None:
-    """Check the arguments of `dispatch_model` before anything is loaded."""
+    """Check the budgets and the arguments of `dispatch_model` before anything is loaded."""
     check_release(release_pages)
     for name, asked in (("release_pages", release_pages), ("offload_buffers", offload_buffers)):
         if asked and device_map is None:
@@ -136,6 +136,12 @@ def _check_dispatch(
             )
     if device_map is not None and device_map not in get_args(Way):
         check_map(device_map, f", or {_WAYS} to plan one")
+    if max_memory is not None:
+        if not isinstance(device_map, str):
+            raise ValueError(
+                f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
+            )
+        check_places(map(place_of, get_max_memory(max_memory)), "max_memory")
     if dispatched(layout.model):
         raise OffloadedError(
             "the model is dispatched already: call remove_hooks(model) before it is loaded anew"
@@ -145,31 +151,17 @@ def _check_dispatch(
         placements_of(layout, device_map)
 
 
-def _checked_budgets(
-    device_map: object, max_memory: Mapping[Device, int | str] | None
-) -> Mapping[Device, int]:
-    """Return the memory budget of each device for a planned map; none without a plan."""
-    if not isinstance(device_map, str):
-        if max_memory is not None:
-            raise ValueError(
-                f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
-            )
-        return {}
-    budgets = get_max_memory(max_memory)
-    check_places(map(place_of, budgets), "max_memory")
-    return budgets
-
-
 def _planned_map(
     layout: ModelLayout,
     way: str,
-    budgets: Mapping[Device, int],
+    max_memory: Mapping[Device, int | str] | None,
     no_split: Collection[str],
     whole: Collection[str],
     offload_buffers: bool,
 ) -> DeviceMap:
     """Return a device map that fits the budgets."""
     blocks = blocks_of(layout, no_split=no_split, whole=whole, offload_buffers=offload_buffers)
+    budgets = get_max_memory(max_memory)
     if way != "sequential":
         budgets = balanced_budgets(budgets, blocks, low_zero=way == "balanced_low_0")
     return plan_device_map(blocks, budgets, converts=layout.converts)
