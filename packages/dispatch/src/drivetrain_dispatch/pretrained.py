@@ -3,8 +3,9 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -15,7 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from drivetrain_dispatch.arguments import check_computed, check_dtype, check_options
+from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.files.weight_files import weights_of
 from drivetrain_dispatch.load_and_dispatch import Way, load_checkpoint_and_dispatch
 from drivetrain_dispatch.loading.load_options import Progress
@@ -29,6 +30,17 @@ _GENERATION = "generation_config.json"
 # Arguments of transformers' from_config that are no fields of the configuration.
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _FP8 = "fp8"  # the quant_method of checkpoints that are dequantised while they are read
+# Arguments of other libraries' loaders, and their counterparts here.
+_ELSEWHERE = {
+    "torch_dtype": "dtype",
+    "offload_dir": "offload_folder",
+    "offload_state_dict": "offload_folder",
+    "load_in_4bit": "quantization=BitsAndBytes4Bit()",
+    "load_in_8bit": "quantization=BitsAndBytes8Bit()",
+    "quantization_config": "quantization",
+    "subfolder": "the folder itself",
+    "trust_remote_code": "the class itself, which init_empty_weights builds; no code of a folder is run",
+}
 AnyModel = TypeVar("AnyModel")
 
 
@@ -182,7 +194,7 @@ def _from_transformers(
             config = config_class.from_pretrained(path, local_files_only=True, **trust)
     config = copy.deepcopy(config)  # a model modifies its configuration
     config.name_or_path = str(path)
-    check_options(options, (*_IMPLEMENTATIONS, *config.to_dict()))
+    _check_options(options, (*_IMPLEMENTATIONS, *config.to_dict()))
     for name in options.keys() - set(_IMPLEMENTATIONS):
         setattr(config, name, options[name])
     said = {name: value for name, value in options.items() if name in _IMPLEMENTATIONS}
@@ -201,7 +213,7 @@ def _from_diffusers(
 ) -> nn.Module:
     if config is None:
         config = model_class.load_config(path, local_files_only=True)
-    check_options(options, tuple(signature(model_class).parameters))
+    _check_options(options, tuple(signature(model_class).parameters))
     made = (
         config.get("_class_name", model_class.__name__)
         if isinstance(config, Mapping)
@@ -221,6 +233,26 @@ def _from_diffusers(
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return model
+
+
+def _check_options(options: Iterable[str], known: Collection[str]) -> None:
+    """Check the names of a model's extra options.
+
+    Args:
+        options: The names that the user gave.
+        known: The names that the model accepts.
+
+    Raises:
+        TypeError: A name is unknown.
+    """
+    for name in options:
+        if name in known:
+            continue
+        near = get_close_matches(name, [*signature(load_pretrained).parameters, *known], n=1)
+        hint = f"give {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"did you mean {near[0]}?" if near else (
+            "it is no argument of load_pretrained and no field of the model's configuration"
+        )  # fmt: skip
+        raise TypeError(f"load_pretrained: {name!r} is not known: {hint}")
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Infer a device map from a model's sizes, the devices' memory budgets and the cost of each part of a forward."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -97,22 +96,18 @@ def plan_device_map(
         DeviceMapError: The budgets cannot hold the model.
     """
     computing, room = rooms_of(budgets, in_place=not converts)
-    used: list[_Found] = []
+    described: list[str] = []
 
-    def found() -> Bandwidths:
-        used.append(_found(computing[0]) if rates is None else _Found(rates, "given"))
-        return used[0].rates
+    def transfer_rates() -> Bandwidths:
+        found, source = _rates_of(computing[0]) if rates is None else (rates, "given")
+        link, disk = found.to_device / 1e9, found.from_disk / 1e9
+        described.append(f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})")
+        return found
 
-    planned = map_of(plan_places(blocks, costs or {}, room, found), blocks, computing, costs or {})
-    if used:
-        planned.rates = shown_rates(used[0].rates, used[0].source)
+    placed = plan_places(blocks, costs or {}, room, transfer_rates)
+    planned = map_of(placed, blocks, computing, costs or {})
+    planned.rates = next(iter(described), None)
     return planned
-
-
-def shown_rates(rates: Bandwidths, source: str) -> str:
-    """Describe the rates of a plan and their source in one line."""
-    link, disk = rates.to_device / 1e9, rates.from_disk / 1e9
-    return f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})"
 
 
 def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
@@ -151,22 +146,15 @@ def map_of(
     return DeviceMap(merged, sizes=sizes, seconds=seconds, window_bytes=windows)
 
 
-class _Found(NamedTuple):
-    """The transfer rates and a description of their source."""
-
-    rates: Bandwidths
-    source: str
-
-
-def _found(device: Device) -> _Found:
-    """Return the transfer rates of a device: measured if this machine has it, typical of its kind otherwise."""
+def _rates_of(device: Device) -> tuple[Bandwidths, str]:
+    """Return the transfer rates of a device and their source: measured here, or assumed for a device of its kind."""
     place = place_of(device)
     try:
         check_places([place])
     except DeviceMapError:
         kind = "cuda" if place == "disk" else place.type
-        return _Found(assumed_rates(kind), f"assumed, as {place} is not here")
-    return _Found(measure_rates(str(place)), "measured")
+        return assumed_rates(kind), f"assumed, as {place} is not here"
+    return measure_rates(str(place)), "measured"
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:
