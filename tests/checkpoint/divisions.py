@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from drivetrain_checkpoint.format.boxes import Box, boxes_of_range, whole
+from drivetrain_weights.tensor_box import Box, boxes_of_range, whole
 
 Boxes = tuple[Box, ...]
 

@@ -54,5 +54,5 @@ def test_a_package_is_installed_from_wheels_with_the_siblings_it_declares(tmp_pa
 
 def test_the_ground_floor_brings_no_sibling() -> None:
     known = read_packages(ROOT)
-    for name in ("config", "data", "precision", "dispatch", "tracking", "memory"):
+    for name in ("config", "data", "precision", "weights", "tracking", "memory"):
         assert siblings(known[name], known) == (), name

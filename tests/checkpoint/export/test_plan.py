@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_checkpoint import StateError, TensorInfo, plan_export, tied_names
-from drivetrain_checkpoint.export.plan import parse_size
+from drivetrain_checkpoint.export.plan import parse_shard_size
 
 infos = st.builds(
     lambda shape, dtype: TensorInfo(shape=tuple(shape), dtype=dtype),
@@ -80,8 +80,8 @@ def test_a_tie_of_no_tensor_or_of_another_shape_is_refused(ties: dict[str, str])
         (" 10MB ", 10**7),
     ],
 )
-def test_sizes_are_bytes_or_have_a_unit(size: int | str, size_bytes: int) -> None:
-    assert parse_size(size) == size_bytes
+def test_the_size_of_a_shard_is_bytes_or_has_a_unit(size: int | str, size_bytes: int) -> None:
+    assert parse_shard_size(size) == size_bytes
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_is_no_size_is_refused_with_the_units(size: object) -> None:
     with pytest.raises(
         ValueError, match=rf"max_shard_size={re.escape(repr(size))}: .* '512MiB' \(units: B, KB"
     ):
-        parse_size(size)  # type: ignore[arg-type]
+        parse_shard_size(size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-from drivetrain_checkpoint.format.boxes import Box, whole
 from drivetrain_checkpoint.format.manifest import StoredBox
 from drivetrain_checkpoint.planning.file_list import Catalogue
 from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WritePlan, WrittenBox
+from drivetrain_weights.tensor_box import Box, whole
 
 WEIGHT, STEP = TensorName("weights-model", "weight"), TensorName("state", "step")
 UPPER, LOWER = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.divisions import Boxes, divided
-from drivetrain_checkpoint.format.boxes import Box, whole
 from drivetrain_checkpoint.format.manifest import StoredBox
 from drivetrain_checkpoint.format.shards import TensorShard
-from drivetrain_checkpoint.format.tensor_file import bytes_of
 from drivetrain_checkpoint.planning import read_plan
 from drivetrain_checkpoint.planning.read_plan import fill, plan_reads
+from drivetrain_weights.safetensors_layout import bytes_of
+from drivetrain_weights.tensor_box import Box, whole
 
 
 def stored(tensor: torch.Tensor, ranks: Sequence[Boxes]) -> tuple[list[StoredBox], dict[str, bytes]]:

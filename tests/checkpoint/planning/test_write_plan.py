@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from checkpoint.divisions import divided, elements
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_checkpoint.format.boxes import Box, whole
 from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, plan_writes
+from drivetrain_weights.tensor_box import Box, whole
 
 
 def holding(shape: tuple[int, ...], *boxes: Box) -> AvailableBoxes:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.files.weight_files import MappedFile
+from drivetrain_weights import MappedFile
 
 Tensors = list[Tensor]
 EXPRESSIONS: dict[str, Callable[[Tensors], Any]] = {

@@ -121,7 +121,7 @@ def test_files_that_are_missing_are_told_on_all_ranks(
     run_ranks: Callable[..., list[object]], tmp_path: Path
 ) -> None:
     both = run_ranks(load, [str(tmp_path)] * 2, [CPU, CPU], [ROWS, ROWS], None)
-    assert both[0]["error"].startswith("WeightFilesError: ")
+    assert both[0]["error"].startswith("NoWeightsError: ")
     assert both[1]["error"].startswith("LoadError: rank 0 could not load, and so no rank did")
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
 from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, EachRank, pieces_of
+from drivetrain_weights import MappedFile
 
 shapes = st.lists(st.integers(0, 3000), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.int8, torch.bfloat16, torch.complex128])

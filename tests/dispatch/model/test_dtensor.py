@@ -4,8 +4,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,21 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
-from drivetrain_dispatch.model.dtensor import box_of, range_of, shape_of
-
-
-@given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=3).map(tuple))
-def test_a_part_lies_in_one_piece_where_it_says_so(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    bounds = [data.draw(st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted)) for size in shape]
-    box = tuple((begin, end) for begin, end in bounds)
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    part = whole[tuple(slice(begin, end) for begin, end in box)].flatten()
-    found = range_of(box, shape)
-    assert len(part) == torch.Size(shape_of(box)).numel()
-    if found is not None:
-        assert part.tolist() == list(range(*found))
-    else:
-        assert any(own != (0, size) for own, size in zip(box[1:], shape[1:], strict=True))
+from drivetrain_weights import box_of_dtensor
 
 
 def build() -> nn.Sequential:
@@ -127,7 +111,7 @@ def refuse(folder: str) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     try:
-        box_of("weight", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+        box_of_dtensor(DTensor.from_local(torch.ones(2), mesh, [Partial()]), name="'weight'")
     except ValueError as error:
         said.append(str(error))
     dist.barrier()
@@ -142,5 +126,5 @@ def test_what_divided_tensors_cannot_is_told(run_ranks: Callable[..., list[objec
             "'weight' is divided among ranks: each reads its part, to where that is; give neither"
             in map_given
         )
-        assert partial.startswith("'weight' is divided by")
-        assert partial.endswith("must be by Shard or Replicate alone")
+        assert partial.startswith("'weight' of shape (2,) is placed as")
+        assert "redistribute() it to Shard or Replicate" in partial

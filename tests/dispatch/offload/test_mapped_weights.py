@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from dispatch.models import KINDS, WIDTH, Tree, same_values, trees
 from dispatch.offload.test_pages import resident
 from drivetrain_dispatch import disk_offload, dispatch_model, remove_hooks
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.offload import mapped_weights as in_place
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
 from drivetrain_dispatch.offload.page_reader import Bounds, PageReader, Stretch
 from drivetrain_dispatch.offload.pages import Pages, can_give_back, some_missing
+from drivetrain_weights import MappedFile
 
 LARGE = 256  # a layer of it is 64 pages
 

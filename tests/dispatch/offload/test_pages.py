@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drivetrain_dispatch.offload.pages import Pages, bring, can_give_back, give_back, some_missing, together
+from drivetrain_weights import MappedFile
 
 PAGE = mmap.PAGESIZE
 _DONTNEED = 4
@@ -122,3 +123,19 @@ def test_a_shared_file_keeps_what_was_written(tmp_path: Path) -> None:
 
 def test_no_pages_are_given_back() -> None:
     assert give_back(Pages(0, 0)) == can_give_back()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are in memory")
+def test_a_file_is_opened_without_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    save_file({f"{index}": torch.zeros(1 << 20) for index in range(16)}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    opened = MappedFile(path)
+    pages = [Pages.of(opened.tensor(name)) for name in opened.in_order]
+    if not some_missing(pages[8]):
+        pytest.skip("this file system keeps its pages")
+    # The header is there, and what the system reads ahead of itself.
+    assert all(map(some_missing, pages[4:]))
+    assert torch.equal(opened.tensor("8"), torch.zeros(1 << 20))

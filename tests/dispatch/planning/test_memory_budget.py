@@ -6,21 +6,7 @@ from torch import nn
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
-from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory, parse_size
-
-
-@pytest.mark.parametrize(
-    ("size", "size_bytes"),
-    [(0, 0), (7, 7), ("0GB", 0), ("24GB", 24 * 10**9), ("1.5 gib", 3 * 2**29), ("10kb", 10_000), ("3B", 3)],
-)
-def test_sizes(size: int | str, size_bytes: int) -> None:
-    assert parse_size(size) == size_bytes
-
-
-@pytest.mark.parametrize("size", [-1, 1.5, True, "", "5", "5 apples", "-5GB", None])
-def test_what_is_no_size_is_refused(size) -> None:
-    with pytest.raises(ValueError, match="is no size: give one with a unit"):
-        parse_size(size)
+from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory
 
 
 def test_what_is_free_of_every_device() -> None:

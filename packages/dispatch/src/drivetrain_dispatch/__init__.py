@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.model.meta_init import init_empty_weights as init_empty_weights
     from drivetrain_dispatch.model.meta_init import init_on_device as init_on_device
     from drivetrain_dispatch.model.sizes import compute_module_sizes as compute_module_sizes
-    from drivetrain_dispatch.model.tied_weights import find_tied_parameters as find_tied_parameters
-    from drivetrain_dispatch.model.tied_weights import retie_parameters as retie_parameters
     from drivetrain_dispatch.offload.cpu_offload import OffloadHook as OffloadHook
     from drivetrain_dispatch.offload.cpu_offload import cpu_offload as cpu_offload
     from drivetrain_dispatch.offload.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
@@ -56,8 +54,10 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.quantization.protocol import Quantization as Quantization
     from drivetrain_dispatch.quantization.protocol import StoredFP8 as StoredFP8
     from drivetrain_dispatch.quantization.protocol import quantized_sizes as quantized_sizes
+    from drivetrain_weights import find_tied_parameters as find_tied_parameters
+    from drivetrain_weights import retie_parameters as retie_parameters
 
-# Public name -> the module that defines it.
+# Public name -> the module that defines it, in this package or in drivetrain-weights.
 _MODULES = {
     "BitsAndBytes4Bit": "quantization.libraries",
     "BitsAndBytes8Bit": "quantization.libraries",
@@ -86,7 +86,7 @@ _MODULES = {
     "disk_offload": "offload.cpu_offload",
     "disk_offload_optimizer": "offload.optimizer_offload",
     "dispatch_model": "offload.dispatch",
-    "find_tied_parameters": "model.tied_weights",
+    "find_tied_parameters": "drivetrain_weights",
     "get_max_memory": "planning.memory_budget",
     "infer_auto_device_map": "planning.infer_device_map",
     "init_empty_weights": "model.meta_init",
@@ -97,7 +97,7 @@ _MODULES = {
     "offload_stats": "offload.dispatch",
     "quantized_sizes": "quantization.protocol",
     "remove_hooks": "offload.dispatch",
-    "retie_parameters": "model.tied_weights",
+    "retie_parameters": "drivetrain_weights",
     "trace_offload": "offload.dispatch",
 }
 __all__ = [
@@ -148,7 +148,9 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_dispatch.{_MODULES[name]}"), name)
+        home = _MODULES[name]
+        module = home if home == "drivetrain_weights" else f"drivetrain_dispatch.{home}"
+        return getattr(import_module(module), name)
     raise AttributeError(f"module 'drivetrain_dispatch' has no attribute {name!r}")
 
 

@@ -1,16 +1,11 @@
 """The exceptions of this package; their messages name the parameters and the remedy."""
 
-
-class TiedParametersError(ValueError):
-    """An error in tied parameters: the tensors that should be one differ, or are not in the model."""
+from drivetrain_weights.errors import TiedParametersError as TiedParametersError
+from drivetrain_weights.errors import WeightFilesError as WeightFilesError
 
 
 class DeviceMapError(ValueError):
     """A device map that does not fit the model or the machine."""
-
-
-class WeightFilesError(ValueError):
-    """An error in a model's weight files: they are missing, damaged, or have changed."""
 
 
 class OffloadedError(RuntimeError):

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype
-from drivetrain_dispatch.files.weight_files import weights_of
 from drivetrain_dispatch.load_and_dispatch import Way, load_checkpoint_and_dispatch
 from drivetrain_dispatch.loading.load_options import Progress
 from drivetrain_dispatch.model.meta_init import init_empty_weights
 from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.quantization.block_scaled import BLOCK
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
+from drivetrain_weights.weight_index import find_variant
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
@@ -99,7 +99,7 @@ def load_pretrained(
     _keep_in_fp32(model)
     whole = _whole_classes(model) if no_split_module_classes is None else no_split_module_classes
     load_checkpoint_and_dispatch(
-        model, weights_of(path, variant), device_map, max_memory, no_split_module_classes=whole, strict=strict,
+        model, find_variant(path, variant), device_map, max_memory, no_split_module_classes=whole, strict=strict,
         progress=progress, offload_folder=offload_folder, offload_buffers=offload_buffers, quantization=quantization,
         release_pages=release_pages, skip_keys=_skip_keys(model),
     )  # fmt: skip

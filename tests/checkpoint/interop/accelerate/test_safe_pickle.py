@@ -18,23 +18,7 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
-def test_tensors_and_plain_values_come_in(tmp_path: Path) -> None:
-    value = {"a": torch.arange(3), "b": [1, 2.0, None, "x", (True,)], "c": {4}}
-    torch.save(value, tmp_path / "x.bin")
-    found = read_pickle(tmp_path / "x.bin")
-    assert torch.equal(found.pop("a"), value.pop("a"))
-    assert found == value
-
-
-def test_what_is_not_mapped_is_read_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "x.bin"
-    torch.save(torch.arange(5000), path)
-    found = read_pickle(path)
-    path.write_bytes(b"")
-    assert torch.equal(found, torch.arange(5000))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "uint32", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_arrays_of_numbers_come_in(tmp_path: Path, dtype: str) -> None:
     numpy = pytest.importorskip("numpy")
     value = numpy.arange(6).reshape(2, 3).astype(dtype)
@@ -56,11 +40,3 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.bin").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=r"x\.bin is no whole file of torch\.save"):
         read_pickle(tmp_path / "x.bin")
-
-
-def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.bin"
-    torch.save({"a": torch.arange(1000)}, path)
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(CorruptCheckpointError, match=r"x\.bin is no whole file of torch\.save"):
-        read_pickle(path)

@@ -3,9 +3,10 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from drivetrain_state import Context
+from drivetrain_weights import box_of_dtensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -15,14 +16,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard of a full tensor, sharded like `like`: a view, without communication."""
-    if not isinstance(like, DTensor):
-        return whole
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            chunks = torch.chunk(whole, like.device_mesh.size(axis), dim=placement.dim)
-            index = like.device_mesh.get_local_rank(axis)
-            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
-    return whole
+    return whole[box_of_dtensor(like).slices()] if isinstance(like, DTensor) else whole
 
 
 def whole_of(tensor: Tensor, device: torch.device) -> Tensor:

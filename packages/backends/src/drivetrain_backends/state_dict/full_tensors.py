@@ -11,6 +11,7 @@ from drivetrain_backends.protocol import Prepared
 from drivetrain_backends.state_dict.dtensor import local, write_from_first
 from drivetrain_backends.state_dict.full_state_dict import full_tensor
 from drivetrain_state import Context
+from drivetrain_weights.tied_parameters import first_names, tied_groups
 
 
 def iter_full_tensors(
@@ -69,13 +70,8 @@ def tied_weights(prepared: Prepared) -> dict[str, str]:
         A mapping from each plain name to the first plain name of the same object.
     """
     model = prepared.unwrap()
-    first_name: dict[int, str] = {}
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    first = {
-        strip_wrapper_prefix(name): first_name.setdefault(id(value), strip_wrapper_prefix(name))
-        for name, value in named
-    }
-    return {name: earlier for name, earlier in first.items() if name != earlier}
+    return first_names(tied_groups(((strip_wrapper_prefix(name), value) for name, value in named), key=id))
 
 
 def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context: Context) -> None:

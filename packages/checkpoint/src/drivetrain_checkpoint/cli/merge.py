@@ -7,7 +7,7 @@ from drivetrain_checkpoint.cli.given import CHECKPOINT_HELP, checkpoint_of, told
 from drivetrain_checkpoint.cli.printing import counted, size_text
 from drivetrain_checkpoint.cli.progress import Progress
 from drivetrain_checkpoint.export.merge import choose_model, merge_shards
-from drivetrain_checkpoint.export.plan import parse_size
+from drivetrain_checkpoint.export.plan import parse_shard_size
 from drivetrain_checkpoint.format.layout import model_part
 from drivetrain_checkpoint.format.manifest import read_manifest
 from drivetrain_config import Command
@@ -29,7 +29,7 @@ class MergeArguments:
     )
 
     def __post_init__(self) -> None:
-        parse_size(_size(self.max_shard_size))
+        parse_shard_size(_size(self.max_shard_size))
 
 
 @told

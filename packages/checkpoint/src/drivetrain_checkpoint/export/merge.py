@@ -15,10 +15,10 @@ from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES
 from drivetrain_checkpoint.format.layout import model_part
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, check_files, read_manifest
 from drivetrain_checkpoint.format.state_tree import Json, decode
-from drivetrain_checkpoint.format.tensor_file import dtype_of
 from drivetrain_checkpoint.loading.reader import read_tensors, read_tree
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
+from drivetrain_weights.safetensors_layout import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _describe(stored: str, tensors: Mapping[str, StoredTensor]) -> TensorInfo:
     if stored not in tensors:
         raise CorruptCheckpointError(f"the model's state names {stored!r}, which the manifest does not list")
     tensor = tensors[stored]
-    if (dtype := dtype_of(tensor.dtype)) is None:
+    if (dtype := DTYPES.get(tensor.dtype)) is None:
         raise CorruptCheckpointError(
             f"{stored!r} has the dtype {tensor.dtype}, which this torch does not have: use a newer torch"
         )

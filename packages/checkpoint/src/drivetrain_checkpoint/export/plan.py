@@ -10,18 +10,13 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_checkpoint.format.tensor_file import is_storable
+from drivetrain_weights.byte_sizes import SIZE_UNITS, parse_size
+from drivetrain_weights.safetensors_layout import DTYPE_NAMES
+from drivetrain_weights.tied_parameters import first_names, memory_key, tied_groups
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_FILE = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]+)")
-_UNITS = {"B": 1} | {
-    f"{prefix}{kind}": base**power
-    for kind, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
 
 
 class Shaped(Protocol):
@@ -104,7 +99,7 @@ def plan_export(
         StateError: A tensor cannot be stored, because of its name, its dtype or its tie.
         ValueError: The size is invalid.
     """
-    limit = parse_size(max_shard_size)
+    limit = parse_shard_size(max_shard_size)
     ties = dict(ties or {})
     described = {name: _describe(name, tensor) for name, tensor in tensors.items()}
     for name, stored in ties.items():
@@ -133,43 +128,23 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Returns:
         The ties: name to the first name of the same memory.
     """
-    first: dict[object, str] = {}
-    ties: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
-            continue
-        memory = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        if (stored := first.setdefault(memory, name)) != name:
-            ties[name] = stored
-    return ties
+    return first_names(tied_groups(tensors.items(), key=memory_key))
 
 
-def parse_size(size: int | str) -> int:
-    """Parse a size such as 1000, "5GB" (powers of 1000) or "512MiB" (powers of 1024) to bytes; case does not matter.
+def parse_shard_size(max_shard_size: int | str) -> int:
+    """Return the bytes of `max_shard_size`, such as 1000, "5GB" or "512MiB".
 
     Raises:
         ValueError: The size is invalid or not above 0; the message says what is allowed.
     """
-    size_bytes = 0
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size.strip())
-        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-        if match and match[2].lower() in units:
-            size_bytes = int(float(match[1]) * units[match[2].lower()])
-    elif type(size) is int:
-        size_bytes = size
+    try:
+        size_bytes = parse_size(max_shard_size)
+    except ValueError:
+        size_bytes = 0
     if size_bytes < 1:
         raise ValueError(
-            f"max_shard_size={size!r}: must be a number of bytes above 0, or one with a unit such as '5GB' or "
-            f"'512MiB' (units: {', '.join(_UNITS)})"
+            f"max_shard_size={max_shard_size!r}: must be a number of bytes above 0, or one with a unit such as "
+            f"'5GB' or '512MiB' (units: {', '.join(SIZE_UNITS)})"
         )
     return size_bytes
 
@@ -182,7 +157,7 @@ def _describe(name: object, tensor: Shaped) -> TensorInfo:
             f"{name!r} is of type {type(tensor).__name__}; an export holds tensors only: leave it out, or save it "
             "with Checkpointer"
         )
-    if not is_storable(tensor.dtype):
+    if tensor.dtype not in DTYPE_NAMES:
         raise StateError(f"{name!r} is of {tensor.dtype}, which safetensors has no name for; convert it")
     return TensorInfo(shape=tuple(tensor.shape), dtype=tensor.dtype)
 

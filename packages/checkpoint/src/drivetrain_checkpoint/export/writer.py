@@ -30,6 +30,7 @@ from drivetrain_checkpoint.export.plan import (
 )
 from drivetrain_checkpoint.storage.base import on_disk
 from drivetrain_checkpoint.storage.local import sync_folder
+from drivetrain_weights import WeightIndex
 
 TIES = "tied_weights"
 _UNFINISHED = ".tmp"
@@ -223,9 +224,9 @@ def _write_index(plan: ExportPlan, folder: Path) -> None:
     about: dict[str, object] = {"total_size": plan.total_size}
     if plan.ties:
         about[TIES] = dict(plan.ties)
+    index = WeightIndex(weight_map=plan.weight_map, metadata=about)
     with (folder / f"{INDEX}{_UNFINISHED}").open("w", encoding="utf-8") as file:
-        json.dump({"metadata": about, "weight_map": plan.weight_map}, file, indent=2)
-        file.write("\n")
+        file.write(index.to_json())
         file.flush()
         os.fsync(file.fileno())
 

@@ -9,13 +9,13 @@ from typing import Any, cast
 import xxhash
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
-from drivetrain_checkpoint.format.boxes import Box
 from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES, FileRecord, check_size
 from drivetrain_checkpoint.format.layout import MANIFEST
 from drivetrain_checkpoint.format.state_tree import Json, decode, encode
-from drivetrain_checkpoint.format.tensor_file import item_bytes_of
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
+from drivetrain_weights.safetensors_layout import DTYPES
+from drivetrain_weights.tensor_box import Box
 
 FORMAT_VERSION = 2
 
@@ -52,7 +52,7 @@ class StoredTensor:
     @property
     def size_bytes(self) -> int:
         """The size of all elements in bytes."""
-        return prod(self.shape) * item_bytes_of(self.dtype)
+        return prod(self.shape) * _item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +266,7 @@ def _check_pieces(name: str, tensor: StoredTensor, files: Mapping[str, FileRecor
         ValueError: A piece lies outside, or the number of elements differs.
     """
     for piece in tensor.pieces:
-        size_bytes = piece.box.num_elements * item_bytes_of(tensor.dtype)
+        size_bytes = piece.box.num_elements * _item_bytes(tensor.dtype)
         if piece.file not in files or not 0 <= piece.start <= files[piece.file].size_bytes - size_bytes:
             raise ValueError(
                 f"{name} lies from byte {piece.start} on in {piece.file}, which does not reach so far"
@@ -281,3 +281,8 @@ def _check_pieces(name: str, tensor: StoredTensor, files: Mapping[str, FileRecor
 
 def _checksum(content: Mapping[str, Json]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _item_bytes(dtype: str) -> int:
+    """Return the element size of a dtype by its name in the format, in bytes; 1 if this torch does not have it."""
+    return DTYPES[dtype].itemsize if dtype in DTYPES else 1

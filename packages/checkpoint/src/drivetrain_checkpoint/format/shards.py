@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_checkpoint.format.boxes import Box, boxes_of_range, overlap, whole
+from drivetrain_weights.tensor_box import Box, box_of_dtensor, boxes_of_range, is_dtensor, overlap, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,6 @@ def is_flat_shard(leaf: Leaf) -> bool:
     return hasattr(leaf, "flat_range")
 
 
-def is_dtensor(leaf: Leaf) -> bool:
-    """Return whether a leaf is a DTensor; without importing DTensor, which takes as long as importing torch."""
-    return hasattr(leaf, "to_local")
-
-
 def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[TensorShard, ...]:
     """Return the shards of a tensor that this rank holds, without a copy.
 
@@ -107,13 +102,11 @@ def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[TensorShard, ...]:
         start, elements = cast("FlatShard", leaf).flat_range()
         return tuple(_of_range(leaf.shape, start, elements))
     if is_dtensor(leaf):
-        box, local = box_of_dtensor(leaf), leaf.to_local()
-        if tuple(local.shape) != box.sizes:
-            raise StateError(
-                f"a DTensor of shape {tuple(leaf.shape)} placed as {leaf.placements} has {tuple(local.shape)} on "
-                f"this rank, where torch's even division gives {box.sizes}: redistribute() or full_tensor() it"
-            )
-        return (TensorShard(box, local),) if box.num_elements else ()
+        try:
+            box = box_of_dtensor(leaf)
+        except ValueError as error:
+            raise StateError(str(error)) from error
+        return (TensorShard(box, leaf.to_local()),) if box.num_elements else ()
     return (TensorShard(whole(leaf.shape), leaf),) if is_main else ()
 
 
@@ -154,29 +147,6 @@ def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> Re
             return ReadTarget(value, shards_of(value, is_main=False))
     tensor = torch.empty(tuple(shape), dtype=dtype)
     return ReadTarget(tensor, (TensorShard(whole(shape), tensor),))
-
-
-def box_of_dtensor(dtensor: Leaf) -> Box:
-    """Return the box of a DTensor that this rank holds.
-
-    Raises:
-        StateError: A placement is neither `TensorShard` nor `Replicate`.
-    """
-    offsets, sizes = [0] * len(dtensor.shape), list(dtensor.shape)
-    for axis, placement in enumerate(dtensor.placements):
-        if placement.is_replicate():
-            continue
-        if not type(placement).__name__ == "Shard":
-            raise StateError(
-                f"a DTensor of shape {tuple(dtensor.shape)} is placed as {placement}, which gives no rank a box: "
-                "redistribute() it to Shard or Replicate, or give its full_tensor()"
-            )
-        dim = placement.dim % len(sizes)
-        size = -(-sizes[dim] // dtensor.device_mesh.size(axis))  # as torch.chunk divides
-        start = min(size * dtensor.device_mesh.get_local_rank(axis), sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(size, sizes[dim] - start)
-    return Box(offsets=tuple(offsets), sizes=tuple(sizes))
 
 
 def _of_range(shape: Sequence[int], start: int, elements: Tensor) -> list[TensorShard]:

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
 from drivetrain_checkpoint.format import pickles
-from drivetrain_checkpoint.format.shards import Leaf, Replicated, is_dtensor, is_flat_shard
-from drivetrain_checkpoint.format.tensor_file import is_storable
+from drivetrain_checkpoint.format.shards import Leaf, Replicated, is_flat_shard
+from drivetrain_weights.safetensors_layout import DTYPE_NAMES
+from drivetrain_weights.tensor_box import is_dtensor
+from drivetrain_weights.tied_parameters import memory_key
 
 # Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, as `state_dict()` returns them.
 StateTree: TypeAlias = Any
@@ -174,7 +176,7 @@ class _Encoder:
         )
         if isinstance(tensor, Tensor):
             self._check_tensor(tensor, path)
-        elif not is_storable(tensor.dtype):
+        elif tensor.dtype not in DTYPE_NAMES:
             raise self._refusal(path, f"safetensors has no {tensor.dtype}; convert it")
 
     def _check_tensor(self, tensor: Tensor, path: Path) -> None:
@@ -191,7 +193,7 @@ class _Encoder:
             raise self._refusal(path, "it is on the meta device and has no data; materialise it first")
         if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise self._refusal(path, "its memory was freed, as by storage().resize_(0); gather it first")
-        if not is_storable(tensor.dtype):
+        if tensor.dtype not in DTYPE_NAMES:
             raise self._refusal(
                 path, f"safetensors has no {tensor.dtype}; convert it, with torch.view_as_real() for instance"
             )
@@ -243,17 +245,7 @@ def _memory_of(leaf: Leaf) -> object:
     if is_flat_shard(leaf):
         return id(leaf)
     tensor: Tensor = leaf.to_local() if is_dtensor(leaf) else leaf
-    if tensor.numel() == 0:
-        return id(leaf)
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        leaf.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    return (leaf.shape, memory_key(tensor)) if tensor.numel() else id(leaf)
 
 
 def _encode_int(_: _Encoder, value: int, __: Path) -> Json:

@@ -13,9 +13,9 @@ from drivetrain_checkpoint.format.layout import tree_file
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor
 from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_room
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
-from drivetrain_checkpoint.format.tensor_file import bytes_of, dtype_of
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
 from drivetrain_checkpoint.storage.base import Place
+from drivetrain_weights.safetensors_layout import DTYPES, bytes_of
 
 # Maps a part and a tensor's name to a leaf with the sharding to load it in; None for the whole tensor.
 Like: TypeAlias = Callable[[str, str], Leaf | None]
@@ -94,7 +94,7 @@ def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callabl
 
 
 def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> ReadTarget:
-    dtype = dtype_of(tensor.dtype)
+    dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CorruptCheckpointError(
             f"{name!r} has the dtype {tensor.dtype}, which this torch does not have: use a newer torch"

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_checkpoint.format.boxes import whole
 from drivetrain_checkpoint.format.layout import tensor_file
 from drivetrain_checkpoint.format.manifest import StoredBox, StoredTensor
-from drivetrain_checkpoint.format.tensor_file import FileLayout, TensorEntry, plan_file
 from drivetrain_checkpoint.planning.write_plan import TensorName, WritePlan, WrittenBox
+from drivetrain_weights.safetensors_layout import FileLayout, TensorEntry, plan_file
+from drivetrain_weights.tensor_box import whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from drivetrain_checkpoint.format.boxes import Box, overlap
 from drivetrain_checkpoint.format.manifest import StoredBox
 from drivetrain_checkpoint.format.shards import TensorShard
+from drivetrain_weights.tensor_box import Box, overlap
 
 _MOST_BYTES = 64 * 2**20  # of the buffer for rows of which only some columns are wanted
 

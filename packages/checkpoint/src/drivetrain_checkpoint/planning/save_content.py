@@ -11,8 +11,8 @@ from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.format.layout import STATE_PART, check_model_names, model_part, rank_part
 from drivetrain_checkpoint.format.shards import Leaf, TensorShard, piece_of, shards_of
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, encode
-from drivetrain_checkpoint.format.tensor_file import name_of_dtype
 from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WrittenBox
+from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ def _add(
         return
     own.shards[name] = shards
     holdings[name] = AvailableBoxes(
-        name_of_dtype(leaf.dtype),
+        DTYPE_NAMES[leaf.dtype],
         leaf.dtype.itemsize,
         tuple(leaf.shape),
         tuple(shard.box for shard in shards),

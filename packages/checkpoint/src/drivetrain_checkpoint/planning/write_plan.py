@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_checkpoint.format.boxes import Box, overlap, whole
+from drivetrain_weights.tensor_box import Box, overlap, whole
 
 _LEAST_CUT_BYTES = 2**20  # a smaller box is not worth splitting
 

@@ -16,7 +16,6 @@ from drivetrain_checkpoint.format.checksummed_io import FileRecord, HashedWriter
 from drivetrain_checkpoint.format.layout import own_files, path_in_state
 from drivetrain_checkpoint.format.manifest import Manifest, commit_manifest
 from drivetrain_checkpoint.format.state_tree import Json
-from drivetrain_checkpoint.format.tensor_file import bytes_of
 from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
 from drivetrain_checkpoint.planning.file_list import Catalogue, PlannedFile
 from drivetrain_checkpoint.planning.write_plan import TensorName
@@ -25,6 +24,7 @@ from drivetrain_checkpoint.saving.retention import Keep, delete, plan_retention
 from drivetrain_checkpoint.storage import base as storage
 from drivetrain_checkpoint.storage.base import Place
 from drivetrain_state import Context
+from drivetrain_weights.safetensors_layout import bytes_of
 
 logger = logging.getLogger(__name__)
 

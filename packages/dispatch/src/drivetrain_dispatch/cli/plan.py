@@ -26,10 +26,11 @@ from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.planning.hardware import Described, Hardware, described, hardware_of
 from drivetrain_dispatch.planning.infer_device_map import rooms_of
-from drivetrain_dispatch.planning.memory_budget import get_max_memory, parse_size
+from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
+from drivetrain_weights import parse_size
 
 _SEQ = 4096  # default number of tokens in a prompt, if the model takes as many
 _USAGE = 2  # exit code of a command that cannot be carried out

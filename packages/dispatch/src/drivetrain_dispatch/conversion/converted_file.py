@@ -11,8 +11,8 @@ import torch
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.files.aligned_file import create_aligned
-from drivetrain_dispatch.files.weight_files import MappedFile
+from drivetrain_weights import MappedFile
+from drivetrain_weights.aligned_file import create_aligned
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.files.weight_files import MappedFile
-from drivetrain_dispatch.model.dtensor import Box
+from drivetrain_weights import Box, MappedFile
 
 _PIECE_BYTES = 8 << 20
 # Operations that change only the dims of a tensor, so that each part of the result is a part of the input.
@@ -156,7 +155,7 @@ class LazyTensor(Tensor):
 
     def read_box(self, target: Tensor, box: Box) -> None:
         """Read a part of the tensor."""
-        target.copy_(self.values()[tuple(slice(begin, end) for begin, end in box)])
+        target.copy_(self.values()[box.slices()])
 
     def expect(self, *, start: int, size_bytes: int) -> None:
         """Ask the system to read ahead elements from `start` on; all elements if the tensor is converted."""

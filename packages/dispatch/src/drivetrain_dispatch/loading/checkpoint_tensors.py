@@ -13,10 +13,10 @@ from drivetrain_dispatch.conversion.fp8_checkpoint import Fp8Weights, can_be_kep
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.conversion.transformers_tables import converted_names
 from drivetrain_dispatch.errors import TiedParametersError
-from drivetrain_dispatch.files.weight_files import open_weights
 from drivetrain_dispatch.loading.load_options import WeightLoadOptions
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.protocol import StoredFP8
+from drivetrain_weights import open_weights
 
 _COMPARED_BYTES = 8 * 2**20  # at once
 

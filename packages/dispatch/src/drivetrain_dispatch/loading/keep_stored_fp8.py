@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec, fp8_parts
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
+from drivetrain_weights import MappedFile
 
 
 class KeepStoredFP8:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.loading.allocate import allocate, no_room
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, open_checkpoint
 from drivetrain_dispatch.loading.keep_stored_fp8 import KeepStoredFP8
@@ -23,11 +22,12 @@ from drivetrain_dispatch.loading.offloaded_form import check_folder, with_comput
 from drivetrain_dispatch.loading.quantize_on_load import QuantizeOnLoad, refuse_to_save, with_packed_sizes
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
 from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
-from drivetrain_dispatch.model.dtensor import is_divided
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.planning.placement import placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
+from drivetrain_weights import MappedFile
+from drivetrain_weights.tensor_box import is_dtensor
 
 WeightReader: TypeAlias = EachRank | Rank0Broadcast
 WeightPacker: TypeAlias = QuantizeOnLoad | KeepStoredFP8
@@ -119,7 +119,7 @@ def load_checkpoint_in_model(
 def _open_and_load(
     layout: ModelLayout, path: Path, device_map: Mapping[str, Device] | None, options: WeightLoadOptions
 ) -> LoadReport:
-    sharded = [name for name, tensor in layout.parameters.items() if is_divided(tensor)]
+    sharded = [name for name, tensor in layout.parameters.items() if is_dtensor(tensor)]
     if sharded and (device_map is not None or options.read_by != "each"):
         raise ValueError(
             f"{sharded[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "

@@ -11,9 +11,9 @@ from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, Te
 from drivetrain_dispatch.loading.load_options import WeightLoadOptions
 from drivetrain_dispatch.loading.load_target import LoadTarget, load_target
 from drivetrain_dispatch.loading.state_dict_diff import StateDictDiff
-from drivetrain_dispatch.model.dtensor import Box, shape_of
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Place
+from drivetrain_weights import Box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def _planned(
     reads, maps = _sources(first, stored, place, packs=packed_bytes is not None)
     return PlannedTensor(
         names=names, stored=first, copies=tuple(copies), reads=reads, maps=maps,
-        shape=spec.shape if box is None else shape_of(box), stored_dtype=stored[first].dtype, dtype=spec.dtype,
+        shape=spec.shape if box is None else box.sizes, stored_dtype=stored[first].dtype, dtype=spec.dtype,
         place=place, box=box, packed_bytes=packed_bytes,
     )  # fmt: skip
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.dtensor import Box, box_of, is_divided
 from drivetrain_dispatch.model.tensor_subclass import is_packed, takes
+from drivetrain_weights.tensor_box import Box, box_of_dtensor, is_dtensor
 
 
 class LoadTarget:
@@ -75,7 +75,7 @@ class ShardedTarget(LoadTarget):
             ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk`
                 cuts.
         """
-        return box_of(self.name, self.tensor)
+        return box_of_dtensor(self.tensor, name=repr(self.name))
 
     def keeps_object(self, value: Tensor) -> bool:  # noqa: ARG002 the shard takes any value
         """Return whether the tensor has memory: the engine that sharded it keeps views of that."""
@@ -109,7 +109,7 @@ def load_target(name: str, tensor: Tensor) -> LoadTarget:
             f"{name!r} is quantised already: load into the model as it was before, and give quantization=... for its "
             "weights to be packed as they come"
         )
-    return ShardedTarget(name, tensor) if is_divided(tensor) else LoadTarget(name, tensor)
+    return ShardedTarget(name, tensor) if is_dtensor(tensor) else LoadTarget(name, tensor)
 
 
 class Assignment(NamedTuple):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec
 from drivetrain_dispatch.loading.keep_stored_fp8 import kept_sizes
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
@@ -17,6 +16,7 @@ from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts
 from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloaded
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8, packed_sizes
+from drivetrain_weights import MappedFile
 
 
 class QuantizeOnLoad:

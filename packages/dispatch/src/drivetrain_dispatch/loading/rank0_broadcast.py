@@ -18,7 +18,7 @@ from drivetrain_dispatch.loading.tensor_reader import (
     pieces_of,
     staging_buffer,
 )
-from drivetrain_dispatch.model.dtensor import Box
+from drivetrain_weights import Box
 
 # The errors of a step that are reported to the other ranks.
 _FAILURES = (ValueError, RuntimeError, OSError, MemoryError)

@@ -15,7 +15,7 @@ from torch import Tensor
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
 from drivetrain_dispatch.loading.load_options import Progress
-from drivetrain_dispatch.model.dtensor import Box, range_of, shape_of
+from drivetrain_weights import Box
 
 PIECE_BYTES = 8 * 2**20  # of a file: enough for a disk's full rate, and small beside large tensors
 _MOST_THREADS = 4
@@ -158,9 +158,9 @@ def pieces_of(
         if name not in wanted:
             continue
         box = boxes.get(name)
-        whole = (0, math.prod(shape)) if box is None else range_of(box, shape)
+        whole = (0, math.prod(shape)) if box is None else box.flat_range(shape)
         if box is not None and (whole is None or not divisible):
-            pieces.append(ReadRange(name, dtype, 0, math.prod(shape_of(box)), box=box))
+            pieces.append(ReadRange(name, dtype, 0, box.num_elements, box=box))
         elif whole is not None:
             numel = whole[1] - whole[0]
             step = PIECE_BYTES // dtype.itemsize if divisible else max(1, numel)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
+from drivetrain_weights.tied_parameters import memory_key
 
 
 def compute_module_sizes(
@@ -70,11 +71,10 @@ def nearest_entry(name: str, entries: Container[str]) -> str | None:
 
 def identity(tensor: Tensor) -> object:
     """Return a key that tensors over the same elements of memory share; without memory, the object's identity."""
-    if tensor.is_meta or tensor.numel() == 0:
-        return id(tensor)
-    if is_packed(tensor):
+    has_memory = not tensor.is_meta and tensor.numel() > 0
+    if has_memory and is_packed(tensor):
         return tuple(map(identity, parts_of(tensor)))
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return memory_key(tensor)
 
 
 def listed(names: str | Collection[str]) -> Collection[str]:

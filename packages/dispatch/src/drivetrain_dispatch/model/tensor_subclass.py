@@ -17,7 +17,7 @@ from drivetrain_dispatch.model.bitsandbytes import (
     made_anew,
     parts_beside,
 )
-from drivetrain_dispatch.model.dtensor import is_divided
+from drivetrain_weights.tensor_box import is_dtensor
 
 
 def is_packed(tensor: Tensor) -> bool:
@@ -25,7 +25,7 @@ def is_packed(tensor: Tensor) -> bool:
     if type(tensor) in (nn.Parameter, Tensor):
         return False
     wraps = hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
-    return (wraps and not is_divided(tensor)) or is_of_bitsandbytes(tensor)
+    return (wraps and not is_dtensor(tensor)) or is_of_bitsandbytes(tensor)
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

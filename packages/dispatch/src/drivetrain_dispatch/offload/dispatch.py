@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.bitsandbytes import KeptLayout, take_back
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.tensor_subclass import is_packed, takes, why_unready
@@ -40,6 +39,7 @@ from drivetrain_dispatch.planning.placement import (
     devices_of_parts,
     placements_of,
 )
+from drivetrain_weights import MappedFile
 
 _CPU = torch.device("cpu")
 _RECORD = "_drivetrain_dispatch"  # the name of the model's attribute

@@ -8,12 +8,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.offload.execution_order import Cursor, ExecutionOrders
 from drivetrain_dispatch.offload.prefetch import Ahead
 from drivetrain_dispatch.offload.residency import Seat, Seats
 from drivetrain_dispatch.offload.saved_tensors import Backward
 from drivetrain_dispatch.offload.trace import OffloadTrace, UnitUse
+from drivetrain_weights import MappedFile
 
 
 class Streaming:

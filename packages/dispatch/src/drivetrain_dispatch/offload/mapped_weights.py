@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from weakref import ref
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.units import Unit
 from drivetrain_dispatch.offload.execution_order import ExecutionOrders
 from drivetrain_dispatch.offload.page_reader import Bounds, PageReader, Stretch
 from drivetrain_dispatch.offload.pages import can_give_back, some_missing, together
 from drivetrain_dispatch.planning.memory_budget import free_of_host
+from drivetrain_weights import MappedFile
 
 _SHARE_AHEAD = 0.5  # of the host's free memory, read ahead: more would evict pages before their use
 _SHARE_USED = 0.8  # of free memory; pages of a model that takes more are released behind the forward

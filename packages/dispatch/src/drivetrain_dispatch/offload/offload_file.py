@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.files.aligned_file import write_aligned
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.tensor_subclass import parts_of
+from drivetrain_weights import MappedFile
+from drivetrain_weights.aligned_file import write_aligned
 
 
 class WritableFile(MappedFile):

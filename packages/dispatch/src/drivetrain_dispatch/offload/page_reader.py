@@ -9,10 +9,10 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
 from drivetrain_dispatch.offload.pages import Pages, bring, give_back
+from drivetrain_weights import MappedFile
 
 _TOGETHER_BYTES = 2 << 20  # the largest folio of the page cache
 _NUM_READERS = 2  # one waits for the disk while the other requests the next piece

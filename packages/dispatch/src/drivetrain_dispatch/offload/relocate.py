@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.files.weight_files import MappedFile
 from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts, size_in_bytes
 from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloaded
 from drivetrain_dispatch.planning.placement import Placement
+from drivetrain_weights import MappedFile
 
 
 def settle(

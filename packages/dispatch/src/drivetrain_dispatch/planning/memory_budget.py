@@ -1,6 +1,5 @@
 """The memory budget of each device: what is free now, what a user specifies, or an even share."""
 
-import re
 from collections.abc import Iterable, Mapping
 
 import psutil
@@ -10,13 +9,8 @@ from drivetrain_dispatch.arguments import check_budgets
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.cgroup import free_of_cgroup
 from drivetrain_dispatch.planning.device_map import Device, place_of
+from drivetrain_weights import parse_size
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
-_UNITS = {"B": 1} | {
-    prefix + unit: base**power
-    for base, unit in ((1000, "B"), (1024, "iB"))
-    for power, prefix in enumerate("KMGT", start=1)
-}
 _LEFT_FREE = 0.05  # the fraction of a device that stays free: allocators do not fill it to the last byte
 
 
@@ -77,24 +71,6 @@ def balanced_budgets(
         rest = sum(sizes) - sum(balanced[device] for device in others)
         balanced[first] = min(budgets[first], max(0, rest))
     return balanced
-
-
-def parse_size(size: int | str) -> int:
-    """Return the bytes of a size such as 1000, "5GB" (powers of 1000) or "512MiB" (powers of 1024) in any case.
-
-    Raises:
-        ValueError: The size is invalid.
-    """
-    if type(size) is int and size >= 0:
-        return size
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        raise ValueError(
-            f"{size!r} is no size: give one with a unit such as '24GB' or '512MiB', or an int of bytes (units: "
-            f"{', '.join(_UNITS)})"
-        )
-    return int(float(match[1]) * units[match[2].lower()])
 
 
 def free_bytes(device: torch.device) -> int | None:

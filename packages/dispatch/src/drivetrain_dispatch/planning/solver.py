@@ -19,6 +19,7 @@ from drivetrain_dispatch.planning.initial_placement import (
 )
 from drivetrain_dispatch.planning.local_search import Found, Search
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source, forward_seconds
+from drivetrain_weights import format_size
 
 _UNUSED = Bandwidths(to_device=inf, from_disk=inf)  # for a forward that fetches nothing
 _NUM_IMPROVED = 8  # placements from which the local search starts
@@ -145,27 +146,20 @@ def _why_not(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
     held = sum(budgets.devices) + budgets.host + (budgets.disk or 0)
     if budgets.disk is not None and held < total:
         return (
-            f"max_memory: the model takes {_shown(total)} and the devices may hold {_shown(held)} together: give "
-            "them more, or leave the disk's budget out"
+            f"max_memory: the model takes {format_size(total)} and the devices may hold {format_size(held)} "
+            "together: give them more, or leave the disk's budget out"
         )
     need, peak, kept = max(groups.needs), max(groups.peaks), sum(groups.kept) + sum(groups.stays)
     if budgets.in_place:
         return (
-            f"max_memory: {_shown(kept)} stay in the host's memory for the whole model (buffers, keys and values), "
-            f"beside activations up to {_shown(peak)}, and it may hold {_shown(max(budgets.devices))}: give 'cpu' at "
-            f"least {_shown(kept + peak)}"
+            f"max_memory: {format_size(kept)} stay in the host's memory for the whole model (buffers, keys and "
+            f"values), beside activations up to {format_size(peak)}, and it may hold "
+            f"{format_size(max(budgets.devices))}: give 'cpu' at least {format_size(kept + peak)}"
         )
     block = blocks[groups.firsts[groups.needs.index(need)]]
     part = "" if len(block.coming) == 1 else "a part of "
     return (
-        f"max_memory: {part}{block.name!r} takes {_shown(need)}, activations up to {_shown(peak)}, {_shown(kept)} "
-        f"stay for the whole model (buffers, keys and values), and no device may hold more than "
-        f"{_shown(max(budgets.devices))}: give one at least {_shown(need + peak + kept)}"
+        f"max_memory: {part}{block.name!r} takes {format_size(need)}, activations up to {format_size(peak)}, "
+        f"{format_size(kept)} stay for the whole model (buffers, keys and values), and no device may hold more than "
+        f"{format_size(max(budgets.devices))}: give one at least {format_size(need + peak + kept)}"
     )
-
-
-def _shown(size_bytes: int) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.2f} {unit}"
-    return f"{size_bytes} B"

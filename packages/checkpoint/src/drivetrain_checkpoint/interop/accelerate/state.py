@@ -1,6 +1,5 @@
 """Read a state saved by Hugging Face Accelerate without running any code in its pickles."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, ForeignStateError
 from drivetrain_checkpoint.export.plan import INDEX
-from drivetrain_checkpoint.export.reader import open_export, open_tensor_file
+from drivetrain_checkpoint.export.reader import checkpoint_errors, open_export, open_tensor_file
 from drivetrain_checkpoint.interop.accelerate.folder import (
     PICKLED_INDEX,
     AccelerateFiles,
     list_accelerate_state,
 )
 from drivetrain_checkpoint.interop.accelerate.safe_pickle import read_pickle
+from drivetrain_weights import read_index
 
 _ACCELERATOR_SEEDS = re.compile(r"torch_(?P<kind>\w+)_manual_seed")
 
@@ -107,12 +107,13 @@ def _open_model(path: Path) -> Mapping[str, Any]:
 
 
 def _read_shards(index: Path) -> dict[str, Any]:
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        paths = [index.parent / Path(name).name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{index} is no index of files of weights: {error!r}") from error
-    return {name: value for path in paths for name, value in _read_mapping(path, mapped=True).items()}
+    with checkpoint_errors():
+        files = sorted(set(read_index(index).weight_map.values()))
+    return {
+        name: value
+        for file in files
+        for name, value in _read_mapping(index.parent / file, mapped=True).items()
+    }
 
 
 def _read_mapping(path: Path, *keys: str, mapped: bool = False) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Describe parts of a tensor as boxes, and intersect them. Pure.
+"""Boxes, which are the parts of tensors that ranks hold, and their intersections.
 
 A DTensor's shard is a box. A ZeRO shard is a range of the flattened tensor, which may cut rows: a few boxes.
 """
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Box(NamedTuple):
@@ -28,6 +28,17 @@ class Box(NamedTuple):
         """Return the slices that select it from the tensor, or from another box that contains it."""
         starts = self.offsets if within is None else map(int.__sub__, self.offsets, within.offsets)
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+
+    def flat_range(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """Return its first element and the one after its last in the flat tensor; None if others lie between them.
+
+        Args:
+            shape: The shape of the tensor.
+        """
+        if self.sizes[1:] != tuple(shape[1:]):
+            return None
+        row = prod(shape[1:])
+        return (self.offsets[0] * row, (self.offsets[0] + self.sizes[0]) * row) if shape else (0, 1)
 
     def cut(self, num_elements: int) -> "Iterator[Box]":
         """Yield pieces of at most `num_elements` elements, cut along the first dimension longer than 1.
@@ -53,6 +64,45 @@ class Box(NamedTuple):
 def whole(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
     return Box(offsets=(0,) * len(shape), sizes=tuple(shape))
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether a value is a DTensor; without importing DTensor, which takes as long as importing torch."""
+    return hasattr(value, "to_local") and hasattr(value, "placements")
+
+
+def box_of_dtensor(dtensor: Any, *, name: str = "a DTensor") -> Box:
+    """Return the box of a DTensor that this rank holds. Works on the meta device.
+
+    Args:
+        dtensor: The DTensor to inspect.
+        name: What the message of an error calls it.
+
+    Raises:
+        ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk` cuts.
+    """
+    offsets, sizes = [0] * len(dtensor.shape), list(dtensor.shape)
+    for axis, placement in enumerate(dtensor.placements):
+        if placement.is_replicate():
+            continue
+        # torch's own subclasses of Shard cut in other ways.
+        if type(placement).__name__ != "Shard":
+            raise ValueError(
+                f"{name} of shape {tuple(dtensor.shape)} is placed as {placement}, which gives no rank a box: "
+                "redistribute() it to Shard or Replicate, or give its full_tensor()"
+            )
+        dim = placement.dim % len(sizes)
+        step = -(-sizes[dim] // dtensor.device_mesh.size(axis))  # torch.chunk's size of a chunk
+        start = min(step * dtensor.device_mesh.get_local_rank(axis), sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(step, sizes[dim] - start)
+    box, here = Box(offsets=tuple(offsets), sizes=tuple(sizes)), tuple(dtensor.to_local().shape)
+    if here != box.sizes:
+        raise ValueError(
+            f"{name} of shape {tuple(dtensor.shape)} placed as {dtensor.placements} has {here} on this rank, where "
+            f"torch's even division gives {box.sizes}: redistribute() or full_tensor() it"
+        )
+    return box
 
 
 def overlap(one: Box, other: Box) -> Box | None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_checkpoint.format.boxes import Box, boxes_of_range, overlap, whole
+from drivetrain_weights.tensor_box import Box, boxes_of_range, overlap, whole
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -51,3 +51,13 @@ def test_pieces_of_a_box_are_the_box_and_not_too_large(shape: tuple[int, ...], d
 def test_slices_within_a_box_begin_at_its_corner(shape: tuple[int, ...]) -> None:
     assert whole(shape).slices(within=whole(shape)) == whole(shape).slices()
     assert Box((3, 4), (2, 2)).slices(within=Box((2, 4), (5, 6))) == (slice(1, 3), slice(0, 2))
+
+
+@given(shapes, st.data())
+def test_a_box_is_a_range_where_it_says_so(shape: tuple[int, ...], data: st.DataObject) -> None:
+    box = data.draw(boxes(shape))
+    found = box.flat_range(shape)
+    if found is not None:
+        assert indices(shape, box) == list(range(*found))
+    else:
+        assert box.sizes[1:] != shape[1:]

@@ -1,4 +1,3 @@
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -6,13 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
-from drivetrain_dispatch import init_empty_weights
-from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.files.torch_file import map_pickled
-from drivetrain_dispatch.files.weight_files import MappedFile, find_weights
-from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
+from drivetrain_weights import MappedFile, UnsafePickleError, WeightFilesError, find_weights, read_torch_file
+from drivetrain_weights.torch_file import map_tensors
 
 
 class Runs:
@@ -25,39 +20,47 @@ class Runs:
         return (os.mkdir, (str(self.path),))
 
 
-def model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(1500, 1600), nn.Linear(3, 3))
+def test_tensors_and_plain_values_come_in(tmp_path: Path) -> None:
+    value = {"a": torch.arange(3), "b": [1, 2.0, None, "x", (True,)], "c": {4}}
+    torch.save(value, tmp_path / "x.bin")
+    found = read_torch_file(tmp_path / "x.bin")
+    assert torch.equal(found.pop("a"), value.pop("a"))
+    assert found == value
 
 
-@pytest.fixture
-def values(tmp_path: Path) -> dict[str, torch.Tensor]:
-    """A model's values, one of them saved with its dims swapped, as two files and their index."""
-    values = dict(model().state_dict())
-    values["0.weight"] = torch.randn(1500, 1600).T
-    files = {name: f"pytorch_model-{index % 2}.bin" for index, name in enumerate(values)}
-    for file in set(files.values()):
-        torch.save({name: values[name] for name, own in files.items() if own == file}, tmp_path / file)
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
-    return values
+def test_what_is_not_mapped_is_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    torch.save(torch.arange(5000), path)
+    found = read_torch_file(path)
+    path.write_bytes(b"")
+    assert torch.equal(found, torch.arange(5000))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_a_model_gets_its_values_from_torchs_files(
-    tmp_path: Path, values: dict[str, torch.Tensor], place: str, dtype: torch.dtype | None
-) -> None:
-    with init_empty_weights():
-        empty = model()
-    report = load_checkpoint_in_model(empty, tmp_path, {"": place}, dtype=dtype)
-    for name, tensor in empty.state_dict().items():
-        assert torch.equal(tensor, values[name].to(tensor.dtype))
-        assert tensor.dtype == (dtype or torch.float32 if place == "cpu" else torch.float32)
-    if place == "disk":
-        assert report.mapped["0.weight"].path == tmp_path / "pytorch_model-0.bin"
-        assert report.converted_at_use == ({} if dtype is None else dict.fromkeys(values, dtype))
-        os.utime(tmp_path / "pytorch_model-0.bin", ns=(0, 0))
-        with pytest.raises(WeightFilesError, match="has changed since the model was loaded"):
-            report.mapped["0.weight"].check_unchanged()
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "uint32", "bool"])
+def test_arrays_of_numbers_come_in_where_they_are_wanted(tmp_path: Path, dtype: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    value = numpy.arange(6).reshape(2, 3).astype(dtype)
+    torch.save({"a": value}, tmp_path / "x.pkl")
+    found = read_torch_file(tmp_path / "x.pkl", arrays=True)["a"]
+    assert found.dtype == value.dtype
+    assert (found == value).all()
+    with pytest.raises(UnsafePickleError, match=r"x\.pkl is refused: to build what it holds \(numpy"):
+        read_torch_file(tmp_path / "x.pkl")
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", b"PK\x03\x04 and no more"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(WeightFilesError, match=r"x\.bin is no whole file of torch\.save"):
+        read_torch_file(tmp_path / "x.bin")
+
+
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    torch.save({"a": torch.arange(1000)}, path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(WeightFilesError, match=r"x\.bin is no whole file of torch\.save"):
+        read_torch_file(path)
 
 
 def test_a_tensor_is_the_files_pages_and_the_file_is_never_written_to(tmp_path: Path) -> None:
@@ -80,13 +83,13 @@ def test_one_file_and_its_folder_will_do_and_safetensors_are_preferred(tmp_path:
     [
         (
             lambda path: torch.save({"w": Runs(path.with_name("made"))}, path),
-            "is refused: to build what it holds would run code",
+            r"is refused: to build what it holds \(posix.mkdir\) would run code",
         ),
         (
             lambda path: torch.save({"w": torch.ones(1)}, path, _use_new_zipfile_serialization=False),
-            "cannot be mapped .* format before torch 1.6",
+            r"is no whole file of torch.save \(.*\): it was cut or damaged, or is in the format before torch 1.6",
         ),
-        (lambda path: path.write_bytes(b"PK"), r"cannot be mapped|is refused"),
+        (lambda path: path.write_bytes(b"PK"), r"is no whole file of torch.save"),
         (lambda path: torch.save([torch.ones(1)], path), "holds a list: must be a dict of tensors by name"),
         (
             lambda path: torch.save({"model": {}, "epoch": 3}, path),
@@ -100,14 +103,16 @@ def test_what_is_no_dict_of_tensors_is_told_and_runs_no_code(
 ) -> None:
     make(tmp_path / "model.pt")
     with pytest.raises(WeightFilesError, match=f"model.pt {told}"):
-        map_pickled(tmp_path / "model.pt")
+        map_tensors(tmp_path / "model.pt")
     assert not (tmp_path / "made").exists()
 
 
 def test_a_file_that_is_cut_or_missing_is_told(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1000)}, tmp_path / "model.pt")
     os.truncate(tmp_path / "model.pt", 3000)
-    with pytest.raises(WeightFilesError, match=r"model.pt cannot be mapped \(.*\): it was cut or damaged"):
+    with pytest.raises(
+        WeightFilesError, match=r"model.pt is no whole file of .* \(.*\): it was cut or damaged"
+    ):
         find_weights(tmp_path)
     with pytest.raises(WeightFilesError, match=r"gone.pt is missing"):
         find_weights(tmp_path / "gone.pt")

@@ -1,15 +1,10 @@
-"""The files of a model's weights, as safetensors, torch and Hugging Face's libraries lay them out.
-
-A tensor of a mapped file is the file's pages: it takes no memory of its own, and is read on first use.
-"""
+"""A memory-mapped file of weights, whose tensors are the file's pages: they take no memory until their first use."""
 
 import errno
-import json
 import mmap
 import os
-import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,23 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.files.aligned_file import DTYPES, bytes_of, is_padding
-from drivetrain_dispatch.files.torch_file import PICKLED_SUFFIXES, map_pickled
-
-_SUFFIX = ".safetensors"
-# In order of preference: the suffix of an index, the file names that transformers and diffusers use for a folder's
-# weights, and the suffixes of other weight files.
-_KINDS = (
-    (f"{_SUFFIX}.index.json", (f"model{_SUFFIX}", f"diffusion_pytorch_model{_SUFFIX}"), (_SUFFIX,)),
-    (".bin.index.json", ("pytorch_model.bin", "diffusion_pytorch_model.bin"), PICKLED_SUFFIXES),
-)
-_INDICES = tuple(index for index, _, _ in _KINDS)
-# The name of a variant (another dtype, for example) in an index's name. In a file's name it precedes the suffix.
-_VARIANT = re.compile(r"(?<=\.index)\.[^.]+(?=\.json$)")
-_SHARD = re.compile(r"-\d+-of-\d+\.")
-_OWN = ("converted-", "offloaded-", ".")  # prefixes of files of this package and of unfinished files
-_NUM_SHOWN = 5
+from drivetrain_weights.errors import WeightFilesError
+from drivetrain_weights.safetensors_layout import DTYPES, StoredEntry, bytes_of, read_header
+from drivetrain_weights.tensor_box import Box
+from drivetrain_weights.torch_file import TORCH_SUFFIXES, map_tensors
 
 
 class _Stamp(NamedTuple):
@@ -62,6 +44,7 @@ class MappedFile:
         path: The absolute path of the file.
         names: The names of its tensors.
         in_order: The names of its tensors, in the order of the file.
+        metadata: The strings in its header by name; empty if the format has none.
 
     Raises:
         WeightFilesError: The file is missing, truncated, or not a file of weights.
@@ -75,14 +58,16 @@ class MappedFile:
             self._stamp = _Stamp.of(self._file)
             # The offset of each tensor; empty if the format does not give offsets.
             self._starts: dict[str, int] = {}
-            if path.suffix in PICKLED_SUFFIXES:
-                self._tensors = map_pickled(path)
+            self.metadata: Mapping[str, str] = {}
+            if path.suffix in TORCH_SUFFIXES:
+                self._tensors = map_tensors(path)
             else:
                 # safe_open checks the header and the file's size.
                 with safe_open(path, framework="pt", device="cpu") as reader:
-                    entries = _entries(path)
-                    self._starts = {name: entry.start for name, entry in entries.items()}
-                    self._tensors = _mapped(self._file, entries, reader)
+                    header = read_header(path)
+                    self.metadata = header.metadata
+                    self._starts = {name: entry.start for name, entry in header.entries.items()}
+                    self._tensors = _mapped(self._file, header.entries, reader)
         except FileNotFoundError as error:
             raise WeightFilesError(f"{path} is missing") from error
         except (SafetensorError, IsADirectoryError) as error:
@@ -167,9 +152,9 @@ class MappedFile:
             begin = self._starts[name] + start * self._tensors[name].element_size()
             os.posix_fadvise(self._file, begin, size_bytes, os.POSIX_FADV_WILLNEED)
 
-    def copy_box(self, name: str, target: Tensor, box: Sequence[tuple[int, int]]) -> None:
-        """Copy a part of a tensor, given by its start and end in each dim, through the file's pages."""
-        target.copy_(self._tensors[name][tuple(slice(begin, end) for begin, end in box)])
+    def copy_box(self, name: str, target: Tensor, box: Box) -> None:
+        """Copy a box of a tensor through the file's pages."""
+        target.copy_(self._tensors[name][box.slices()])
 
     def _fill(self, memory: memoryview, start: int) -> None:
         while memory:
@@ -221,130 +206,7 @@ class MappedFile:
         )
 
 
-def find_weights(checkpoint: Path | str) -> dict[str, Path]:
-    """Return the file that holds each tensor of a model's weights, in the order of the files.
-
-    Args:
-        checkpoint: A safetensors file, a file that `torch.save` wrote, an index of several files
-            (`*.safetensors.index.json` or `*.bin.index.json`), or a folder that contains one of these; safetensors
-            takes precedence. A variant (`model.fp16.safetensors`, `model.safetensors.index.fp16.json`) is used only
-            if the folder contains nothing else.
-
-    Raises:
-        WeightFilesError: The checkpoint is none of these, or one of its files is missing, damaged, or lacks a tensor.
-    """
-    return {name: file.path for name, file in open_weights(checkpoint).items()}
-
-
-def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
-    """Open the files of `find_weights`, and return the one that holds each tensor."""
-    path = Path(checkpoint).expanduser()
-    if path.is_dir():
-        path = _in_folder(path)
-    if _VARIANT.sub("", path.name).endswith(_INDICES):
-        return _indexed(path)
-    if path.suffix not in (_SUFFIX, *PICKLED_SUFFIXES):
-        raise WeightFilesError(
-            f"{path} is no model's weights: name a {_SUFFIX} file, one of {', '.join(PICKLED_SUFFIXES)} that "
-            f"torch.save wrote, an index *{' or *'.join(_INDICES)}, or a folder that holds one"
-        )
-    file = MappedFile(path)
-    return dict.fromkeys(file.in_order, file)
-
-
-def weights_of(folder: Path, variant: str | None) -> Path:
-    """Return what to load from a folder: the folder itself, or the index or file of a variant of its weights.
-
-    Raises:
-        WeightFilesError: The folder has no such variant.
-    """
-    if variant is None:
-        return folder
-    for pattern in (
-        f"*.index.{variant}.json",
-        f"*.{variant}{_SUFFIX}",
-        *(f"*.{variant}{end}" for end in PICKLED_SUFFIXES),
-    ):
-        if found := sorted(path for path in folder.glob(pattern) if not _SHARD.search(path.name)):
-            return found[0]
-    raise WeightFilesError(
-        f"variant={variant!r}: {folder} holds no weights called so; leave it out, or fetch them"
-    )
-
-
-def _in_folder(folder: Path) -> Path:
-    """Return the index of a folder, or its only file of weights."""
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith(_OWN))
-    for index, usual, suffixes in _KINDS:
-        indices = [path for path in paths if path.name.endswith(index)]
-        files = [path for path in paths if path.suffix in suffixes]
-        variants = [path for path in paths if _VARIANT.sub("", path.name).endswith(index)]
-        named = [path for path in files if path.name in usual]
-        found = indices or named or variants or files
-        if len(found) == 1:
-            return found[0]
-        if found and all(_SHARD.search(path.name) for path in found):
-            raise WeightFilesError(
-                f"{folder} holds {len(found)} shards, {found[0].name} and so on, and no *{index} that says what is "
-                "where: fetch it too"
-            )
-        if found:
-            shown = ", ".join(path.name for path in found[:_NUM_SHOWN])
-            raise WeightFilesError(f"{folder} holds several weights ({shown}): name one of them")
-    raise WeightFilesError(
-        f"{folder} holds no *{_SUFFIX} file, and none of {', '.join(PICKLED_SUFFIXES)}: fetch the weights too"
-    )
-
-
-def _indexed(index: Path) -> dict[str, MappedFile]:
-    """Return the opened file of each tensor in an index, after checking the index against its files."""
-    try:
-        said: object = json.loads(index.read_text())
-    except FileNotFoundError as error:
-        raise WeightFilesError(f"{index} is missing") from error
-    except ValueError as error:
-        raise WeightFilesError(f"{index} is no JSON: {error}") from error
-    names = said.get("weight_map") if isinstance(said, dict) else None
-    if not isinstance(names, Mapping) or not all(isinstance(file, str) for file in names.values()):
-        raise WeightFilesError(f'{index} has no "weight_map" from tensors to files')
-    held: dict[str, MappedFile] = {}
-    for file in sorted(set(names.values())):
-        if Path(file).name != file:
-            raise WeightFilesError(f"{index} names the file {file!r}: must be one beside it")
-        held[file] = MappedFile(index.parent / file)
-    if lacking := sorted(name for name, file in names.items() if name not in held[file].names):
-        more = f" and {len(lacking) - _NUM_SHOWN} more" if len(lacking) > _NUM_SHOWN else ""
-        raise WeightFilesError(
-            f"{index} names tensors that their files do not hold: "
-            f"{', '.join(f'{name!r} ({names[name]})' for name in lacking[:_NUM_SHOWN])}{more}"
-        )
-    return {name: file for said, file in held.items() for name in file.in_order if names.get(name) == said}
-
-
-class _Entry(NamedTuple):
-    """The entry of a tensor in a header, with its offset from the start of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    size_bytes: int
-
-
-def _entries(path: Path) -> dict[str, _Entry]:
-    """Return the entries of a safetensors file, in the order of the file; its header has been checked."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    found: dict[str, _Entry] = {}
-    for name, entry in header.items():
-        if not is_padding(name):
-            begin, end = entry["data_offsets"]
-            found[name] = _Entry(entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
-    return dict(sorted(found.items(), key=lambda item: item[1].start))
-
-
-def _mapped(file: int, entries: Mapping[str, _Entry], reader: Any) -> dict[str, Tensor]:
+def _mapped(file: int, entries: Mapping[str, StoredEntry], reader: Any) -> dict[str, Tensor]:
     """Return the tensors as the file's pages, without reading any page.
 
     The library's own `get_tensor` is avoided, since it makes the system read each tensor at once (safetensors 0.8).
@@ -360,10 +222,9 @@ def _mapped(file: int, entries: Mapping[str, _Entry], reader: Any) -> dict[str, 
         if error.errno == errno.ENOMEM:
             raise MemoryError(str(error)) from error
         raise
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
     tensors: dict[str, Tensor] = {}
     for name, entry in entries.items():
-        dtype = dtypes.get(entry.dtype)
+        dtype = DTYPES.get(entry.dtype)
         if dtype is None or entry.size_bytes == 0:
             tensors[name] = reader.get_tensor(name)
         else:

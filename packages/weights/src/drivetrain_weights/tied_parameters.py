@@ -1,12 +1,12 @@
 """Find tied parameters, which have several names, and tie them again after loading separated them."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.errors import TiedParametersError
+from drivetrain_weights.errors import TiedParametersError
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -18,10 +18,43 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
         >>> find_tied_parameters(model)
         [['embed.weight', 'head.weight']]
     """
-    names: defaultdict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [group for group in names.values() if len(group) > 1]
+    return tied_groups(model.named_parameters(remove_duplicate=False), key=id)
+
+
+def first_names(groups: Iterable[Sequence[str]]) -> dict[str, str]:
+    """Return the first name of a group for each of its other names."""
+    return {name: group[0] for group in groups for name in group[1:]}
+
+
+def tied_groups(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor], object]) -> list[list[str]]:
+    """Return the names of each tensor that has several, in their order.
+
+    Args:
+        named: The names and tensors, all of which stay alive meanwhile.
+        key: What is equal for the same tensor: `id` in a module, `memory_key` in a state dict.
+    """
+    groups: defaultdict[object, list[str]] = defaultdict(list)
+    for name, tensor in named:
+        groups[key(tensor)].append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def memory_key(tensor: Tensor) -> object:
+    """Return a key that tensors over exactly the same memory share; the object's identity if it has no memory.
+
+    Views that overlap but differ have other keys.
+    """
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
+        return id(tensor)
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:

@@ -1,1 +1,0 @@
-"""Read and write memory-mapped weight files, safetensors and PyTorch's own."""

@@ -1,0 +1,82 @@
+"""Read and write model weight files: safetensors, torch's own, and Hugging Face's indices of shards.
+
+`open_weights` maps a file, the shards of an index, or a folder into memory, so that a tensor is read on first use.
+`read_torch_file` reads files of `torch.save` without running code from them. `find_tied_parameters` and
+`retie_parameters` keep tied weights tied. `parse_size` reads sizes such as "20GB".
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_weights.aligned_file import write_aligned as write_aligned
+    from drivetrain_weights.byte_sizes import format_size as format_size
+    from drivetrain_weights.byte_sizes import parse_size as parse_size
+    from drivetrain_weights.errors import NoWeightsError as NoWeightsError
+    from drivetrain_weights.errors import SeveralWeightsError as SeveralWeightsError
+    from drivetrain_weights.errors import TiedParametersError as TiedParametersError
+    from drivetrain_weights.errors import UnsafePickleError as UnsafePickleError
+    from drivetrain_weights.errors import WeightFilesError as WeightFilesError
+    from drivetrain_weights.mapped_file import MappedFile as MappedFile
+    from drivetrain_weights.tensor_box import Box as Box
+    from drivetrain_weights.tensor_box import box_of_dtensor as box_of_dtensor
+    from drivetrain_weights.tied_parameters import find_tied_parameters as find_tied_parameters
+    from drivetrain_weights.tied_parameters import retie_parameters as retie_parameters
+    from drivetrain_weights.torch_file import read_torch_file as read_torch_file
+    from drivetrain_weights.weight_index import WeightIndex as WeightIndex
+    from drivetrain_weights.weight_index import find_weights as find_weights
+    from drivetrain_weights.weight_index import open_weights as open_weights
+    from drivetrain_weights.weight_index import read_index as read_index
+
+# Public name -> the module that defines it.
+_MODULES = {
+    "Box": "tensor_box",
+    "MappedFile": "mapped_file",
+    "NoWeightsError": "errors",
+    "SeveralWeightsError": "errors",
+    "TiedParametersError": "errors",
+    "UnsafePickleError": "errors",
+    "WeightFilesError": "errors",
+    "WeightIndex": "weight_index",
+    "box_of_dtensor": "tensor_box",
+    "find_tied_parameters": "tied_parameters",
+    "find_weights": "weight_index",
+    "format_size": "byte_sizes",
+    "open_weights": "weight_index",
+    "parse_size": "byte_sizes",
+    "read_index": "weight_index",
+    "read_torch_file": "torch_file",
+    "retie_parameters": "tied_parameters",
+    "write_aligned": "aligned_file",
+}
+__all__ = [
+    "Box",
+    "MappedFile",
+    "NoWeightsError",
+    "SeveralWeightsError",
+    "TiedParametersError",
+    "UnsafePickleError",
+    "WeightFilesError",
+    "WeightIndex",
+    "box_of_dtensor",
+    "find_tied_parameters",
+    "find_weights",
+    "format_size",
+    "open_weights",
+    "parse_size",
+    "read_index",
+    "read_torch_file",
+    "retie_parameters",
+    "write_aligned",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        from importlib import import_module
+
+        return getattr(import_module(f"drivetrain_weights.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'drivetrain_weights' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

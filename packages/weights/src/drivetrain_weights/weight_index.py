@@ -1,0 +1,218 @@
+"""The files of a model's weights, as safetensors, torch and Hugging Face's libraries lay them out in a folder."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from drivetrain_weights.errors import NoWeightsError, SeveralWeightsError, WeightFilesError
+from drivetrain_weights.mapped_file import MappedFile
+from drivetrain_weights.torch_file import TORCH_SUFFIXES
+
+SAFETENSORS_SUFFIX = ".safetensors"
+# What transformers and diffusers call a model's weights: one file, or the index of several.
+_USUAL = {
+    SAFETENSORS_SUFFIX: ("model", "diffusion_pytorch_model"),
+    ".bin": ("pytorch_model", "diffusion_pytorch_model"),
+}
+_SUFFIXES = {SAFETENSORS_SUFFIX: (SAFETENSORS_SUFFIX,), ".bin": TORCH_SUFFIXES}
+# Also with a variant, such as another dtype: model.safetensors.index.fp16.json, model.fp16.safetensors.index.json.
+_INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
+_BIN_INDEX = re.compile(r".*\.bin\.index\..+")
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(\.[^.]+)?\.[^.]+$")
+_OWN = (
+    "converted-",
+    "offloaded-",
+    ".",
+)  # prefixes of files that drivetrain-dispatch writes, and of unfinished ones
+_NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightIndex:
+    """An index of the files that hold a model's weights.
+
+    Attributes:
+        weight_map: The name of each tensor's file, in the folder of the index.
+        metadata: What else the index says, such as `{"total_size": 1000}`.
+    """
+
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_json(self) -> str:
+        """Return the text of an index as Hugging Face's libraries read it."""
+        said = {"metadata": dict(self.metadata), "weight_map": dict(self.weight_map)}
+        return json.dumps(said, indent=2) + "\n"
+
+
+def read_index(path: Path) -> WeightIndex:
+    """Read an index of safetensors or torch files.
+
+    Raises:
+        WeightFilesError: The index is missing or damaged, or names files outside its folder.
+    """
+    try:
+        said: Any = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise WeightFilesError(f"{path} is missing") from error
+    except ValueError as error:
+        raise WeightFilesError(f"{path} is no index of weight files: it is no JSON: {error}") from error
+    files = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise WeightFilesError(
+            f'{path} is no index of weight files: it has no "weight_map" from tensors to files'
+        )
+    metadata = said.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise WeightFilesError(f'{path} is no index of weight files: its "metadata" is {metadata!r}')
+    for file in files.values():
+        if Path(file).name != file:
+            raise WeightFilesError(f"{path} names the file {file!r}: must be one beside it")
+    return WeightIndex(weight_map=cast("Mapping[str, str]", files), metadata=metadata)
+
+
+def find_weights(checkpoint: Path | str) -> dict[str, Path]:
+    """Return the file that holds each tensor of a model's weights, in the order of the files.
+
+    Args:
+        checkpoint: A safetensors file, a file that `torch.save` wrote, an index of several files
+            (`*.safetensors.index.json` or `*.bin.index.json`), or a folder that contains one of these; see
+            `choose_weights`.
+
+    Raises:
+        WeightFilesError: The checkpoint is none of these, or one of its files is missing, damaged, or lacks a tensor.
+    """
+    return {name: file.path for name, file in open_weights(checkpoint).items()}
+
+
+def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
+    """Open the files of `find_weights`, and return the one that holds each tensor."""
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        path = choose_weights(path)
+    if path.suffix == ".json":
+        return open_indexed(path, read_index(path))
+    if path.suffix not in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):
+        raise WeightFilesError(
+            f"{path} is no model's weights: name a {SAFETENSORS_SUFFIX} file, one of {', '.join(TORCH_SUFFIXES)} "
+            f"that torch.save wrote, an index *{SAFETENSORS_SUFFIX}.index.json or *.bin.index.json, or a folder that "
+            "holds one"
+        )
+    file = MappedFile(path)
+    return dict.fromkeys(file.in_order, file)
+
+
+def open_indexed(path: Path, index: WeightIndex) -> dict[str, MappedFile]:
+    """Open the files of an index, and return the one that holds each tensor, in the order of the files.
+
+    A tensor of these files that the index leaves out is there too.
+
+    Args:
+        path: The path of the index.
+        index: The index that `read_index` returned for it.
+
+    Raises:
+        WeightFilesError: A file is missing, damaged, or lacks a tensor.
+    """
+    held: dict[str, MappedFile] = {}
+    for file in sorted(set(index.weight_map.values())):
+        if not (path.parent / file).is_file():
+            raise WeightFilesError(
+                f"{path.parent / file} is missing, though {path.name} lists it: fetch or save it again"
+            )
+        held[file] = MappedFile(path.parent / file)
+    places = index.weight_map
+    if lacking := sorted(name for name, file in places.items() if name not in held[file].names):
+        more = f" and {len(lacking) - _NUM_SHOWN} more" if len(lacking) > _NUM_SHOWN else ""
+        raise WeightFilesError(
+            f"{path} names tensors that their files do not hold: "
+            f"{', '.join(f'{name!r} ({places[name]})' for name in lacking[:_NUM_SHOWN])}{more}"
+        )
+    return {
+        name: opened
+        for file, opened in held.items()
+        for name in opened.in_order
+        if places.get(name, file) == file
+    }
+
+
+def choose_weights(folder: Path, *, kinds: Iterable[str] = tuple(_SUFFIXES)) -> Path:
+    """Return the file of a folder's weights, or the index of several.
+
+    These are, in this order: a file or index of the name that transformers or diffusers give it; the only other
+    index or file, such as a variant (`model.fp16.safetensors`); the same in torch's files instead of safetensors.
+
+    Args:
+        folder: The folder to look into.
+        kinds: The kinds of files to look for, ".safetensors" and ".bin", in order of preference.
+
+    Raises:
+        NoWeightsError: The folder holds no weights, or only shards without their index.
+        SeveralWeightsError: The folder holds several, none of a usual name.
+    """
+    paths = [path for path in folder.iterdir() if not path.name.startswith(_OWN)] if folder.is_dir() else []
+    shards: list[Path] = []
+    for kind in kinds:
+        for name in _USUAL[kind]:
+            for usual in (folder / f"{name}{kind}", folder / f"{name}{kind}.index.json"):
+                if usual.is_file():
+                    return usual
+        found, unlisted = _others(sorted(paths), kind)
+        shards = shards or unlisted
+        if len(found) == 1:
+            return found[0]
+        if found:
+            shown = ", ".join(path.name for path in found[:_NUM_SHOWN])
+            raise SeveralWeightsError(f"{folder} holds several weights ({shown}): name one of them")
+    if shards:
+        raise NoWeightsError(
+            f"{folder} holds {len(shards)} shards, {shards[0].name} and so on, and no "
+            f"*{shards[0].suffix}.index.json that says what is where: fetch it too; if a save into the "
+            "folder was killed, save again"
+        )
+    looked_for = ", ".join(f"*{suffix}" for kind in kinds for suffix in _SUFFIXES[kind])
+    raise NoWeightsError(
+        f"{folder} holds no weights, none of {looked_for}: fetch them too; if a save into it was killed, save again"
+    )
+
+
+def find_variant(folder: Path, variant: str | None) -> Path:
+    """Return what to load from a folder: the folder itself, or the index or file of a variant of its weights.
+
+    Raises:
+        NoWeightsError: The folder has no such variant.
+    """
+    if variant is None:
+        return folder
+    for pattern in (
+        f"*.index.{variant}.json",
+        *(f"*.{variant}{suffix}" for suffix in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)),
+    ):
+        if found := sorted(path for path in folder.glob(pattern) if not _SHARD.search(path.name)):
+            return found[0]
+    raise NoWeightsError(
+        f"variant={variant!r}: {folder} holds no weights called so; leave it out, or fetch them"
+    )
+
+
+def _others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Path]]:
+    """Return the indices of a kind with the files that none of them lists, and the shards among the latter."""
+    files = [path for path in paths if path.suffix in _SUFFIXES[kind] and path.is_file()]
+    indices: dict[Path, WeightIndex] = {}
+    for path in paths:
+        is_bin = _BIN_INDEX.fullmatch(path.name) is not None
+        if _INDEX.fullmatch(path.name) and is_bin == (kind == ".bin"):
+            indices[path] = read_index(path)
+    listed = {file for index in indices.values() for file in index.weight_map.values()}
+    rest = [path for path in files if path.name not in listed]
+    shards = [path for path in rest if _is_part(path)]
+    return [*indices, *(path for path in rest if path not in shards)], shards
+
+
+def _is_part(path: Path) -> bool:
+    """Return whether a file's name says that it is one of several."""
+    match = _SHARD.search(path.name)
+    return match is not None and int(match[2]) > 1

@@ -1,0 +1,111 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from drivetrain_weights import SeveralWeightsError, WeightFilesError, find_weights
+
+
+def write(path: Path, **tensors: torch.Tensor) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two shards and their index."""
+    write(tmp_path / "model-1.safetensors", a=torch.ones(3))
+    write(tmp_path / "model-2.safetensors", b=torch.zeros(2, 2), c=torch.arange(4))
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_one_file_an_index_and_their_folders_will_do(sharded: Path, tmp_path_factory) -> None:
+    single = write(tmp_path_factory.mktemp("single") / "model.safetensors", a=torch.ones(1))
+    assert find_weights(single) == find_weights(str(single.parent)) == {"a": single}
+    places = {
+        name: sharded / f"model-{number}.safetensors" for name, number in (("a", 1), ("b", 2), ("c", 2))
+    }
+    assert find_weights(sharded) == find_weights(sharded / "model.safetensors.index.json") == places
+
+
+@pytest.mark.parametrize("name", ["model", "diffusion_pytorch_model"])
+def test_a_variant_is_taken_if_it_is_alone(sharded: Path, name: str) -> None:
+    index = (sharded / "model.safetensors.index.json").rename(sharded / f"{name}.safetensors.index.fp16.json")
+    wanted = find_weights(index)
+    assert find_weights(sharded) == wanted
+    assert wanted.keys() == {"a", "b", "c"}
+    write(sharded / f"{name}.fp16.safetensors", a=torch.ones(1))
+    with pytest.raises(
+        SeveralWeightsError, match=rf"index.fp16.json, {name}.fp16.safetensors\): name one of"
+    ):
+        find_weights(sharded)
+    usual = write(sharded / f"{name}.safetensors", a=torch.ones(1))
+    assert find_weights(sharded) == {"a": usual}
+
+
+def test_of_two_variants_one_is_to_be_named(sharded: Path) -> None:
+    index = (sharded / "model.safetensors.index.json").read_text()
+    for variant in ("fp16", "bf16"):
+        (sharded / f"model.safetensors.index.{variant}.json").write_text(index)
+    assert find_weights(sharded)  # the one without
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(
+        WeightFilesError, match=r"holds several weights \(model.*bf16.json, model.*fp16.json\)"
+    ):
+        find_weights(sharded)
+
+
+@pytest.mark.parametrize(
+    ("hurt", "told"),
+    [
+        (lambda folder: (folder / "model-2.safetensors").unlink(), r"model-2.safetensors is missing"),
+        (
+            lambda folder: os.truncate(folder / "model-2.safetensors", 150),
+            r"model-2.safetensors is no whole safetensors file \(.*\): it was cut or damaged",
+        ),
+        (
+            lambda folder: (folder / "model-1.safetensors").write_bytes(b"\0" * 100),
+            r"model-1.safetensors is no whole safetensors file",
+        ),
+        (
+            lambda folder: write(folder / "model-2.safetensors", b=torch.ones(1)),
+            r"index.json names tensors that their files do not hold: 'c' \(model-2.safetensors\)",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+            r"model.safetensors.index.json is no index of weight files: it is no JSON",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+            r'has no "weight_map" from tensors to files',
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'),
+            r"names the file '../x': must be one beside it",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_damaged_is_named(sharded: Path, hurt, told: str) -> None:
+    hurt(sharded)
+    with pytest.raises(WeightFilesError, match=told):
+        find_weights(sharded)
+
+
+def test_what_is_no_weights_is_told(tmp_path: Path) -> None:
+    with pytest.raises(WeightFilesError, match=r"holds no weights, none of \*.safetensors, \*.bin"):
+        find_weights(tmp_path)
+    with pytest.raises(WeightFilesError, match=r"gone.safetensors is missing"):
+        find_weights(tmp_path / "gone.safetensors")
+    with pytest.raises(WeightFilesError, match=r"model.onnx is no model's weights: name a .safetensors file"):
+        find_weights(tmp_path / "model.onnx")
+    for name in ("x", "y"):
+        write(tmp_path / f"{name}.safetensors", a=torch.ones(1))
+    with pytest.raises(
+        WeightFilesError, match=r"holds several weights \(x.safetensors, y.safetensors\): name one"
+    ):
+        find_weights(tmp_path)
