@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError, WeightsMismatchError
 from drivetrain_dispatch.load_and_dispatch import load_checkpoint_and_dispatch
 from drivetrain_dispatch.model.meta_init import init_empty_weights
-from drivetrain_dispatch.offload.dispatch import dispatched, offload_stats, remove_hooks
+from drivetrain_dispatch.offload.dispatched_model import is_dispatched, offload_stats, remove_hooks
 
 WIDTH = 16
 
@@ -70,7 +70,7 @@ def test_what_is_loaded_computes_the_same(
     model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map)
     assert torch.equal(model(TOKENS), plain(TOKENS))
     assert model.head.weight is model.embed.weight
-    assert dispatched(model) == (device_map is not None)
+    assert is_dispatched(model) == (device_map is not None)
     assert {
         path: path.read_bytes() for path in checkpoint.iterdir()
     } == files  # no second copy, nothing written
@@ -160,7 +160,7 @@ def test_bad_input_is_said_and_leaves_the_model(checkpoint: Path, tmp_path: Path
     with pytest.raises(WeightsMismatchError, match=r"layers\.4\.weight"):
         load_checkpoint_and_dispatch(larger, checkpoint, {"": "disk"})
     assert all(parameter.is_meta for one in (model, larger) for parameter in one.parameters())
-    assert not dispatched(model)
+    assert not is_dispatched(model)
     load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"})
     with pytest.raises(OffloadedError, match="dispatched already"):
         load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"})

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain_dispatch.offload.dispatch import dispatch_model, offload_stats, remove_hooks
+from drivetrain_dispatch.offload.dispatch import dispatch_model
+from drivetrain_dispatch.offload.dispatched_model import offload_stats, remove_hooks
 
 transformers = pytest.importorskip("transformers")
 

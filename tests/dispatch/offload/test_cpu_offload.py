@@ -10,7 +10,7 @@ from torch import nn
 from dispatch.models import WIDTH, Coder
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.offload.cpu_offload import cpu_offload, cpu_offload_with_hook, disk_offload
-from drivetrain_dispatch.offload.dispatch import remove_hooks
+from drivetrain_dispatch.offload.dispatched_model import remove_hooks
 
 
 def model() -> nn.Sequential:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dispatch.models import WIDTH, Coder
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.offload.device_transfer import Moving, move
+from drivetrain_dispatch.offload.device_transfer import InputMover, move_to_device
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", ["first", "second"])
@@ -39,11 +39,11 @@ class Cache:
 )
 def test_nested_values_move_and_keep_their_kind(wrap: Any) -> None:
     value = wrap(torch.ones(2))
-    moved = move(value, META)
+    moved = move_to_device(value, META)
     assert type(moved) is type(value)
     assert {tensor.device for tensor in tensors(moved)} == {META}
     assert {tensor.device for tensor in tensors(value)} == {torch.device("cpu")}
-    assert move(value, torch.device("cpu")) is value
+    assert move_to_device(value, torch.device("cpu")) is value
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_nested_values_move_and_keep_their_kind(wrap: Any) -> None:
 )
 def test_outputs_of_libraries_move_and_keep_their_kind(module: str, name: str) -> None:
     value = getattr(pytest.importorskip(module), name)(torch.ones(2))
-    moved = move(value, META)
+    moved = move_to_device(value, META)
     assert type(moved) is type(value)
     assert {tensor.device for tensor in tensors(moved)} == {META}
     assert all(getattr(moved, key) is item for key, item in moved.items())
@@ -73,7 +73,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 def test_what_is_no_container_is_its_owners() -> None:
     cache = Cache()
-    assert move(cache, META) is cache
+    assert move_to_device(cache, META) is cache
     assert cache.keys.device.type == "cpu"
 
 
@@ -86,7 +86,7 @@ class Twice(nn.Module):
 
 def test_inputs_follow_their_module_until_the_handles_are_removed() -> None:
     module = Twice()
-    handles = Moving(META, ["cache"], returns=False).attach(module)
+    handles = InputMover(META, ["cache"], returns=False).attach(module)
     output = module(torch.ones(1), mask=torch.ones(1), cache=torch.ones(1))
     assert output["devices"] == ["meta", "meta", "cpu"]
     assert output["y"].device == META
@@ -97,7 +97,7 @@ def test_inputs_follow_their_module_until_the_handles_are_removed() -> None:
 
 def test_a_model_whose_inputs_follow_is_not_copied() -> None:
     module = Twice()
-    handles = Moving(META, (), returns=True).attach(module)
+    handles = InputMover(META, (), returns=True).attach(module)
     with pytest.raises(OffloadedError, match="cannot be copied or pickled as a whole"):
         copy.deepcopy(module)
     for handle in handles:
@@ -107,7 +107,7 @@ def test_a_model_whose_inputs_follow_is_not_copied() -> None:
 
 def test_inputs_of_methods_follow_too() -> None:
     module = Coder().to(META)
-    handles = Moving(META, (), returns=False).attach(module)
+    handles = InputMover(META, (), returns=False).attach(module)
     assert module.decode(torch.ones(1, WIDTH), shift=torch.ones(1, WIDTH)).device == META
     for handle in reversed(handles):
         handle.remove()
@@ -118,7 +118,7 @@ def test_inputs_of_methods_follow_too() -> None:
 
 def test_a_method_that_was_replaced_is_left_alone() -> None:
     module = Coder().to(META)
-    handles = Moving(META, (), returns=False).attach(module)
+    handles = InputMover(META, (), returns=False).attach(module)
     ours = module.encode
     module.encode = theirs = lambda x: ours(x)
     for handle in reversed(handles):
@@ -133,7 +133,7 @@ def test_a_method_that_was_replaced_is_left_alone() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
 def test_outputs_go_back_to_where_the_inputs_came_from() -> None:
     module = Twice()
-    Moving(torch.device("cuda", 0), (), returns=True).attach(module)
+    InputMover(torch.device("cuda", 0), (), returns=True).attach(module)
     output = module(torch.ones(1))
     assert output["devices"] == ["cuda", None, None]
     assert output["y"].device.type == "cpu"

@@ -15,11 +15,8 @@ from torch import nn
 
 from dispatch.models import WIDTH, Coder, Gate, Stack, Tree, same_values, streamed, trees
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
-from drivetrain_dispatch.offload.dispatch import (
-    dispatch_model,
-    dispatched,
-    remove_hooks,
-)
+from drivetrain_dispatch.offload.dispatch import dispatch_model
+from drivetrain_dispatch.offload.dispatched_model import is_dispatched, remove_hooks
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -61,7 +58,7 @@ def test_every_placement_computes_the_same(tree: Tree, data: st.DataObject, tmp_
             assert torch.equal(tree(x), plain(x))
     assert same_values(tree.state_dict(), stored)
     remove_hooks(tree)
-    assert not dispatched(tree)
+    assert not is_dispatched(tree)
     assert same_values(tree.state_dict(), stored)
     assert {type(parameter) for parameter in tree.parameters()} == {nn.Parameter}
     copy.deepcopy(tree)
@@ -110,14 +107,14 @@ class TestOnTheDisk:
         model = Stack()
         with pytest.raises(DeviceMapError, match="name a folder for them, offload_dir"):
             dispatch_model(model, {"": "disk"})
-        assert not dispatched(model)
+        assert not is_dispatched(model)
 
     def test_a_folder_that_cannot_be_written_leaves_the_model_alone(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         model = Stack()
         with pytest.raises(WeightFilesError, match="could not be written"):
             dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "file")
-        assert not dispatched(model)
+        assert not is_dispatched(model)
 
     def test_a_disk_that_is_full_leaves_nothing_behind(self, tmp_path: Path) -> None:
         resource = pytest.importorskip("resource")
@@ -135,7 +132,7 @@ class TestOnTheDisk:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert list(tmp_path.iterdir()) == []
-        assert not dispatched(model)
+        assert not is_dispatched(model)
         assert [parameter.data_ptr() for parameter in model.parameters()] == values
 
     def test_a_method_that_computes_looks_at_the_file_too(self, tmp_path: Path) -> None:
@@ -167,7 +164,7 @@ def test_a_map_that_does_not_fit_changes_nothing() -> None:
         streamed(model, preload_module_classes=["Block"])
     with pytest.raises(DeviceMapError, match="on the meta device"):
         dispatch_model(Stack().to("meta"), {"": "cpu"})
-    assert not dispatched(model)
+    assert not is_dispatched(model)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +188,7 @@ def test_arguments_that_cannot_be_change_nothing(
     model = Stack()
     with pytest.raises(ValueError, match=message):
         dispatch_model(model, device_map, **given)
-    assert not dispatched(model)
+    assert not is_dispatched(model)
 
 
 class TestLeaving:

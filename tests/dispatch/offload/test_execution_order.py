@@ -1,65 +1,65 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_dispatch.offload.execution_order import Cursor, ExecutionOrder
+from drivetrain_dispatch.offload.execution_order import BackwardOrder, ExecutionOrder, OrderRecorder
 
 parts = st.lists(st.integers(0, 9), max_size=30)
 
 
 def test_what_comes_next_is_what_came_next_the_last_time() -> None:
     order = ExecutionOrder([0, 1, 2, 3])
-    cursor = Cursor()
-    cursor.begin(order)
-    seen = [cursor.position]
+    recorder = OrderRecorder()
+    recorder.begin(order)
+    seen = [recorder.position]
     for part in (0, 2, 1, 2, 3):
-        cursor.use(part)
-        seen.append(cursor.position)
+        recorder.use(part)
+        seen.append(recorder.position)
     assert seen == [0, 1, 3, 2, 3, 4]
-    cursor.end(whole=True)
-    assert order.parts == (0, 2, 1, 2, 3)
-    cursor.begin(order)
-    assert cursor.position == 0
+    recorder.end(completed=True)
+    assert order.units == (0, 2, 1, 2, 3)
+    recorder.begin(order)
+    assert recorder.position == 0
 
 
 def test_a_forward_that_failed_teaches_nothing() -> None:
     order = ExecutionOrder([0, 1, 2])
-    cursor = Cursor()
-    cursor.begin(order)
-    cursor.use(2)
-    cursor.end(whole=False)
-    assert order.parts == (0, 1, 2)
+    recorder = OrderRecorder()
+    recorder.begin(order)
+    recorder.use(2)
+    recorder.end(completed=False)
+    assert order.units == (0, 1, 2)
 
 
 def test_a_forward_within_a_forward_is_part_of_it() -> None:
     order = ExecutionOrder([0, 1])
-    cursor = Cursor()
+    recorder = OrderRecorder()
     for _ in range(2):
-        cursor.begin(order)
-    cursor.use(1)
-    cursor.end(whole=True)
-    assert cursor.depth == 1
-    cursor.use(0)
-    cursor.end(whole=True)
-    assert cursor.depth == 0
-    assert order.parts == (1, 0)
+        recorder.begin(order)
+    recorder.use(1)
+    recorder.end(completed=True)
+    assert recorder.depth == 1
+    recorder.use(0)
+    recorder.end(completed=True)
+    assert recorder.depth == 0
+    assert order.units == (1, 0)
 
 
 @given(learnt=parts, used=parts)
 def test_no_order_of_calls_leads_astray(learnt: list[int], used: list[int]) -> None:
     order = ExecutionOrder(learnt)
-    cursor = Cursor()
-    cursor.begin(order)
+    recorder = OrderRecorder()
+    recorder.begin(order)
     for part in used:
-        cursor.use(part)
-        assert 0 <= cursor.position <= len(learnt)
-        assert part not in learnt or learnt[cursor.position - 1] == part
-    cursor.end(whole=True)
+        recorder.use(part)
+        assert 0 <= recorder.position <= len(learnt)
+        assert part not in learnt or learnt[recorder.position - 1] == part
+    recorder.end(completed=True)
     # The same forward again is foreseen from its first part to its last.
-    cursor.begin(order)
+    recorder.begin(order)
     for position, part in enumerate(used):
-        assert order.parts[cursor.position] == part
-        cursor.use(part)
-        assert cursor.position == position + 1
+        assert order.units[recorder.position] == part
+        recorder.use(part)
+        assert recorder.position == position + 1
 
 
 @given(learnt=parts)
@@ -69,3 +69,38 @@ def test_the_last_use_of_a_part_is_known(learnt: list[int]) -> None:
         position = order.last_position(part)
         assert learnt[position] == part
         assert part not in learnt[position + 1 :]
+
+
+def uses(order: BackwardOrder, units: tuple[int, ...], *, recomputed: bool = False) -> list[list[int]]:
+    """What is expected after each use of a backward that completes."""
+    expected: list[list[int]] = []
+    for unit in units:
+        upcoming, position = order.use(unit, recomputed=recomputed)
+        expected.append(list(upcoming[position:]))
+    order.end(completed=True)
+    return expected
+
+
+def test_a_backward_is_expected_to_reverse_its_forward() -> None:
+    order = BackwardOrder()
+    order.forward = ExecutionOrder([0, 1, 2])
+    assert uses(order, (2, 1)) == [[1, 0], [0]]
+    assert not order.is_running
+
+
+def test_a_backward_is_learnt_from_after_the_same_forward_only() -> None:
+    order = BackwardOrder()
+    order.forward = ExecutionOrder([0, 1, 2])
+    assert uses(order, (0, 1, 2), recomputed=True) == [[], [], []]  # nothing is known of recomputation yet
+    assert uses(order, (0, 1, 2), recomputed=True) == [[1, 2], [2], []]
+    order.forward.learn([2, 0, 1])
+    assert uses(order, (1, 0)) == [[0, 2], [2]]
+
+
+def test_a_backward_that_failed_teaches_nothing() -> None:
+    order = BackwardOrder()
+    order.forward = ExecutionOrder([0, 1, 2])
+    order.use(1, recomputed=False)
+    assert order.is_running
+    order.end(completed=False)
+    assert uses(order, (2, 1)) == [[1, 0], [0]]

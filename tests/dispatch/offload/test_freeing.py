@@ -35,7 +35,7 @@ from drivetrain_dispatch import (
     remove_hooks,
 )
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.offload.device_transfer import Moving
+from drivetrain_dispatch.offload.device_transfer import InputMover
 from drivetrain_dispatch.offload.transfer import PendingTransfer
 
 THREADS = ("drivetrain-", "load")
@@ -211,7 +211,7 @@ def test_a_hook_keeps_no_model() -> None:
 
 def test_a_module_whose_inputs_follow_is_freed_at_once() -> None:
     module = Coder()
-    handles = Moving(torch.device("cpu"), (), returns=True).attach(module)
+    handles = InputMover(torch.device("cpu"), (), returns=True).attach(module)
     module.encode(torch.ones(1, WIDTH))
     all_parts = parts(module)
     del module
@@ -283,9 +283,9 @@ def test_weights_that_could_not_come_hold_nothing() -> None:
     """The error knows the frames it went through, and a frame whoever waited."""
     work: Future[object] = Future()
     work.set_exception(MemoryError("of a device"))
-    arrival = PendingTransfer(work=work)
+    transfer = PendingTransfer(work=work)
     with contextlib.suppress(MemoryError):
-        arrival.wait()
+        transfer.wait()
     held = weakref.ref(work)
-    del work, arrival
+    del work, transfer
     assert held() is None

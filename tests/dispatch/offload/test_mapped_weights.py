@@ -16,13 +16,13 @@ from dispatch.offload.test_pages import resident
 from drivetrain_dispatch import disk_offload, dispatch_model, remove_hooks
 from drivetrain_dispatch.offload import mapped_weights as in_place
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
-from drivetrain_dispatch.offload.page_reader import Bounds, PageReader, Stretch
-from drivetrain_dispatch.offload.pages import Pages, can_give_back, some_missing
+from drivetrain_dispatch.offload.page_reader import MappedPart, PageLimits, PageReader
+from drivetrain_dispatch.offload.pages import Pages, can_release, some_missing
 from drivetrain_weights import MappedFile
 
 LARGE = 256  # a layer of it is 64 pages
 
-pytestmark = pytest.mark.skipif(not can_give_back(), reason="asks Linux which pages were written to")
+pytestmark = pytest.mark.skipif(not can_release(), reason="asks Linux which pages were written to")
 
 
 def layers(num: int = 8) -> nn.Sequential:
@@ -161,21 +161,25 @@ class TestAHostWithoutRoom:
     def model(self, tmp_path: Path) -> nn.Sequential:
         return disk_offload(layers(), tmp_path)
 
-    def reading(self, model: nn.Sequential, folder: Path, order: list[int], bounds: Bounds) -> PageReader:
+    def reading(self, model: nn.Sequential, folder: Path, order: list[int], limits: PageLimits) -> PageReader:
         file = MappedFile(next(folder.iterdir()))
-        stretches = [Stretch.each_of(layer.weight, file) for layer in model]
-        return PageReader(list(model), stretches, ExecutionOrder(order), bounds, brings=True)
+        stretches = [MappedPart.each_of(layer.weight, file) for layer in model]
+        return PageReader(list(model), stretches, ExecutionOrder(order), limits, reads=True)
 
     def test_the_first_ones_stay(self, model: nn.Sequential, tmp_path: Path) -> None:
         size_bytes = model[0].weight.nbytes
-        reading = self.reading(model, tmp_path, list(range(8)), Bounds(2 * size_bytes, 3 * size_bytes + 4096))
+        reading = self.reading(
+            model, tmp_path, list(range(8)), PageLimits(2 * size_bytes, 3 * size_bytes + 4096)
+        )
         model(torch.randn(2, LARGE))
         reading.stop()
         assert [is_there(layer) for layer in model] == [True] * 3 + [False] * 5
 
     def test_what_is_used_again_stays_until_then(self, model: nn.Sequential, tmp_path: Path) -> None:
         size_bytes, here = model[0].weight.nbytes, []
-        reading = self.reading(model, tmp_path, [0, 1, 2, 0, 3], Bounds(2 * size_bytes, 0, leaves_cache=True))
+        reading = self.reading(
+            model, tmp_path, [0, 1, 2, 0, 3], PageLimits(2 * size_bytes, 0, leaves_cache=True)
+        )
         x = torch.randn(2, LARGE)
         for index in (0, 1, 2, 0, 3):
             model[index](x)

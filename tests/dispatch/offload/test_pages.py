@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from drivetrain_dispatch.offload.pages import Pages, bring, can_give_back, give_back, some_missing, together
-from drivetrain_weights import MappedFile
+from drivetrain_dispatch.offload.pages import Pages, can_release, merge, populate, release, some_missing
 
 PAGE = mmap.PAGESIZE
 _DONTNEED = 4
@@ -25,7 +24,7 @@ ranges = st.lists(
 
 @given(ranges)
 def test_pages_are_joined_where_they_touch(pages: list[Pages]) -> None:
-    joined = together(pages)
+    joined = merge(pages)
     assert _numbers(joined) == _numbers(pages)
     for one, other in pairwise(joined):
         assert one.first + one.size_bytes < other.first
@@ -61,7 +60,7 @@ def test_pages_that_left_memory_are_missed_and_brought_back(tmp_path: Path) -> N
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if not some_missing(pages):
         pytest.skip("this file system keeps its pages")
-    if not all(bring(*step) for step in pages.steps()):
+    if not all(populate(*step) for step in pages.steps()):
         pytest.skip("a Linux before 5.14 cannot be asked for pages")
     assert not some_missing(pages)
     assert torch.equal(weight, torch.arange(3 << 20))
@@ -69,7 +68,7 @@ def test_pages_that_left_memory_are_missed_and_brought_back(tmp_path: Path) -> N
 
 @pytest.fixture
 def weights(tmp_path: Path) -> torch.Tensor:
-    if not can_give_back():
+    if not can_release():
         pytest.skip("asks Linux which pages were written to")
     save_file({"weight": torch.arange(1 << 20)}, tmp_path / "weights.safetensors")
     with safe_open(tmp_path / "weights.safetensors", framework="pt") as reader:
@@ -85,17 +84,17 @@ def resident(tensor: torch.Tensor) -> int:
     return int((torch.frombuffer(entries, dtype=torch.int64) < 0).sum())
 
 
-def test_pages_that_are_given_back_come_again(weights: torch.Tensor) -> None:
+def test_pages_that_are_released_come_again(weights: torch.Tensor) -> None:
     weights.sum()
     assert resident(weights) == 2049 or resident(weights) == 2048
-    assert give_back(Pages.of(weights))
+    assert release(Pages.of(weights))
     assert resident(weights) == 0
     assert torch.equal(weights, torch.arange(1 << 20))
 
 
 @given(st.sets(st.integers(0, (1 << 20) - 1), max_size=3))
 def test_what_was_written_is_never_lost(tmp_path_factory: pytest.TempPathFactory, written: set[int]) -> None:
-    if not can_give_back():
+    if not can_release():
         pytest.skip("asks Linux which pages were written to")
     file = tmp_path_factory.mktemp("pages") / "weights.safetensors"
     save_file({"weight": torch.arange(1 << 20)}, file)
@@ -106,36 +105,20 @@ def test_what_was_written_is_never_lost(tmp_path_factory: pytest.TempPathFactory
         weights[at] = expected[at] = -1
     for begin in range(0, 1 << 20, 1 << 18):
         part = slice(begin, begin + (1 << 18))
-        given_back = give_back(Pages.of(weights[part]))
+        released = release(Pages.of(weights[part]))
         neighbours = range(begin - PAGE // 8, begin + (1 << 18) + PAGE // 8)
-        assert given_back or any(at in neighbours for at in written)
+        assert released or any(at in neighbours for at in written)
     assert torch.equal(weights, expected)
 
 
 def test_a_shared_file_keeps_what_was_written(tmp_path: Path) -> None:
-    if not can_give_back():
+    if not can_release():
         pytest.skip("asks Linux which pages were written to")
     shared = torch.from_file(str(tmp_path / "file"), shared=True, size=1 << 16, dtype=torch.int64)
     shared.copy_(torch.arange(1 << 16))
-    give_back(Pages.of(shared))
+    release(Pages.of(shared))
     assert torch.equal(shared, torch.arange(1 << 16))
 
 
-def test_no_pages_are_given_back() -> None:
-    assert give_back(Pages(0, 0)) == can_give_back()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are in memory")
-def test_a_file_is_opened_without_being_read(tmp_path: Path) -> None:
-    path = tmp_path / "large.safetensors"
-    save_file({f"{index}": torch.zeros(1 << 20) for index in range(16)}, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    opened = MappedFile(path)
-    pages = [Pages.of(opened.tensor(name)) for name in opened.in_order]
-    if not some_missing(pages[8]):
-        pytest.skip("this file system keeps its pages")
-    # The header is there, and what the system reads ahead of itself.
-    assert all(map(some_missing, pages[4:]))
-    assert torch.equal(opened.tensor("8"), torch.zeros(1 << 20))
+def test_no_pages_are_released() -> None:
+    assert release(Pages(0, 0)) == can_release()

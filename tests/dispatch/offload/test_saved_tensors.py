@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from dispatch.models import WIDTH, Checkpointed, CheckpointedBlocks, Stack, Tree, Uses, same_values, streamed
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.offload.dispatch import (
-    dispatch_model,
-    offload_stats,
-)
+from drivetrain_dispatch.offload.dispatch import dispatch_model
+from drivetrain_dispatch.offload.dispatched_model import offload_stats
 
 
 class TestTraining:

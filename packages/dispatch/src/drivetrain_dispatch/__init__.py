@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.offload.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
     from drivetrain_dispatch.offload.cpu_offload import disk_offload as disk_offload
     from drivetrain_dispatch.offload.dispatch import dispatch_model as dispatch_model
-    from drivetrain_dispatch.offload.dispatch import offload_stats as offload_stats
-    from drivetrain_dispatch.offload.dispatch import remove_hooks as remove_hooks
-    from drivetrain_dispatch.offload.dispatch import trace_offload as trace_offload
+    from drivetrain_dispatch.offload.dispatched_model import offload_stats as offload_stats
+    from drivetrain_dispatch.offload.dispatched_model import remove_hooks as remove_hooks
+    from drivetrain_dispatch.offload.dispatched_model import trace_offload as trace_offload
     from drivetrain_dispatch.offload.layerwise_casting import (
         apply_layerwise_casting as apply_layerwise_casting,
     )
@@ -94,11 +94,11 @@ _MODULES = {
     "load_checkpoint_and_dispatch": "load_and_dispatch",
     "load_checkpoint_in_model": "loading.load_checkpoint",
     "load_pretrained": "pretrained",
-    "offload_stats": "offload.dispatch",
+    "offload_stats": "offload.dispatched_model",
     "quantized_sizes": "quantization.protocol",
-    "remove_hooks": "offload.dispatch",
+    "remove_hooks": "offload.dispatched_model",
     "retie_parameters": "drivetrain_weights",
-    "trace_offload": "offload.dispatch",
+    "trace_offload": "offload.dispatched_model",
 }
 __all__ = [
     "Bandwidths",

@@ -18,7 +18,8 @@ from drivetrain_dispatch.loading.tensor_reader import EachRank
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import listed
 from drivetrain_dispatch.model.units import units_of
-from drivetrain_dispatch.offload.dispatch import dispatch_model, dispatched
+from drivetrain_dispatch.offload.dispatch import dispatch_model
+from drivetrain_dispatch.offload.dispatched_model import is_dispatched
 from drivetrain_dispatch.offload.mapped_weights import check_release
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.device_map import Device, DeviceMap, check_places, place_of
@@ -142,7 +143,7 @@ def _check_early(
                 f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
             )
         check_places(map(place_of, get_max_memory(max_memory)), "max_memory")
-    if dispatched(layout.model):
+    if is_dispatched(layout.model):
         raise OffloadedError(
             "the model is dispatched already: call remove_hooks(model) before it is loaded anew"
         )

@@ -48,12 +48,6 @@ def compute_module_sizes(
     return sizes
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer under every name that it has."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
 def enclosing_modules(name: str) -> Iterator[str]:
     """Yield the names of the modules around a tensor or module, from the model itself, `""`, inwards."""
     yield ""

@@ -2,21 +2,25 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.model.sizes import named_tensors
-from drivetrain_dispatch.offload.device_transfer import Moving
-from drivetrain_dispatch.offload.dispatch import dispatch_model, dispatched
-from drivetrain_dispatch.offload.forward_hooks import Around, AroundMethod, NotCopied, methods_of
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.offload.device_transfer import InputMover
+from drivetrain_dispatch.offload.dispatch import dispatch_model
+from drivetrain_dispatch.offload.dispatched_model import (
+    Removable,
+    check_has_weights,
+    check_not_dispatched,
+)
+from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, methods_of
 from drivetrain_dispatch.planning.device_map import Device, check_places, place_of
 
-_MARK = "_drivetrain_offload_hook"  # the name of the model's attribute
+_ATTRIBUTE = "_drivetrain_offload_hook"  # the name of the model's attribute
 
 
 def cpu_offload(
@@ -110,14 +114,15 @@ class OffloadHook(NotCopied):
 
     def __init__(self, model: nn.Module, device: torch.device, previous: "OffloadHook | None") -> None:
         self._model = ref(model)
-        coming = _Coming(device, previous)
-        self._handles: list[RemovableHandle | Around] = [
-            model.register_forward_pre_hook(coming.come, with_kwargs=True, prepend=True),
-            *(AroundMethod(model, name, coming.come) for name in methods_of(model)),
+        self._device = device
+        self._previous = previous
+        self._handles: list[Removable] = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            *(MethodWrapper(model, name, self._around) for name in methods_of(model)),
+            # Registered last, so called first: it sees the inputs on the device that they came from.
+            *InputMover(device, returns=False).attach(model),
         ]
-        # Registered last, so called first: it sees the inputs on the device that they came from.
-        self._handles.extend(Moving(device, (), returns=False).attach(model))
-        setattr(model, _MARK, self)
+        setattr(model, _ATTRIBUTE, self)
 
     def offload(self) -> None:
         """Move the model to host memory, unless it was freed."""
@@ -129,25 +134,18 @@ class OffloadHook(NotCopied):
         for handle in reversed(self._handles):
             handle.remove()
         model = self._model()
-        if model is not None and model.__dict__.get(_MARK) is self:
-            delattr(model, _MARK)
+        if model is not None and model.__dict__.get(_ATTRIBUTE) is self:
+            delattr(model, _ATTRIBUTE)
 
-
-class _Coming(NotCopied):
-    """A pre-hook that moves a model to its device once the previous model is offloaded."""
-
-    def __init__(self, device: torch.device, previous: OffloadHook | None) -> None:
-        self._device = device
-        self._previous = previous
-
-    def come(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before(self, model: nn.Module, _args: object, _kwargs: object) -> None:
         """Offload the previous model, and move this one to its device."""
         if self._previous is not None:
             self._previous.offload()
-        module.to(self._device)
-        return args, kwargs
+        model.to(self._device)
+
+    def _around(self, method: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._before(method.alive_module(), args, kwargs)
+        return method.call_original(args, kwargs)
 
 
 def cpu_offload_with_hook(
@@ -173,38 +171,21 @@ def cpu_offload_with_hook(
         OffloadedError: The model is dispatched already, or has such a hook.
         ValueError: `prev_module_hook` is not an `OffloadHook`.
     """
-    _check_whole(model, prev_module_hook)
+    if prev_module_hook is not None and not isinstance(cast("object", prev_module_hook), OffloadHook):
+        raise ValueError(
+            f"prev_module_hook is a {type(prev_module_hook).__name__}: give the OffloadHook of the model before, the "
+            "second of what cpu_offload_with_hook returns"
+        )
+    check_not_dispatched(model)
+    if any(_ATTRIBUTE in module.__dict__ for module in model.modules()):
+        raise OffloadedError("the model has an OffloadHook already: call remove() of that one first")
+    check_has_weights(ModelLayout.of(model).tensors.items())
     device = place_of(_chosen(execution_device))
     check_places([device])
     if not isinstance(device, torch.device):
         raise DeviceMapError("execution_device='disk' does not compute: give an accelerator or 'cpu'")
     hook = OffloadHook(model.to("cpu"), device, prev_module_hook)
     return model, hook
-
-
-def _check_whole(model: nn.Module, previous: object) -> None:
-    """Check that a model can be moved as a whole.
-
-    Raises:
-        DeviceMapError: The model has no weights yet.
-        OffloadedError: The model is dispatched already, or has such a hook.
-        ValueError: `previous` is not an `OffloadHook`.
-    """
-    if previous is not None and not isinstance(previous, OffloadHook):
-        raise ValueError(
-            f"prev_module_hook is a {type(previous).__name__}: give the OffloadHook of the model before, the second "
-            "of what cpu_offload_with_hook returns"
-        )
-    for module in model.modules():
-        if dispatched(module):
-            raise OffloadedError("the model is dispatched already: call remove_hooks(model) first")
-        if _MARK in module.__dict__:
-            raise OffloadedError("the model has an OffloadHook already: call remove() of that one first")
-    if empty := [name for name, tensor in named_tensors(model) if tensor.is_meta]:
-        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        raise DeviceMapError(
-            f"{empty[0]!r}{more} on the meta device: load weights first, with load_checkpoint_in_model"
-        )
 
 
 def _chosen(device: Device | None) -> Device:

@@ -12,10 +12,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain_dispatch.model.sizes import listed
-from drivetrain_dispatch.offload.forward_hooks import Around, AroundMethod, NotCopied, methods_of
+from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, methods_of
 
 
-def move(value: Any, device: torch.device) -> Any:
+def move_to_device(value: Any, device: torch.device) -> Any:
     """Return a nested value with its tensors on a device.
 
     Lists, tuples, named tuples, mappings and dataclasses are searched for tensors; other objects, such as key-value
@@ -27,7 +27,7 @@ def move(value: Any, device: torch.device) -> Any:
         return cast("Any", value).to(device)  # keeps its batch_sizes on the host
     if isinstance(value, list | tuple):
         items = cast("list[Any] | tuple[Any, ...]", value)
-        moved = [move(item, device) for item in items]
+        moved = [move_to_device(item, device) for item in items]
         if all(one is other for one, other in zip(items, moved, strict=True)):
             return items
         if type(items) in (list, tuple):
@@ -36,7 +36,7 @@ def move(value: Any, device: torch.device) -> Any:
         return cast("Callable[[list[Any]], Any]", getattr(items, "_make", type(items)))(moved)
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
-        moved = {key: move(item, device) for key, item in mapping.items()}
+        moved = {key: move_to_device(item, device) for key, item in mapping.items()}
         if all(moved[key] is item for key, item in mapping.items()):
             return mapping
         if isinstance(mapping, dict):  # a copy, since subclasses may have attributes beside their items
@@ -47,7 +47,9 @@ def move(value: Any, device: torch.device) -> Any:
         return cast("Callable[[object], object]", type(mapping))(moved)
     if is_dataclass(value) and not isinstance(value, type):
         moved = {
-            field.name: move(getattr(value, field.name), device) for field in fields(value) if field.init
+            field.name: move_to_device(getattr(value, field.name), device)
+            for field in fields(value)
+            if field.init
         }
         if all(moved[name] is getattr(value, name) for name in moved):
             return value
@@ -55,7 +57,7 @@ def move(value: Any, device: torch.device) -> Any:
     return value
 
 
-class Moving(NotCopied):
+class InputMover(NotCopied):
     """A pair of hooks that move a module's inputs to its device at each call, and its outputs back.
 
     They cover the forward of the module and its other methods that compute.
@@ -66,44 +68,53 @@ class Moving(NotCopied):
         returns: Whether outputs move back to the device of the inputs; otherwise they stay for the next module.
     """
 
-    def __init__(self, device: torch.device, skip_keys: Collection[str], *, returns: bool) -> None:
+    def __init__(self, device: torch.device, skip_keys: Collection[str] = (), *, returns: bool) -> None:
         self._device = device
         self._returns = returns
         self._skip_keys = frozenset(listed(skip_keys))
-        self._own = _Own()
+        self._calls = _RunningCalls()
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle | Around]:
+    def attach(self, module: nn.Module) -> list[RemovableHandle | MethodWrapper]:
         """Register the hooks on a module; remove the returned handles in reverse order."""
-        handles: list[RemovableHandle | Around] = [
+        # Before the pre-hooks of others, which expect the inputs on the module's device.
+        handles: list[RemovableHandle | MethodWrapper] = [
             module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         ]
         if self._returns:
             handles.append(module.register_forward_hook(self._after, always_call=True))
-        after = [self._after] if self._returns else []
-        handles.extend(AroundMethod(module, name, self._before, *after) for name in methods_of(module))
-        return handles
+        return handles + [MethodWrapper(module, name, self._around) for name in methods_of(module)]
+
+    def _around(self, method: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, output = method.alive_module(), None
+        args, kwargs = self._before(module, args, kwargs)
+        try:
+            output = method.call_original(args, kwargs)
+        finally:
+            if self._returns:
+                output = self._after(module, args, output)
+        return output
 
     def _before(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._returns:
-            self._own.came_from.append(_first_device((args, kwargs)))
+            self._calls.input_devices.append(_first_device((args, kwargs)))
         moved = {
-            name: value if name in self._skip_keys else move(value, self._device)
+            name: value if name in self._skip_keys else move_to_device(value, self._device)
             for name, value in kwargs.items()
         }
-        return move(args, self._device), moved
+        return move_to_device(args, self._device), moved
 
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        came_from = self._own.came_from.pop()
-        return output if came_from is None else move(output, came_from)
+        device = self._calls.input_devices.pop()
+        return output if device is None else move_to_device(output, device)
 
 
-class _Own(threading.local):
-    """The state of each thread: the devices that the inputs of its running calls came from."""
+class _RunningCalls(threading.local):
+    """The calls that each thread is in: the devices that their inputs came from."""
 
     def __init__(self) -> None:
-        self.came_from: list[torch.device | None] = []
+        self.input_devices: list[torch.device | None] = []
 
 
 def _first_device(value: Any) -> torch.device | None:

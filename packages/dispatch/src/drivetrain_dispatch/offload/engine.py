@@ -1,31 +1,38 @@
 """Overlap transfers with computation: fetch each unit of a model before its turn, and release it after."""
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
+from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
-from drivetrain_dispatch.offload.execution_order import Cursor, ExecutionOrders
-from drivetrain_dispatch.offload.prefetch import Ahead
-from drivetrain_dispatch.offload.residency import Seat, Seats
-from drivetrain_dispatch.offload.saved_tensors import Backward
+from drivetrain_dispatch.offload.execution_order import BackwardOrder, ExecutionOrder, OrderRecorder
+from drivetrain_dispatch.offload.parameter import make_ordinary, mark_offloaded
+from drivetrain_dispatch.offload.prefetch import Prefetcher
+from drivetrain_dispatch.offload.residency import OffloadedTensor, Residency, version_of
+from drivetrain_dispatch.offload.saved_tensors import save_references
 from drivetrain_dispatch.offload.trace import OffloadTrace, UnitUse
 from drivetrain_weights import MappedFile
 
 
-class Streaming:
+class OffloadEngine:
     """The engine that fetches the units of a model in its forward and backward.
 
     Weights on a device or in transfer to it stay within the device's window; a unit in use is fetched whatever its
-    size. Threads may share a model: a weight stays on the device while any of them uses it. A thread that waits for a
-    unit holds the lock. Between forwards nothing is kept or in transfer, since stored weights may change then; the
-    next forward gives up the claims of a backward that failed.
+    size. Threads may share a model: a weight stays on the device while any of them uses it. Between forwards nothing
+    is kept or in transfer, since stored weights may change then; the next forward ends a backward that failed.
+
+    The engine alone has a lock: it holds it whenever it calls the residency, a prefetcher or the backward's order,
+    also while it waits for a transfer. Autograd calls it from threads of its own.
 
     Args:
-        units: The seats of each unit, in the expected order of use.
+        units: The tensors of each unit, in the expected order of use.
         names: The names of the units, for a trace.
         window_bytes: The most bytes of fetched weights that each device may hold at once.
         files: The files that some of the weights are mapped from.
@@ -37,7 +44,7 @@ class Streaming:
 
     def __init__(
         self,
-        units: Sequence[Sequence[Seat]],
+        units: Sequence[Sequence[OffloadedTensor]],
         *,
         names: Sequence[str],
         window_bytes: Mapping[torch.device, int],
@@ -47,15 +54,31 @@ class Streaming:
         self._names = names
         self._units = units
         self._files = files
-        self._orders = ExecutionOrders(range(len(units)))
         self._lock = threading.RLock()
-        self._threads = _Threads()  # created before the seats, whose tensors call `inside`
-        self._seats = Seats({seat: None for unit in units for seat in unit}, self, window_bytes=window_bytes)
-        self.stats = self._seats.stats
-        self._backward = Backward(units, self._seats, self._lock)
-        self._forwards: list[_Own] = []  # the threads that run one, once for each
+        self._residency = Residency(window_bytes)
+        self.stats = self._residency.stats
+        # The order of each method that computes with the model, by its name.
+        self._orders = defaultdict[str, ExecutionOrder](partial(ExecutionOrder, range(len(units))))
+        self._threads = _Threads(units, self._residency)
+        self._forwards: list[_ThreadState] = []  # of each forward that is running, the nested ones too
+        self._backward = BackwardOrder()
+        self._backward_prefetcher = Prefetcher(units, self._residency)
+        self._backward_unit: int | None = None  # the unit that the backward uses, whose claim it holds
+        self._unit_of: dict[OffloadedTensor, int] = {}  # the first unit of each tensor
+        for index, tensors in enumerate(units):
+            for tensor in tensors:
+                self._unit_of.setdefault(tensor, index)
+        self._offloaded = {id(tensor.tensor): tensor for tensor in self._unit_of}
+        marked = [tensor for tensor in self._unit_of if not tensor.packed]
+        for tensor in marked:
+            mark_offloaded(tensor.tensor, self)
+        # Also for tensors that outlive their model.
+        self._unmark = finalize(self, _unmark, marked)
+        self._unmark.atexit = False  # torch may be torn down by then, and nothing uses the tensors any more
 
-    def begin(self, way: str) -> None:
+    # What the wrapped methods of the model and of its units call.
+
+    def begin(self, method: str) -> None:
         """Begin a use of the whole model, by its forward or another method.
 
         Raises:
@@ -63,186 +86,254 @@ class Streaming:
         """
         for file in self._files:
             file.check_unchanged()
-        own = self._threads.own
-        own.saving.append(ExitStack())
+        thread = self._threads.state
+        thread.hooks.append(ExitStack())
         with self._lock:
-            own.cursor.begin(self._orders.of(way))
-            if own.cursor.depth == 1:
-                own.ahead = Ahead(self._units, self._seats)
-            self._forwards.append(own)
-            self._backward.end()
-            self._backward.order = own.cursor.order
+            thread.recorder.begin(self._orders[method])
+            self._forwards.append(thread)
+            self._end_backward()
+            self._backward.forward = thread.recorder.order
         try:
             if torch.is_grad_enabled():
-                own.saving[-1].enter_context(self._backward.saving())
+                thread.hooks[-1].enter_context(save_references(self))
             with self._lock:
-                _look_ahead(own)
+                thread.request_next()
         except BaseException:
-            self.end(whole=False)
+            self.end(completed=False)
             raise
 
-    def end(self, *, whole: bool) -> None:
-        """End a use of the whole model; `whole` is True if nothing failed."""
-        own = self._threads.own
-        own.saving.pop().close()
+    def end(self, *, completed: bool) -> None:
+        """End a use of the whole model; `completed` is True if nothing failed."""
+        thread = self._threads.state
+        thread.hooks.pop().close()
         with self._lock:
-            own.cursor.end(whole=whole)
-            self._forwards.remove(own)
-            self._leave_views(own)
-            if own.cursor.depth == 0 and own.ahead is not None:
-                own.ahead.clear()
+            thread.recorder.end(completed=completed)
+            self._forwards.remove(thread)
+            self._release_views(thread)
+            if thread.recorder.depth == 0:
+                thread.prefetcher.cancel_all()
 
     def enter(self, index: int) -> None:
-        """Put a unit in place for its use, and prefetch the units that follow."""
-        own, trace = self._threads.own, self.trace
+        """Acquire a unit for its use, and request the units that follow before waiting for it."""
+        thread, trace = self._threads.state, self.trace
         start = perf_counter() if trace is not None else 0.0
+        tensors = self._units[index]
         with self._lock:
-            if own.cursor.depth:
-                self._take_expected(own, index)
-            elif self._backward.is_under_way():
-                self._take_again(index)
-            else:
-                self._take(self._units[index])
-            own.num_inside += 1
+            recomputed = not thread.recorder.depth and self._is_in_backward()
+            if recomputed:
+                self._cancel_stale(index)
+            if not thread.take(index):
+                self._request_for_use(tensors)
+            try:
+                if recomputed:
+                    self._use_in_backward(index, recomputed=True)
+                else:
+                    thread.request_next()
+            except BaseException:
+                self._residency.cancel(tensors)
+                raise
+            self._residency.acquire(tensors)
+            self.stats.num_used += 1
+            thread.num_units += 1
         if trace is not None:
-            own.turns.append((start, perf_counter()))
+            thread.waits.append((start, perf_counter()))
 
     def leave(self, index: int) -> None:
         """Release a unit after its use, unless it is expected again."""
-        own = self._threads.own
-        if self.trace is not None and own.turns:
-            self._write_down(self.trace, index, own.turns.pop())
+        thread = self._threads.state
+        if self.trace is not None and thread.waits:
+            self._record_use(self.trace, index, thread.waits.pop())
         with self._lock:
-            own.num_inside -= 1
-            self._seats.release(self._units[index])
-            if own.viewed:
-                self._leave_views(own)
-            if own.cursor.depth:
-                _look_ahead(own)
+            thread.num_units -= 1
+            self._residency.release(self._units[index])
+            if thread.viewed:
+                self._release_views(thread)
+            thread.request_next()
 
-    def inside(self) -> bool:
+    # What operations call for offloaded tensors that no unit in use holds.
+
+    def is_computing(self) -> bool:
         """Return whether this thread computes with the model."""
-        return self._threads.own.inside()
+        return self._threads.state.is_computing()
 
-    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Fetch tensors that no active unit holds; reuse the copies of those that one does."""
+    def acquire(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the fetched tensors to compute with in place of offloaded ones."""
+        offloaded = [self._offloaded[id(tensor)] for tensor in tensors]
         with self._lock:
-            seats = self._seats.of_tensors(tensors)
-            self._take(seats)
-            return [seat.shown for seat in seats if seat.shown is not None]
+            self._request_for_use(offloaded)
+            self._residency.acquire(offloaded)
+            self.stats.num_used += 1
+            return [tensor.shown for tensor in offloaded if tensor.shown is not None]
 
-    def stays(self, tensor: Tensor) -> bool:
-        """Return whether the device that stores a tensor also computes with it; its dtype may still differ."""
-        (seat,) = self._seats.of_tensors([tensor])
-        return seat.parcel.device == seat.parcel.home.device
-
-    def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
-        """Release fetched tensors after an operation.
+    def release(self, tensors: Sequence[Tensor], result: object) -> None:
+        """Release tensors after an operation.
 
         Those that the result is a view of stay until the forward ends, as the view may still be written to.
         """
+        offloaded = [self._offloaded[id(tensor)] for tensor in tensors]
         with self._lock:
-            seats = self._seats.of_tensors(tensors)
-            viewed = [
-                seat for seat in seats if isinstance(result, Tensor) and self._seats.in_use(result) is seat
-            ]
-            self._threads.own.viewed.extend(viewed)
-            self._seats.release([seat for seat in seats if seat not in viewed])
+            viewed = self._residency.find_in_use(result) if isinstance(result, Tensor) else None
+            if viewed is not None and viewed in offloaded:
+                offloaded.remove(viewed)
+                self._threads.state.viewed.append(viewed)
+            self._residency.release(offloaded)
 
-    def busy(self) -> bool:
+    def keeps_device(self, tensor: Tensor) -> bool:
+        """Return whether the device that stores a tensor also computes with it; its dtype may still differ."""
+        request = self._offloaded[id(tensor)].request
+        return request.device == request.stored.device
+
+    # What saved tensors call in the forward and the backward.
+
+    def find_in_use(self, tensor: Tensor) -> OffloadedTensor | None:
+        """Return the offloaded tensor in use whose values a tensor is a view of; None if there is none."""
+        with self._lock:
+            return self._residency.find_in_use(tensor)
+
+    def fetch_for_backward(self, weight: OffloadedTensor) -> Tensor:
+        """Return the values of a weight; they stay until the backward uses another unit."""
+        with self._lock:
+            if not self._backward.is_running:
+                self._await_backward_end()
+            self._use_in_backward(self._unit_of[weight], recomputed=False)
+            return self._residency.values(weight)
+
+    def is_busy(self) -> bool:
         """Return whether any thread computes with the model."""
-        return bool(self._forwards) or self._seats.some_in_use()
+        return bool(self._forwards) or bool(self._residency.in_use)
 
     def close(self) -> None:
         """Make every tensor an ordinary one again, with the stored values."""
         with self._lock:
-            self._backward.end()
-            self._seats.close()
+            self._end_backward()
+            self._residency.close()
+            self._unmark()
 
-    def _take_expected(self, own: "_Own", index: int) -> None:
-        """Put a unit of a forward in place; request the next ones before waiting for it."""
-        cursor, seats = own.cursor, self._units[index]
-        cursor.use(index)
-        assert own.ahead is not None
-        if own.ahead.use(index, cursor.order.parts, cursor.position):
-            self.stats.num_used += 1
-        else:
-            self._claim_now(seats)
-        try:
-            _look_ahead(own)
-        except BaseException:
-            self._seats.give_up(seats)
-            raise
-        self._seats.put(seats)
-
-    def _take_again(self, index: int) -> None:
-        """Put a unit in place that a backward recomputes."""
-        seats = self._units[index]
-        self._backward.drop_stale(index)
-        self._claim_now(seats)
-        try:
-            self._backward.use(index, again=True)
-        except BaseException:
-            self._seats.give_up(seats)
-            raise
-        self._seats.put(seats)
-
-    def _take(self, seats: Sequence[Seat]) -> None:
-        """Put tensors in place that were not expected."""
-        self._claim_now(seats)
-        self._seats.put(seats)
-
-    def _claim_now(self, seats: Sequence[Seat]) -> None:
-        """Claim seats for immediate use; prefetched units make room for them, the last ones first."""
-        self.stats.num_used += 1
-        behind = False
-        if not self._seats.fits(seats):
-            for own in self._forwards:
-                if own.ahead is not None:
-                    own.ahead.make_room(seats)
-            self._backward.ahead.make_room(seats)
-            behind = self._seats.wait_for_room(seats)
-        if self._seats.claim(seats) and not behind:
+    def _request_for_use(self, tensors: Sequence[OffloadedTensor]) -> None:
+        """Request tensors for immediate use, and count a miss if no transfer of them had begun."""
+        waited = self._make_room(tensors)
+        if self._residency.request(tensors) and not waited:
             self.stats.num_missed += 1
 
-    def _leave_views(self, own: "_Own") -> None:
-        """Release viewed weights once this thread is in no forward: nothing writes to the views any more."""
-        if own.viewed and not own.inside():
-            viewed, own.viewed = own.viewed, []
-            self._seats.release(viewed)
+    def _make_room(self, tensors: Sequence[OffloadedTensor]) -> bool:
+        """Cancel prefetched units, the last ones first, and wait for room; return whether that took time."""
+        if self._residency.fits(tensors):
+            return False
+        for thread in self._forwards:
+            thread.prefetcher.make_room(tensors)
+        self._backward_prefetcher.make_room(tensors)
+        return self._residency.wait_for_room(tensors)
 
-    def _write_down(self, trace: OffloadTrace, index: int, waited: tuple[float, float]) -> None:
-        arrival = self._units[index][0].arrival
-        came = waited if arrival is None else arrival.times()
-        trace.turns.append(UnitUse(self._names[index], came, waited, (waited[1], perf_counter())))
+    def _use_in_backward(self, unit: int, *, recomputed: bool) -> None:
+        """Hold the claim on a unit that a backward uses in place of the last one, and request the next ones."""
+        if unit == self._backward_unit:
+            return  # autograd asks for each weight of a unit by itself
+        order, position = self._backward.use(unit, recomputed=recomputed)
+        requested, tensors = self._backward_prefetcher.take(unit, order, position), self._units[unit]
+        if not requested and not self._residency.fits(tensors):
+            self._cancel_backward_unit()
+        try:
+            if not requested:
+                self._make_room(tensors)
+                self._residency.request(tensors)
+        finally:
+            self._cancel_backward_unit()  # after the claim, as tensors may be in both units
+        self._backward_unit = unit
+        self._backward_prefetcher.request(order, position)
+
+    def _cancel_backward_unit(self) -> None:
+        unit, self._backward_unit = self._backward_unit, None
+        if unit is not None:
+            self._residency.cancel(self._units[unit])
+
+    def _cancel_stale(self, unit: int) -> None:
+        """Cancel the requests for a unit that has changed since: an optimizer may step within the backward."""
+        tensors = [tensor for tensor in self._units[unit] if tensor.transfer is not None]
+        if any(tensor.requested_version != version_of(tensor.tensor) for tensor in tensors):
+            self._backward_prefetcher.cancel_from(unit)
+            if self._backward_unit == unit:
+                self._cancel_backward_unit()
+
+    def _is_in_backward(self) -> bool:
+        """Return whether this thread is in a backward; if not, end the last one."""
+        try:
+            self._await_backward_end()
+        except RuntimeError:  # torch accepts callbacks only in a backward
+            self._end_backward()
+            return False
+        return True
+
+    def _await_backward_end(self) -> None:
+        """Have torch call `_end_backward` when this backward is over, in the way of DistributedDataParallel."""
+        engine = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
+        engine.queue_callback(partial(self._end_backward, completed=True))
+
+    def _end_backward(self, *, completed: bool = False) -> None:
+        """End the backward and give up its claims, as an optimizer may change the weights now."""
+        with self._lock:
+            self._backward.end(completed=completed)
+            self._cancel_backward_unit()
+            self._backward_prefetcher.cancel_all()
+
+    def _release_views(self, thread: "_ThreadState") -> None:
+        """Release viewed weights once a thread is in no forward: nothing writes to the views any more."""
+        if thread.viewed and not thread.is_computing():
+            viewed, thread.viewed = thread.viewed, []
+            self._residency.release(viewed)
+
+    def _record_use(self, trace: OffloadTrace, index: int, waited: tuple[float, float]) -> None:
+        transfer = self._units[index][0].transfer
+        brought = waited if transfer is None else transfer.span()
+        trace.turns.append(UnitUse(self._names[index], brought, waited, (waited[1], perf_counter())))
 
 
-class _Own:
-    """The state of one thread: its position, the number of units it is in, its forwards' saved-tensor hooks."""
+class _ThreadState:
+    """The state of one thread: the forward that it is in, its prefetched units, and what it uses.
 
-    __slots__ = ("ahead", "cursor", "num_inside", "saving", "turns", "viewed")
+    Attributes:
+        recorder: The position in the running forward.
+        prefetcher: The units that are requested for that forward.
+        num_units: The number of units that the thread is in.
+        hooks: The saved-tensor hooks of each nested forward.
+        viewed: The tensors that the forward has views of.
+        waits: When each unit that the thread is in was waited for.
+    """
 
-    def __init__(self) -> None:
-        self.cursor = Cursor()
-        self.ahead: Ahead | None = None  # for the running forward, or the last one
-        self.num_inside = 0
-        self.saving: list[ExitStack] = []
-        self.viewed: list[Seat] = []  # seats that the forward has views of
-        self.turns: list[tuple[float, float]] = []  # when each unit that it is in was waited for
+    __slots__ = ("hooks", "num_units", "prefetcher", "recorder", "viewed", "waits")
 
-    def inside(self) -> bool:
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self.recorder = OrderRecorder()
+        self.prefetcher = prefetcher
+        self.num_units = 0
+        self.hooks: list[ExitStack] = []
+        self.viewed: list[OffloadedTensor] = []
+        self.waits: list[tuple[float, float]] = []
+
+    def is_computing(self) -> bool:
         """Return whether the thread computes with the model."""
-        return self.num_inside > 0 or self.cursor.depth > 0
+        return self.num_units > 0 or self.recorder.depth > 0
+
+    def take(self, unit: int) -> bool:
+        """Take a unit for its use; return whether the forward that the thread is in has requested it."""
+        recorder = self.recorder
+        if not recorder.depth:
+            return False
+        recorder.use(unit)
+        return self.prefetcher.take(unit, recorder.order.units, recorder.position)
+
+    def request_next(self) -> None:
+        """Request the units that the forward which the thread is in uses next."""
+        if self.recorder.depth:
+            self.prefetcher.request(self.recorder.order.units, self.recorder.position)
 
 
 class _Threads(threading.local):
     """The state of the current thread; looked up once at each use of a unit."""
 
-    def __init__(self) -> None:
-        self.own = _Own()
+    def __init__(self, units: Sequence[Sequence[OffloadedTensor]], residency: Residency) -> None:
+        self.state = _ThreadState(Prefetcher(units, residency))
 
 
-def _look_ahead(own: _Own) -> None:
-    """Request the units that a thread's forward uses next."""
-    if own.ahead is not None:
-        own.ahead.ask(own.cursor.order.parts, own.cursor.position)
+def _unmark(tensors: Iterable[OffloadedTensor]) -> None:
+    for tensor in tensors:
+        make_ordinary(tensor.tensor)

@@ -1,4 +1,4 @@
-"""The order in which a model uses its parts, learnt from the last forward to predict the next. Pure."""
+"""The order in which a model uses its units, learnt from the last run to predict the next. Pure."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -6,103 +6,141 @@ from collections.abc import Sequence
 
 
 class ExecutionOrder:
-    """The order of the last complete forward; before the first one, the model's own order.
+    """The order of the last complete run; before the first one, the model's own order.
 
-    Parts are indices from 0 on. A part may occur several times, and a forward may skip parts.
+    Units are indices from 0 on. A unit may occur several times, and a run may skip units.
 
     Args:
-        parts: The order to expect of the first forward.
+        units: The order to expect of the first run.
 
     Attributes:
-        parts: The parts in their expected order.
+        units: The units in their expected order.
+        reversed_units: The same units in the opposite order.
     """
 
-    def __init__(self, parts: Sequence[int]) -> None:
-        self._learn(tuple(parts))
+    def __init__(self, units: Sequence[int] = ()) -> None:
+        self._set(tuple(units))
 
-    def learn(self, parts: Sequence[int]) -> None:
-        """Learn the order of a forward, to expect it of the next one."""
-        if self.parts != tuple(parts):
-            self._learn(tuple(parts))
+    def learn(self, units: Sequence[int]) -> None:
+        """Learn the order of a run, to expect it of the next one."""
+        if self.units != tuple(units):
+            self._set(tuple(units))
 
-    def _learn(self, parts: tuple[int, ...]) -> None:
-        places: defaultdict[int, list[int]] = defaultdict(list)
-        for position, part in enumerate(parts):
-            places[part].append(position)
-        self.parts, self._places = parts, dict(places)
+    def _set(self, units: tuple[int, ...]) -> None:
+        positions: defaultdict[int, list[int]] = defaultdict(list)
+        for position, unit in enumerate(units):
+            positions[unit].append(position)
+        self.units, self.reversed_units = units, units[::-1]
+        self._positions = dict(positions)
 
-    def behind(self, part: int, position: int) -> int:
-        """Return the position that follows when a forward at `position` uses `part`.
+    def position_after(self, unit: int, position: int) -> int:
+        """Return the position that follows when a run at `position` uses a unit.
 
-        It is behind the part's next occurrence, or else behind its first one; an unknown part keeps the position.
+        It is behind the unit's next occurrence, or else behind its first one; an unknown unit keeps the position.
         """
-        parts = self.parts
-        if position < len(parts) and parts[position] == part:
+        units = self.units
+        if position < len(units) and units[position] == unit:
             return position + 1
-        places = self._places.get(part)
-        if places is None:
-            return min(position, len(parts))
-        nearest = bisect_left(places, position)
-        return (places[nearest] if nearest < len(places) else places[0]) + 1
+        positions = self._positions.get(unit)
+        if positions is None:
+            return min(position, len(units))
+        nearest = bisect_left(positions, position)
+        return (positions[nearest] if nearest < len(positions) else positions[0]) + 1
 
-    def expects(self, part: int) -> bool:
-        """Return whether the order contains a part."""
-        return part in self._places
+    def expects(self, unit: int) -> bool:
+        """Return whether the order contains a unit."""
+        return unit in self._positions
 
-    def last_position(self, part: int) -> int:
-        """Return the position of a part's last use; the length of the order if it lacks the part."""
-        places = self._places.get(part)
-        return places[-1] if places else len(self.parts)
-
-
-class ExecutionOrders:
-    """The order of each way to use a model: its forward, and its methods that use other parts.
-
-    Args:
-        parts: The order to expect of the first use.
-    """
-
-    def __init__(self, parts: Sequence[int]) -> None:
-        self._parts = parts
-        self._of: dict[str, ExecutionOrder] = {}
-
-    def of(self, way: str) -> ExecutionOrder:
-        """Return the order of a method, by its name."""
-        return self._of.setdefault(way, ExecutionOrder(self._parts))
+    def last_position(self, unit: int) -> int:
+        """Return the position of a unit's last use; the length of the order if it lacks the unit."""
+        positions = self._positions.get(unit)
+        return positions[-1] if positions else len(self.units)
 
 
-class Cursor:
-    """The position of one thread in an order that all threads share.
+class OrderRecorder:
+    """The units that a run has used, and its position in an order that all threads share.
 
     Attributes:
-        order: The order of the outermost running forward, or of the last one.
-        depth: The number of nested forwards that the thread is in.
-        position: The position in the order of the next part.
+        order: The order of the outermost run that goes on, or of the last one.
+        depth: The number of nested runs; 0 while none goes on.
+        position: The position in the order of the next unit.
+        used: The units that the run has used.
     """
 
-    __slots__ = ("_used", "depth", "order", "position")
+    __slots__ = ("depth", "order", "position", "used")
 
     def __init__(self) -> None:
-        self.order = ExecutionOrder(())
+        self.order = ExecutionOrder()
         self.position = 0
-        self._used: list[int] = []
+        self.used: list[int] = []
         self.depth = 0
 
     def begin(self, order: ExecutionOrder) -> None:
-        """Begin a forward in an order; a nested forward counts as part of the outer one's order."""
+        """Begin a run in an order; a nested run counts as part of the outer one's order."""
         if self.depth == 0:
             self.order = order
             self.position = 0
-            self._used = []
+            self.used = []
         self.depth += 1
 
-    def use(self, part: int) -> None:
-        """Record the use of a part, and move to the position after it."""
-        self._used.append(part)
-        self.position = self.order.behind(part, self.position)
+    def use(self, unit: int) -> None:
+        """Record the use of a unit, and move to the position after it."""
+        self.used.append(unit)
+        self.position = self.order.position_after(unit, self.position)
 
-    def end(self, *, whole: bool) -> None:
-        """End a forward, and learn its order if it is the outermost one and completed (`whole`)."""
+    def end(self, *, completed: bool) -> None:
+        """End a run, and learn its order if it is the outermost one and completed."""
         self.depth -= 1
-        if self.depth == 0 and whole:
-            self.order.learn(self._used)
+        if self.depth == 0 and completed:
+            self.order.learn(self.used)
+
+
+class BackwardOrder:
+    """The order that is expected of a backward.
+
+    It is that of the last backward, if the forwards before both used the model in the same order; else the reverse
+    order of the forward. Recomputation (`torch.utils.checkpoint`) is predicted from the last backward only.
+
+    Attributes:
+        forward: The order of the last forward.
+    """
+
+    def __init__(self) -> None:
+        self.forward = ExecutionOrder()
+        self._recorder = OrderRecorder()
+        self._learnt = ExecutionOrder()
+        self._learnt_after: tuple[int, ...] | None = (
+            None  # the order of the forward before the learnt backward
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """True from the first use in a backward to its end."""
+        return self._recorder.depth > 0
+
+    def use(self, unit: int, *, recomputed: bool) -> tuple[Sequence[int], int]:
+        """Record the use of a unit; return an order and the position in it of the units that are expected next.
+
+        Args:
+            unit: The index of the unit.
+            recomputed: Whether the unit's forward is computed again.
+        """
+        recorder = self._recorder
+        if not self.is_running:
+            recorder.begin(self._learnt)
+        if (
+            not recorder.used or recorder.used[-1] != unit
+        ):  # autograd asks for each weight of a unit by itself
+            recorder.use(unit)
+        if self._learnt_after is self.forward.units and self._learnt.expects(unit):
+            return self._learnt.units, recorder.position
+        if recomputed:
+            return (), 0
+        return self.forward.reversed_units, len(self.forward.units) - self.forward.last_position(unit)
+
+    def end(self, *, completed: bool) -> None:
+        """End the backward, and learn its order if it completed."""
+        if self.is_running:
+            self._recorder.end(completed=completed)
+            if completed:
+                self._learnt_after = self.forward.units

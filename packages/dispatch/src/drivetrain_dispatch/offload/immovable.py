@@ -7,59 +7,61 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules
 from drivetrain_dispatch.model.tensor_subclass import is_packed
-from drivetrain_dispatch.offload.forward_hooks import Around
-from drivetrain_dispatch.offload.parameter import CANNOT_BE_CHANGED, is_away, kind_in_use
+from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
+from drivetrain_dispatch.offload.parameter import CANNOT_BE_CHANGED, is_offloaded, kind_in_use
 
 _APPLY = "_apply"  # the method of each module that to, cuda, half, ... call
 
 
-class Immovable(Around):
-    """A replacement for `Module._apply` that refuses to move or convert offloaded weights, until it is removed.
+def keep_in_place(model: nn.Module, offloaded: Collection[str]) -> list[MethodWrapper]:
+    """Refuse to move or convert the modules that hold offloaded tensors, until the returned wrappers are removed.
 
-    Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes.
-
-    Args:
-        module: The module to keep in place.
-        has_packed: Whether any of its offloaded weights is packed.
-    """
-
-    def __init__(self, module: nn.Module, *, has_packed: bool) -> None:
-        super().__init__(module, _APPLY)
-        self._has_packed = has_packed
-
-    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Apply a function to the tensors of the module.
-
-        Raises:
-            OffloadedError: The function would change an offloaded tensor. Nothing is changed.
-        """
-        module = self.module
-        tensors = [] if module is None else [*module.parameters(), *module.buffers()]
-        if self._has_packed or any(is_away(tensor) and _changes(fn, tensor) for tensor in tensors):
-            raise OffloadedError(CANNOT_BE_CHANGED)
-        return self.call_inner((fn, *args), kwargs)
-
-
-def keep_in_place(model: nn.Module, coming: Collection[str]) -> list[Immovable]:
-    """Refuse to move the modules that hold offloaded tensors, until the returned objects are removed.
+    Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes; but none where
+    a packed weight is offloaded.
 
     Args:
         model: The model to keep in place.
-        coming: The names of the offloaded tensors.
+        offloaded: The names of the offloaded tensors.
     """
-    tensors = dict(named_tensors(model))
-    ids = {id(tensors[name]): is_packed(tensors[name]) for name in coming}
+    tensors = ModelLayout.of(model).tensors
+    packed = {id(tensors[name]): is_packed(tensors[name]) for name in offloaded}
     modules = dict(model.named_modules(remove_duplicate=False))
-    holds: dict[str, bool] = {}
+    holds_packed: dict[nn.Module, bool] = {}  # of each module that holds an offloaded tensor
     for name, module in modules.items():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        found = [ids[id(tensor)] for tensor in own if id(tensor) in ids]
+        found = [packed[id(tensor)] for tensor in own if id(tensor) in packed]
         for outer in [*enclosing_modules(name), name] if found else ():
-            holds[outer] = holds.get(outer, False) or any(found)
-    each = {id(modules[name]): (modules[name], has_packed) for name, has_packed in holds.items()}
-    return [Immovable(module, has_packed=has_packed) for module, has_packed in each.values()]
+            holds_packed[modules[outer]] = holds_packed.get(modules[outer], False) or any(found)
+    return [
+        MethodWrapper(module, _APPLY, _refuse if has_packed else _refuse_changes)
+        for module, has_packed in holds_packed.items()
+    ]
+
+
+def _refuse(_apply: MethodWrapper, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Refuse any function that may change tensors.
+
+    Raises:
+        OffloadedError: In every call.
+    """
+    raise OffloadedError(CANNOT_BE_CHANGED)
+
+
+def _refuse_changes(apply: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a function to the tensors of a module, unless it would change an offloaded one.
+
+    Raises:
+        OffloadedError: The function would change an offloaded tensor. Nothing is changed.
+    """
+    module = apply.alive_module()
+    function: Callable[[Tensor], Tensor] = kwargs["fn"] if "fn" in kwargs else args[0]
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(is_offloaded(tensor) and _changes(function, tensor) for tensor in tensors):
+        raise OffloadedError(CANNOT_BE_CHANGED)
+    return apply.call_original(args, kwargs)
 
 
 def _changes(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:

@@ -12,7 +12,9 @@ from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.model_layout import NORMS, ModelLayout
 from drivetrain_dispatch.model.sizes import listed
 from drivetrain_dispatch.model.tensor_subclass import is_packed
-from drivetrain_dispatch.offload.dispatch import check_dispatchable, dispatch_model, dispatched
+from drivetrain_dispatch.offload.dispatch import dispatch_model
+from drivetrain_dispatch.offload.dispatch_plan import check_dispatchable
+from drivetrain_dispatch.offload.dispatched_model import is_dispatched
 from drivetrain_dispatch.planning.placement import placements_of
 
 # Norms, by their usual names and classes, and embeddings: a small dtype hurts them most and saves least.
@@ -50,7 +52,7 @@ def apply_layerwise_casting(
         ValueError: A dtype is not floating-point, layers cannot compute in `compute_dtype`, a pattern is not a
             regular expression, a class is not a class, or no parameter is left to store.
     """
-    if dispatched(model):
+    if is_dispatched(model):
         raise OffloadedError(
             "the model is dispatched already: convert its weights before, and give dispatch_model(dtypes=...)"
         )
@@ -75,7 +77,7 @@ def apply_layerwise_casting(
     if not stored:
         raise ValueError("nothing to store: every floating-point parameter is skipped, or there is none")
     devices = {name: tensor.device for name, tensor in layout.tensors.items()}
-    check_dispatchable(model, layout.tensors, placements_of(layout, devices))
+    check_dispatchable(layout, placements_of(layout, devices))
     for tensor in parameters.values():
         tensor.data = tensor.data.to(compute_dtype if id(tensor) in whole else storage_dtype)
     return dispatch_model(model, devices, dtypes=dict.fromkeys(stored, compute_dtype))

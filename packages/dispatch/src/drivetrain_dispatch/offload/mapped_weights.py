@@ -2,22 +2,24 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from weakref import ref
 
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.units import Unit
-from drivetrain_dispatch.offload.execution_order import ExecutionOrders
-from drivetrain_dispatch.offload.page_reader import Bounds, PageReader, Stretch
-from drivetrain_dispatch.offload.pages import can_give_back, some_missing, together
+from drivetrain_dispatch.offload.execution_order import ExecutionOrder
+from drivetrain_dispatch.offload.page_reader import MappedPart, PageLimits, PageReader
+from drivetrain_dispatch.offload.pages import can_release, merge, some_missing
 from drivetrain_dispatch.planning.memory_budget import free_of_host
 from drivetrain_weights import MappedFile
 
-_SHARE_AHEAD = 0.5  # of the host's free memory, read ahead: more would evict pages before their use
-_SHARE_USED = 0.8  # of free memory; pages of a model that takes more are released behind the forward
-_SHARE_KEPT = 0.65  # of free memory: the most pages of such a model that stay
-_SHARE_FILLED = 0.9  # of free memory, for pages that stay, pages read ahead and the unit in use
-_SHARE_CHECKING = 0.02  # the largest share of time spent on asking the system which pages are in memory
+_FREE_SHARE_AHEAD = 0.5  # of the host's free memory, read ahead: more would evict pages before their use
+_FREE_SHARE_USED = 0.8  # of free memory; pages of a model that takes more are released behind the forward
+_FREE_SHARE_KEPT = 0.65  # of free memory: the most pages of such a model that stay
+_FREE_SHARE_FILLED = 0.9  # of free memory, for pages that stay, pages read ahead and the unit in use
+_TIME_SHARE_CHECKING = 0.02  # the largest share of time spent on asking the system which pages are in memory
 _MOST_AHEAD_BYTES = 128 << 20  # of read-ahead where pages are released: enough to keep a disk busy
 
 
@@ -30,14 +32,14 @@ def check_release(release_pages: object) -> None:
     """
     if not isinstance(release_pages, bool):
         raise ValueError(f"release_pages={release_pages!r}: give True or False")
-    if release_pages and not can_give_back():
+    if release_pages and not can_release():
         raise DeviceMapError(
             "release_pages=True: this system does not say which pages were written to (Linux does, in "
             "/proc/self/pagemap), so that none can be given back without loss: leave it out"
         )
 
 
-class InPlace:
+class MappedWeightsEngine:
     """The engine of a model that uses weights in place, in mapped files.
 
     At the beginning of each forward the files must be unchanged. If some of their pages are not in memory, threads
@@ -57,26 +59,26 @@ class InPlace:
         self._modules = [ref(unit.module) for unit in units]  # weak, as the modules hold this engine
         self._units = [
             [
-                stretch
+                part
                 for name, tensor in unit.tensors.items()
-                for stretch in Stretch.each_of(tensor, files[name])
+                for part in MappedPart.each_of(tensor, files[name])
             ]
             for unit in units
         ]
-        self._all = together(stretch.pages for unit in self._units for stretch in unit)
+        self._all = merge(part.pages for unit in self._units for part in unit)
         self._size_bytes = sum(pages.size_bytes for pages in self._all)
         self._largest_bytes = max(
-            (sum(stretch.pages.size_bytes for stretch in unit) for unit in self._units), default=0
+            (sum(part.pages.size_bytes for part in unit) for unit in self._units), default=0
         )
         self._files = list(dict.fromkeys(files[name] for unit in units for name in unit.tensors))
         self._releases = releases
         self._next_check = 0.0
-        self._orders = ExecutionOrders(range(len(units)))
-        self._own = _Own()
+        self._orders = defaultdict[str, ExecutionOrder](partial(ExecutionOrder, range(len(units))))
+        self._thread = _ThreadState()
         self._lock = threading.Lock()
-        self._reading: PageReader | None = None
+        self._reader: PageReader | None = None
 
-    def begin(self, way: str) -> None:
+    def begin(self, method: str) -> None:
         """Begin a use of the model, by its forward or another method.
 
         Raises:
@@ -84,42 +86,36 @@ class InPlace:
         """
         for file in self._files:
             file.check_unchanged()
-        self._own.depth += 1
+        self._thread.depth += 1
         with self._lock:
-            if self._own.depth == 1 and self._reading is None:
+            if self._thread.depth == 1 and self._reader is None:
                 missing = self._some_are_missing()
                 if missing or self._releases:
                     modules = [module() for module in self._modules]
-                    self._reading = self._own.reading = PageReader(
-                        modules, self._units, self._orders.of(way), self._bounds(), brings=missing
+                    self._reader = self._thread.reader = PageReader(
+                        modules, self._units, self._orders[method], self._limits(), reads=missing
                     )
 
-    def enter(self, index: int) -> None:
-        """Do nothing: a forward that reads ahead has its own hooks."""
-
-    def leave(self, index: int) -> None:
-        """Do nothing, as in `enter`."""
-
-    def end(self, *, whole: bool) -> None:
-        """End a use of the model, and learn its order if it did not fail (`whole`)."""
-        own = self._own
-        own.depth -= 1
-        if own.depth == 0 and own.reading is not None:
-            own.reading.stop()
+    def end(self, *, completed: bool) -> None:
+        """End a use of the model, and learn its order if it did not fail (`completed`)."""
+        thread = self._thread
+        thread.depth -= 1
+        if thread.depth == 0 and thread.reader is not None:
+            thread.reader.stop()
             with self._lock:
-                if whole:
-                    own.reading.order.learn(own.reading.used)
-                self._reading = own.reading = None
+                if completed:
+                    thread.reader.order.learn(thread.reader.used)
+                self._reader = thread.reader = None
 
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Return whether any thread reads ahead for a forward."""
-        return self._reading is not None
+        return self._reader is not None
 
     def close(self) -> None:
         """Stop reading ahead."""
         with self._lock:
-            if self._reading is not None:
-                self._reading.stop()
+            if self._reader is not None:
+                self._reader.stop()
 
     def _some_are_missing(self) -> bool:
         """Return whether pages are known to be missing from memory.
@@ -132,23 +128,23 @@ class InPlace:
             return False
         missing = any(map(some_missing, self._all))
         took = time.perf_counter() - start
-        self._next_check = 0.0 if missing else start + took / _SHARE_CHECKING
+        self._next_check = 0.0 if missing else start + took / _TIME_SHARE_CHECKING
         return missing
 
-    def _bounds(self) -> Bounds:
+    def _limits(self) -> PageLimits:
         """Return how much of the files a forward may hold in memory."""
         room = free_of_host()
-        ahead_bytes = min(int(room * _SHARE_AHEAD / 2), _MOST_AHEAD_BYTES)
-        if self._size_bytes > room * _SHARE_USED:
+        ahead_bytes = min(int(room * _FREE_SHARE_AHEAD / 2), _MOST_AHEAD_BYTES)
+        if self._size_bytes > room * _FREE_SHARE_USED:
             beside = ahead_bytes + self._largest_bytes
-            kept_bytes = int(min(room * _SHARE_KEPT, max(0, room * _SHARE_FILLED - beside)))
-            return Bounds(ahead_bytes, 0 if self._releases else kept_bytes, leaves_cache=True)
-        return Bounds(ahead_bytes, 0) if self._releases else Bounds(int(room * _SHARE_AHEAD))
+            kept_bytes = int(min(room * _FREE_SHARE_KEPT, max(0, room * _FREE_SHARE_FILLED - beside)))
+            return PageLimits(ahead_bytes, 0 if self._releases else kept_bytes, leaves_cache=True)
+        return PageLimits(ahead_bytes, 0) if self._releases else PageLimits(int(room * _FREE_SHARE_AHEAD))
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     """The state of each thread: the number of nested forwards it is in, and the read-ahead for them."""
 
     def __init__(self) -> None:
         self.depth = 0
-        self.reading: PageReader | None = None
+        self.reader: PageReader | None = None

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
-from drivetrain_dispatch.offload.pages import Pages, bring, give_back
+from drivetrain_dispatch.offload.pages import Pages, populate, release
 from drivetrain_weights import MappedFile
 
-_TOGETHER_BYTES = 2 << 20  # the largest folio of the page cache
+_FOLIO_BYTES = 2 << 20  # the largest folio of the page cache
 _NUM_READERS = 2  # one waits for the disk while the other requests the next piece
 
 
-class Stretch(NamedTuple):
+class MappedPart(NamedTuple):
     """The pages of a tensor, or of one part of a packed tensor.
 
     Attributes:
@@ -32,10 +32,10 @@ class Stretch(NamedTuple):
     tensor: ref[Tensor] | None
 
     @classmethod
-    def each_of(cls, tensor: Tensor, file: MappedFile) -> "list[Stretch]":
-        """Return the stretch of each part of a tensor."""
-        own = None if is_packed(tensor) else ref(tensor)
-        return [cls(Pages.of(part), file, own) for part in parts_of(tensor)]
+    def each_of(cls, tensor: Tensor, file: MappedFile) -> "list[MappedPart]":
+        """Return the pages of each part of a tensor."""
+        reference = None if is_packed(tensor) else ref(tensor)
+        return [cls(Pages.of(part), file, reference) for part in parts_of(tensor)]
 
     def is_used(self) -> bool:
         """Return whether the tensor still has its values in these pages: it may have been converted."""
@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
         return tensor is not None and Pages.of(tensor) == self.pages
 
 
-class Bounds(NamedTuple):
+class PageLimits(NamedTuple):
     """The limits on the pages that a forward holds in memory.
 
     Attributes:
@@ -66,8 +66,8 @@ class PageReader:
         modules: The module of each unit; None for one that was freed.
         units: The pages of each unit.
         order: The expected order of the units.
-        bounds: The limits on the pages in memory.
-        brings: Whether pages are read; if not, all are in memory already.
+        limits: The limits on the pages in memory.
+        reads: Whether pages are read; if not, all are in memory already.
 
     Attributes:
         order: The expected order of the units.
@@ -77,23 +77,23 @@ class PageReader:
     def __init__(
         self,
         modules: Sequence[nn.Module | None],
-        units: Sequence[Sequence[Stretch]],
+        units: Sequence[Sequence[MappedPart]],
         order: ExecutionOrder,
-        bounds: Bounds,
+        limits: PageLimits,
         *,
-        brings: bool,
+        reads: bool,
     ) -> None:
         self.order = order
         self.used: list[int] = []
         self._units = units
-        self._bounds = bounds
-        self._uses_left = Counter(order.parts)
+        self._limits = limits
+        self._uses_left = Counter(order.units)
         self._ends: dict[int, int] = {}  # of each unit, the bytes to read up to its end
         self._steps: list[tuple[int, int, int]] = []  # address, bytes, bytes before it
         total = 0
-        for index in dict.fromkeys(order.parts):
-            for stretch in units[index]:
-                for address, size_bytes in stretch.pages.steps() if stretch.is_used() else ():
+        for index in dict.fromkeys(order.units):
+            for part in units[index]:
+                for address, size_bytes in part.pages.steps() if part.is_used() else ():
                     self._steps.append((address, size_bytes, total))
                     total += size_bytes
             self._ends[index] = total
@@ -108,14 +108,14 @@ class PageReader:
         ]
         self._threads = [
             threading.Thread(target=self._read, name=f"drivetrain-read-ahead-{number}", daemon=True)
-            for number in range(_NUM_READERS if brings else 0)
+            for number in range(_NUM_READERS if reads else 0)
         ]
         for thread in self._threads:
             thread.start()
 
     def _reached(self, index: int, _module: nn.Module, _args: object) -> None:
         """Record that the forward uses a unit: read on, and release the unit before."""
-        before = self.used[-1] if self.used else index
+        previous = self.used[-1] if self.used else index
         self.used.append(index)
         self._uses_left[index] -= 1
         used_bytes = self._ends.get(index, 0)
@@ -123,8 +123,8 @@ class PageReader:
             with self._changed:
                 self._used_bytes = used_bytes
                 self._changed.notify_all()
-        if before != index and self._uses_left[before] <= 0:
-            self._give_back(before)
+        if previous != index and self._uses_left[previous] <= 0:
+            self._release(previous)
 
     def stop(self) -> None:
         """Stop reading, remove the hooks, and release the remaining pages."""
@@ -133,34 +133,32 @@ class PageReader:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._bounds.kept_bytes is not None:
+        if self._limits.kept_bytes is not None:
             for thread in self._threads:
                 thread.join()  # pages that it reads after the release would stay
             for index in range(len(self._units)):
-                self._give_back(index)
+                self._release(index)
 
-    def _give_back(self, index: int) -> None:
-        kept_bytes = self._bounds.kept_bytes
+    def _release(self, index: int) -> None:
+        kept_bytes = self._limits.kept_bytes
         if kept_bytes is None or self._ends.get(index, kept_bytes + 1) <= kept_bytes:
             return
-        for stretch in self._units[index]:
-            if stretch.is_used() and give_back(stretch.pages) and self._bounds.leaves_cache:
-                # A folio of the page cache may begin in the stretch before, which is not used any more either.
-                stretch.file.forget(
-                    stretch.pages.first - _TOGETHER_BYTES, stretch.pages.size_bytes + _TOGETHER_BYTES
-                )
+        for part in self._units[index]:
+            if part.is_used() and release(part.pages) and self._limits.leaves_cache:
+                # A folio of the page cache may begin in the part before, which is not used any more either.
+                part.file.forget(part.pages.first - _FOLIO_BYTES, part.pages.size_bytes + _FOLIO_BYTES)
 
     def _read(self) -> None:
-        while (step := self._take()) is not None:
-            if not bring(*step):
+        while (step := self._next_step()) is not None:
+            if not populate(*step):
                 return  # the forward reads the rest by page faults
 
-    def _take(self) -> tuple[int, int] | None:
+    def _next_step(self) -> tuple[int, int] | None:
         """Return the next piece once there is room for it; None after the last one."""
         with self._changed:
             while not self._stopped and self._next < len(self._steps):
                 address, size_bytes, before = self._steps[self._next]
-                if before <= self._used_bytes + self._bounds.ahead_bytes:
+                if before <= self._used_bytes + self._limits.ahead_bytes:
                     self._next += 1
                     return address, size_bytes
                 self._changed.wait()

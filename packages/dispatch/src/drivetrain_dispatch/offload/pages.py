@@ -37,12 +37,12 @@ class Pages(NamedTuple):
         return cls(first, tensor.data_ptr() + tensor.nbytes - first)
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """Yield the pages in order, as pieces (address, bytes) for `bring`."""
+        """Yield the pages in order, as pieces (address, bytes) for `populate`."""
         for start in range(0, self.size_bytes, _STEP_BYTES):
             yield self.first + start, min(_STEP_BYTES, self.size_bytes - start)
 
 
-def together(pages: Iterable[Pages]) -> list[Pages]:
+def merge(pages: Iterable[Pages]) -> list[Pages]:
     """Merge ranges of pages that touch or overlap. Pure."""
     joined: list[Pages] = []
     for one in sorted(pages):
@@ -68,12 +68,12 @@ def some_missing(pages: Pages) -> bool:
     return found.count(1) < len(found)
 
 
-def can_give_back() -> bool:
+def can_release() -> bool:
     """Return whether the system tells which pages were written to; otherwise no page is released."""
     return _libc() is not None and os.access(_PAGEMAP, os.R_OK)
 
 
-def give_back(pages: Pages) -> bool:
+def release(pages: Pages) -> bool:
     """Release pages of a file from this process's memory, and return whether they were released.
 
     None is if one was written to: changes to a private mapping are in no file, and would be lost. No thread may begin
@@ -105,7 +105,7 @@ def _some_are_written(pages: Pages) -> bool:
     return bool(((bits == 0b100) | (bits & 0b010 != 0)).any())
 
 
-def bring(address: int, size_bytes: int) -> bool:
+def populate(address: int, size_bytes: int) -> bool:
     """Read a piece of a mapping into memory without the GIL; return False where the system cannot."""
     libc = _libc()
     return libc is not None and libc.madvise(address, size_bytes, _POPULATE_READ) == 0

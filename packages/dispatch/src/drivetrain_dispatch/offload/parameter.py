@@ -1,6 +1,6 @@
 """Fetch an offloaded weight for any operation that uses it, even if its own module is not called.
 
-The class of an offloaded parameter is `AwayParameter`, which torch calls before every operation (the
+The class of an offloaded parameter is `OffloadedParameter`, which torch calls before every operation (the
 `__torch_function__` protocol). In a forward, a module that uses the weight of another one (a tied head, `nn.LSTM`'s
 flat list) computes with the fetched weight, on the device that computes. Elsewhere, it is the stored tensor.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drivetrain_dispatch.errors import OffloadedError
 
 # The attributes and methods of a tensor that need none of its values.
-_ASKED = frozenset(
+_METADATA = frozenset(
     getattr(Tensor, name).__get__
     for name in (
         "shape",
@@ -42,76 +42,85 @@ CANNOT_BE_CHANGED = (
 )
 
 
-class Fetcher(Protocol):
-    """The interface of an engine that fetches offloaded weights."""
+class TensorFetcher(Protocol):
+    """The interface by which single operations get offloaded tensors from the engine."""
 
-    def inside(self) -> bool:
-        """Return whether this thread is in a forward, where operations use fetched weights, not stored ones."""
+    def is_computing(self) -> bool:
+        """Return whether this thread is in a forward, where operations use fetched tensors, not stored ones."""
         ...
 
-    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def acquire(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors to compute with in place of offloaded ones."""
         ...
 
-    def stays(self, tensor: Tensor) -> bool:
+    def release(self, tensors: Sequence[Tensor], result: object) -> None:
+        """Release tensors after an operation; its result may be a view of one."""
+        ...
+
+    def keeps_device(self, tensor: Tensor) -> bool:
         """Return whether the device that stores a tensor also computes with it."""
         ...
 
-    def let_go(self, tensors: Sequence[Tensor], result: object) -> None:
-        """Release fetched tensors after an operation; its result may be a view of one."""
-        ...
 
-
-def _bring_what_is_used(
+def _compute_with_fetched(
     _cls: type,
     func: Callable[..., Any],
     _types: Iterable[type],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run an operation as `__torch_function__`: in a forward, with fetched weights for offloaded ones."""
+    """Run an operation as `__torch_function__`: in a forward, with fetched tensors for offloaded ones."""
     given = kwargs or {}
-    if func in _ASKED:
-        return plainly(func, *args, **given)
+    if func in _METADATA:
+        return call_plainly(func, *args, **given)
     if func == _SET_DATA:
         fetcher = _fetcher_of(args[0])
-        if fetcher is not None and _is_what_it_is(args[0], args[1], fetcher):
+        if fetcher is not None and _is_own_data(args[0], args[1], fetcher):
             return None
         raise OffloadedError(CANNOT_BE_CHANGED)
-    fetchers = _fetchers_of((args, given))
-    if not fetchers:
-        return plainly(func, *args, **given)
     replaced: dict[int, Tensor] = {}
     result: Any = None
-    taken: list[tuple[Fetcher, list[Tensor]]] = []
+    acquired: list[tuple[TensorFetcher, list[Tensor]]] = []
     try:
-        for fetcher, tensors in fetchers.items():
-            shown = fetcher.fetch(tensors)
-            taken.append((fetcher, tensors))
-            replaced.update(zip(map(id, tensors), shown, strict=True))
-        result = plainly(func, *_replace(args, replaced), **_replace(given, replaced))
+        for fetcher, tensors in _by_fetcher((args, given)).items():
+            fetched = fetcher.acquire(tensors)
+            acquired.append((fetcher, tensors))
+            replaced.update(zip(map(id, tensors), fetched, strict=True))
+        if replaced:
+            args, given = _replace(args, replaced), _replace(given, replaced)
+        result = call_plainly(func, *args, **given)
     finally:
-        for fetcher, tensors in taken:
-            fetcher.let_go(tensors, result)
+        for fetcher, tensors in acquired:
+            fetcher.release(tensors, result)
     return result
 
 
-def _is_what_it_is(tensor: Tensor, value: Tensor, fetcher: Fetcher) -> bool:
+def _is_own_data(tensor: Tensor, value: Tensor, fetcher: TensorFetcher) -> bool:
     """Return whether a value assigned to `.data` is the tensor's own data; in a forward, that of its fetched copy."""
     if value is tensor:
-        return fetcher.stays(tensor)  # if False, the same call would move weights off the other device
-    if not fetcher.inside():
+        return fetcher.keeps_device(tensor)  # if False, the same call would move weights off the other device
+    if not fetcher.is_computing():
         return False
-    (shown,) = fetcher.fetch([tensor])
-    fetcher.let_go([tensor], None)
-    same_kind = (value.dtype, value.shape, value.stride()) == (shown.dtype, shown.shape, shown.stride())
-    return same_kind and value.data_ptr() == shown.data_ptr()
+    fetched = _fetched(tensor, fetcher)
+    same_kind = (value.dtype, value.shape, value.stride()) == (
+        fetched.dtype,
+        fetched.shape,
+        fetched.stride(),
+    )
+    return same_kind and value.data_ptr() == fetched.data_ptr()
 
 
-class AwayParameter(nn.Parameter):
+def _fetched(tensor: Tensor, fetcher: TensorFetcher) -> Tensor:
+    """Return what a forward computes with in place of a tensor, to look at."""
+    (fetched,) = fetcher.acquire([tensor])
+    fetcher.release([tensor], None)
+    return fetched
+
+
+class OffloadedParameter(nn.Parameter):
     """A parameter whose weight is offloaded."""
 
-    __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
+    __torch_function__ = classmethod(_compute_with_fetched)  # type: ignore[assignment] torch leaves it untyped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary parameter with a copy of the stored values."""
@@ -123,26 +132,32 @@ class AwayParameter(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class AwayBuffer(Tensor):
+class OffloadedBuffer(Tensor):
     """A buffer whose values are offloaded."""
 
-    __torch_function__ = classmethod(_bring_what_is_used)  # type: ignore[assignment] torch leaves it untyped
+    __torch_function__ = classmethod(_compute_with_fetched)  # type: ignore[assignment] torch leaves it untyped
 
 
-def class_away(tensor: Tensor) -> type[Tensor]:
-    """Return the class by which a parameter or buffer is fetched when it is used.
-
-    A tensor of another class, such as a quantised weight, keeps its class: it uses that protocol itself, and only its
-    module fetches it.
-    """
-    if type(tensor) is nn.Parameter:
-        return AwayParameter
-    return AwayBuffer if type(tensor) is Tensor else type(tensor)
+# A tensor of another class, such as a DTensor, keeps it: only its module fetches it.
+_OFFLOADED: dict[type[Tensor], type[Tensor]] = {nn.Parameter: OffloadedParameter, Tensor: OffloadedBuffer}
+_ORDINARY = {offloaded: ordinary for ordinary, offloaded in _OFFLOADED.items()}
 
 
-def is_away(tensor: Tensor) -> bool:
+def mark_offloaded(tensor: Tensor, fetcher: TensorFetcher) -> None:
+    """Give a parameter or buffer the class of offloaded ones, and a weak reference to the engine that fetches it."""
+    tensor._fetcher = ref(fetcher)  # type: ignore[attr-defined]
+    tensor.__class__ = _OFFLOADED.get(type(tensor), type(tensor))  # type: ignore[assignment]
+
+
+def make_ordinary(tensor: Tensor) -> None:
+    """Give an offloaded tensor its ordinary class again, with its stored values."""
+    tensor.__class__ = _ORDINARY.get(type(tensor), type(tensor))  # type: ignore[assignment]
+    del tensor._fetcher  # type: ignore[attr-defined]
+
+
+def is_offloaded(tensor: Tensor) -> bool:
     """Return whether a tensor is an offloaded one of a dispatched model."""
-    return isinstance(tensor, AwayParameter | AwayBuffer)
+    return isinstance(tensor, OffloadedParameter | OffloadedBuffer)
 
 
 def kind_in_use(tensor: Tensor) -> tuple[torch.dtype, torch.device] | None:
@@ -153,38 +168,29 @@ def kind_in_use(tensor: Tensor) -> tuple[torch.dtype, torch.device] | None:
     fetcher = _fetcher_of(tensor)
     if fetcher is None:
         return None
-    if fetcher.inside():
-        (shown,) = fetcher.fetch([tensor])
-        fetcher.let_go([tensor], None)
-        return shown.dtype, shown.device
-    return (tensor.dtype, tensor.device) if fetcher.stays(tensor) else None
+    if fetcher.is_computing():
+        fetched = _fetched(tensor, fetcher)
+        return fetched.dtype, fetched.device
+    return (tensor.dtype, tensor.device) if fetcher.keeps_device(tensor) else None
 
 
-def set_fetcher(tensor: Tensor, fetcher: Fetcher | None) -> None:
-    """Set the engine that fetches an offloaded tensor, by a weak reference; None removes it."""
-    if fetcher is None:
-        del tensor._fetcher  # type: ignore[attr-defined]
-    else:
-        tensor._fetcher = ref(fetcher)  # type: ignore[attr-defined]
-
-
-def _fetcher_of(tensor: Tensor) -> Fetcher | None:
-    found = cast("ref[Fetcher] | None", tensor.__dict__.get("_fetcher"))
+def _fetcher_of(tensor: Tensor) -> TensorFetcher | None:
+    found = cast("ref[TensorFetcher] | None", tensor.__dict__.get("_fetcher"))
     return None if found is None else found()
 
 
-def _fetchers_of(value: object) -> dict[Fetcher, list[Tensor]]:
+def _by_fetcher(value: object) -> dict[TensorFetcher, list[Tensor]]:
     """Return the distinct offloaded tensors among arguments, by the engine whose forward this thread is in."""
-    found: dict[Fetcher, dict[int, Tensor]] = {}
+    found: dict[TensorFetcher, dict[int, Tensor]] = {}
     for tensor in _tensors_in(value):
-        if is_away(tensor):
+        if is_offloaded(tensor):
             fetcher = _fetcher_of(tensor)
-            if fetcher is not None and fetcher.inside():
+            if fetcher is not None and fetcher.is_computing():
                 found.setdefault(fetcher, {})[id(tensor)] = tensor
     return {fetcher: list(tensors.values()) for fetcher, tensors in found.items()}
 
 
-def plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function with the stored tensors; its results are ordinary tensors."""
     return nn.Parameter.__torch_function__(func, (), args, kwargs)
 

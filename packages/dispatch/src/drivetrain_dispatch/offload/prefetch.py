@@ -1,87 +1,85 @@
-"""Prefetch the next units of a forward or backward, as many as there is room for."""
+"""Request the next units of a forward or backward ahead of their use, as many as there is room for."""
 
 from collections import deque
 from collections.abc import Sequence
 
-from drivetrain_dispatch.offload.residency import Seat, Seats
+from drivetrain_dispatch.offload.residency import OffloadedTensor, Residency
 
 
-class Ahead:
-    """The units that are requested but not used yet. Callers hold the engine's lock.
+class Prefetcher:
+    """The units that one run has requested and not used yet. Callers hold the engine's lock.
 
     Args:
-        units: The seats of each unit.
-        seats: All seats of the model.
+        units: The tensors of each unit.
+        residency: The states of all tensors.
     """
 
-    __slots__ = ("_asked", "_seats", "_spare", "_units")
+    __slots__ = ("_out_of_order", "_requested", "_residency", "_units")
 
-    def __init__(self, units: Sequence[Sequence[Seat]], seats: Seats) -> None:
+    def __init__(self, units: Sequence[Sequence[OffloadedTensor]], residency: Residency) -> None:
         self._units = units
-        self._seats = seats
-        self._asked: deque[int] = deque()  # the next ones in the order, without a gap
-        self._spare: list[int] = []  # requested too, before other units came in between
+        self._residency = residency
+        self._requested: deque[int] = deque()  # the next ones in the order, without a gap
+        self._out_of_order: list[int] = []  # requested too, before an unexpected unit came in between
 
-    def use(self, unit: int, upcoming: Sequence[int], position: int) -> bool:
+    def take(self, unit: int, order: Sequence[int], position: int) -> bool:
         """Take a unit for its use, and return whether it was requested; its claim then passes to the caller.
 
         Args:
             unit: The index of the unit.
-            upcoming: The order of all units.
-            position: The position after this unit in the order; requested units that are not near it are given up.
+            order: The expected order of the run.
+            position: The position after this unit in the order; requested units that are not near it are cancelled.
         """
-        asked = self._asked
-        if asked and asked[0] == unit:
-            asked.popleft()
+        requested = self._requested
+        if requested and requested[0] == unit:
+            requested.popleft()
             return True
-        if not asked:
+        if not requested:
             return False
-        if found := unit in asked:
-            asked.remove(unit)
-        near = list(upcoming[position : position + len(asked) + 1])
-        for other in asked:
+        if found := unit in requested:
+            requested.remove(unit)
+        near = list(order[position : position + len(requested) + 1])
+        for other in requested:
             if other in near:
                 near.remove(other)
-                self._spare.append(other)
+                self._out_of_order.append(other)
             else:
-                self._seats.give_up(self._units[other])
-        asked.clear()
+                self._residency.cancel(self._units[other])
+        requested.clear()
         return found
 
-    def ask(self, upcoming: Sequence[int], position: int) -> None:
+    def request(self, order: Sequence[int], position: int) -> None:
         """Request the units from a position of an order on, as long as there is room."""
-        asked, spare = self._asked, self._spare
-        at = position + len(asked)
-        while at < len(upcoming):
-            unit = upcoming[at]
-            if spare and unit in spare:
-                spare.remove(unit)
-            elif self._seats.fits(self._units[unit]):
-                self._seats.claim(self._units[unit])
+        requested, out_of_order = self._requested, self._out_of_order
+        next_position = position + len(requested)
+        while next_position < len(order):
+            unit = order[next_position]
+            if out_of_order and unit in out_of_order:
+                out_of_order.remove(unit)
+            elif self._residency.fits(self._units[unit]):
+                self._residency.request(self._units[unit])
             else:
                 break
-            asked.append(unit)
-            at += 1
-        if spare:
-            left, self._spare = spare, []
-            for unit in left:
-                self._seats.give_up(self._units[unit])
+            requested.append(unit)
+            next_position += 1
+        while out_of_order:
+            self._residency.cancel(self._units[out_of_order.pop()])
 
-    def make_room(self, seats: Sequence[Seat]) -> None:
-        """Give up requested units, the last ones first, until there is room for seats or none is left."""
-        while (self._asked or self._spare) and not self._seats.fits(seats):
-            last = self._spare.pop() if self._spare else self._asked.pop()
-            self._seats.give_up(self._units[last])
+    def make_room(self, tensors: Sequence[OffloadedTensor]) -> None:
+        """Cancel requested units, the last ones first, until there is room for tensors or none is left."""
+        while (self._requested or self._out_of_order) and not self._residency.fits(tensors):
+            self._cancel_last()
 
-    def drop(self, unit: int) -> None:
-        """Give up a requested unit, and all units after it."""
-        while unit in self._asked:
-            self._seats.give_up(self._units[self._asked.pop()])
+    def cancel_from(self, unit: int) -> None:
+        """Cancel a requested unit, and all units after it."""
+        while unit in self._requested:
+            self._residency.cancel(self._units[self._requested.pop()])
 
-    def clear(self) -> None:
-        """Give up all requested units."""
-        left = [*self._asked, *self._spare]
-        self._asked.clear()
-        self._spare.clear()
-        for unit in left:
-            self._seats.give_up(self._units[unit])
+    def cancel_all(self) -> None:
+        """Cancel all requested units."""
+        while self._requested or self._out_of_order:
+            self._cancel_last()
+
+    def _cancel_last(self) -> None:
+        last = self._out_of_order.pop() if self._out_of_order else self._requested.pop()
+        self._residency.cancel(self._units[last])

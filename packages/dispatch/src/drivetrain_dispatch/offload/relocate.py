@@ -13,7 +13,7 @@ from drivetrain_dispatch.planning.placement import Placement
 from drivetrain_weights import MappedFile
 
 
-def settle(
+def relocate(
     tensors: Mapping[str, Tensor],
     placements: Mapping[str, Placement],
     mapped: Mapping[str, MappedFile],
@@ -62,7 +62,7 @@ def settle(
             elif placement.home == "disk" or (placement.stays and device == placement.home):
                 continue  # already in place: it stays the same tensor
             else:  # one after the other: each move frees the source's memory
-                put_parts(tensor, _kept(name, tensor, placement.home, stays=placement.stays))
+                put_parts(tensor, _parts_at(name, tensor, placement.home, stays=placement.stays))
             moved.append((tensor, device))
     except BaseException:
         for tensor, device in moved:
@@ -80,7 +80,7 @@ def _no_folder(names: Sequence[str]) -> DeviceMapError:
     )
 
 
-def _kept(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:
+def _parts_at(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:
     """Return the parts of a tensor on the device that stores them; the same parts if they are there."""
     try:
         kept = [part.data.to(home) for part in parts_of(tensor)]

@@ -1,10 +1,23 @@
-"""The residency of offloaded tensors: the claims on them, and the tensors that modules see in their place."""
+"""The residency of offloaded tensors: where their values are, and what modules see in their place.
+
+A tensor is in one of four states, by its claims (requests for values that are not used yet) and its users:
+
+| state     | claims | users | transfer | its values are          | next                                        |
+|-----------|--------|-------|----------|-------------------------|---------------------------------------------|
+| stored    | 0      | 0     | none     | where they are stored   | `request`: requested                        |
+| requested | > 0    | 0     | running  | in transfer             | `values`: resident; `cancel` of all: stored |
+| resident  | > 0    | 0     | done     | on the computing device | `acquire`: in use; `cancel` of all: stored  |
+| in use    | >= 0   | > 0   | done     | there; modules see them | `release` of all: resident, or stored       |
+
+`acquire` waits for a requested tensor first. Only `Residency` changes states, and only the engine calls it, with its
+lock held. What is written to the values in use is copied to the stored ones when they are released.
+"""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -12,71 +25,127 @@ from torch.autograd.graph import increment_version
 
 from drivetrain_dispatch.model.bitsandbytes import lend_state, return_state
 from drivetrain_dispatch.model.tensor_subclass import is_packed
-from drivetrain_dispatch.offload.parameter import Fetcher, class_away, plainly, set_fetcher
-from drivetrain_dispatch.offload.transfer import Carrier, Parcel, PendingTransfer
+from drivetrain_dispatch.offload.parameter import call_plainly
+from drivetrain_dispatch.offload.transfer import PendingTransfer, TransferEngine, TransferRequest
 from drivetrain_dispatch.offload.transfer_window import TransferWindow
 
 
-class Owner(NamedTuple):
-    """A module that has a parameter, and the parameter's name there.
+class TensorSlot(NamedTuple):
+    """A place in a module that holds a parameter or buffer.
 
     Attributes:
         module: A weak reference to the module, which refers to this object itself.
-        name: The name of the parameter.
+        name: The name of the parameter or buffer there.
+        is_buffer: Whether it is a buffer.
     """
 
     module: ref[nn.Module]
     name: str
+    is_buffer: bool
 
-    def attributes(self) -> dict[str, Any]:
-        """Return the module's `__dict__`, whose names hide its parameters; empty once the module is freed."""
+    def show(self, tensor: Tensor, shown: Tensor) -> dict[str, Any] | None:
+        """Have the module see another tensor in place of its own; return its attributes, or None if it has another.
+
+        The module keeps the parameter itself, which an attribute of the same name hides. A buffer is replaced, as a
+        forward may assign a new one.
+        """
         module = self.module()
-        return {} if module is None else module.__dict__
+        if module is None:
+            return None
+        attributes = module.__dict__
+        tensors = attributes["_buffers"] if self.is_buffer else attributes["_parameters"]
+        if tensors.get(self.name) is not tensor:
+            return None  # the module got another tensor since
+        (tensors if self.is_buffer else attributes)[self.name] = shown
+        return attributes
+
+    def hide(self, tensor: Tensor, shown: Tensor | None) -> dict[str, Any] | None:
+        """Have the module see its own tensor again; return its attributes, or None if it has another."""
+        module = self.module()
+        if module is None:
+            return None
+        attributes = module.__dict__
+        if self.is_buffer:
+            if attributes["_buffers"].get(self.name) is shown:
+                attributes["_buffers"][self.name] = tensor
+                return attributes
+        elif attributes.get(self.name) is shown:
+            del attributes[self.name]
+            return attributes
+        return None
 
 
-class Seat:
-    """The residency of one offloaded tensor, which several units may use.
+class OffloadedTensor:
+    """A parameter or buffer with values elsewhere, which several units may use; see the module for its states.
 
-    While it is in use, modules see a tensor with its values as their attribute, in place of the parameter. A buffer
-    has no gradient and may be assigned to: it holds the values itself. A packed weight is fetched for modules only,
-    and nothing is written to it.
+    While it is in use, modules see a tensor with its values in place of it. A packed weight is fetched for modules
+    only, and nothing is written to it.
 
     Args:
         tensor: The parameter or buffer that the model holds.
-        parcel: The stored values, and the device and dtype that they compute in.
-        owners: The modules that have the parameter, at least one; none for a buffer.
+        request: The stored values, and the device and dtype that they compute in.
+        slots: The modules that have it.
 
     Attributes:
-        arrival: The values on the device or in transfer there; None while nothing claims them.
-        at: The index of the values in the arrival.
-        claims: The number of units that use the tensor or expect to.
-        users: The number of units that use it now.
+        num_claims: The number of requests for its values that are neither used nor cancelled yet.
+        num_users: The number of units that use it now.
+        transfer: The transfer of its values; None while they are only stored.
+        index: The index of the values in the transfer.
+        requested_version: The version of the tensor when its values were requested.
         value: The values on the device, while in use.
-        shown: The tensor that modules see.
-        asked_version: The version of the stored values when they were requested.
-        room_bytes: The bytes on the device that computes, during the transfer and after it.
-        size_bytes: The bytes of the stored tensor.
-        version: The version of the values when they arrived.
+        value_version: The version of the values when they were last stored.
+        shown: The tensor that modules see, while in use.
         packed: Whether the values consist of several tensors.
     """
 
     __slots__ = (
-        "arrival", "asked_version", "at", "away", "claims", "here", "owners", "packed", "parcel", "room_bytes",
-        "shown", "size_bytes", "tensor", "users", "value", "version",
+        "index", "num_claims", "num_users", "packed", "request", "requested_version", "shown", "slots", "tensor",
+        "transfer", "value", "value_version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, parcel: Parcel, owners: Sequence[Owner] = ()) -> None:
+    def __init__(self, tensor: Tensor, request: TransferRequest, slots: Sequence[TensorSlot]) -> None:
         self.tensor = tensor
-        self.parcel = parcel
-        self.owners = owners
-        self.arrival: PendingTransfer | None = None
+        self.request = request
+        self.slots = slots
+        self.transfer: PendingTransfer | None = None
         self.value: Tensor | None = None
         self.shown: Tensor | None = None
-        self.size_bytes = parcel.size_bytes
-        self.room_bytes = parcel.room_bytes
-        self.at = self.claims = self.users = self.version = self.asked_version = 0
-        self.away, self.here = class_away(tensor), type(tensor)
+        self.index = self.num_claims = self.num_users = self.value_version = self.requested_version = 0
         self.packed = is_packed(tensor)
+
+    def show(self, value: Tensor) -> None:
+        """Show the values to modules, with a gradient path to the parameter where autograd needs one."""
+        shown, tracked = self.shown, torch.is_grad_enabled() and self.tensor.requires_grad
+        if shown is not None:
+            if shown.grad_fn is not None or not tracked:
+                return
+            self._restore_slots()
+        shown = self.shown = (_with_gradient if tracked else _without_gradient)(self.tensor, value)
+        for slot in self.slots:
+            attributes = slot.show(self.tensor, shown)
+            if self.packed and attributes is not None:
+                lend_state(attributes, shown)
+
+    def hide(self) -> None:
+        """Show the stored tensor to modules again, after storing what was written to the values."""
+        self.store_writes()
+        self._restore_slots()
+        self.value = self.shown = None
+
+    def _restore_slots(self) -> None:
+        for slot in self.slots:
+            attributes = slot.hide(self.tensor, self.shown)
+            if self.packed and attributes is not None:
+                return_state(attributes)
+
+    def store_writes(self) -> None:
+        """Store what was written to the values since they arrived."""
+        assert self.value is not None
+        if (version := version_of(self.value)) != self.value_version and not self.packed:
+            with torch.no_grad():
+                self.request.stored.copy_(self.value)
+            increment_version(self.tensor)
+            self.value_version = version
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,37 +164,25 @@ class OffloadStats:
     bytes_brought: int = 0
 
 
-class Seats:
-    """The seats of a model. Callers hold the engine's lock.
+class Residency:
+    """The states of a model's offloaded tensors, and the memory of their values. Callers hold the engine's lock.
 
     Args:
-        seats: The distinct seats of the model.
-        fetcher: The engine that fetches a tensor which is used while its unit is not.
-        window_bytes: The most bytes of fetched weights that each device may hold at once.
+        window_bytes: The most bytes of fetched values that each device may hold at once.
+
+    Attributes:
+        stats: The counts of uses, misses and fetched bytes.
+        in_use: The tensors in use.
     """
 
-    def __init__(
-        self, seats: Iterable[Seat], fetcher: Fetcher, *, window_bytes: Mapping[torch.device, int]
-    ) -> None:
+    def __init__(self, window_bytes: Mapping[torch.device, int]) -> None:
         self.stats = OffloadStats()
-        self._carrier = Carrier()
-        self._of_tensors = {id(seat.tensor): seat for seat in seats}
-        self._rooms = {device: TransferWindow(device, most) for device, most in window_bytes.items()}
-        self._here: dict[Seat, None] = {}  # the seats in use
-        self._ordinary = finalize(self, _make_ordinary, list(self._of_tensors.values()))
-        self._ordinary.atexit = False  # torch may be torn down by then, and nothing uses the tensors any more
-        for seat in self._of_tensors.values():
-            if not seat.packed:
-                seat.tensor.data = seat.parcel.home
-                set_fetcher(seat.tensor, fetcher)
-                seat.tensor.__class__ = seat.away  # type: ignore[assignment]
+        self.in_use: dict[OffloadedTensor, None] = {}
+        self._transfers = TransferEngine()
+        self._windows = {device: TransferWindow(device, most) for device, most in window_bytes.items()}
 
-    def of_tensors(self, tensors: Iterable[Tensor]) -> list[Seat]:
-        """Return the distinct seats of parameters and buffers."""
-        return [self._of_tensors[key] for key in dict.fromkeys(id(tensor) for tensor in tensors)]
-
-    def in_use(self, tensor: Tensor) -> Seat | None:
-        """Return the seat in use whose values a tensor is a view of, bit for bit; None if there is none."""
+    def find_in_use(self, tensor: Tensor) -> OffloadedTensor | None:
+        """Return the tensor in use whose values another tensor is a view of, bit for bit; None if there is none."""
         if (
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
@@ -134,189 +191,125 @@ class Seats:
         ):
             return None
         memory = tensor.untyped_storage().data_ptr()
-        for seat in self._here:
-            value = seat.value
+        for offloaded in self.in_use:
+            value = offloaded.value
             if (
                 value is not None
-                and not seat.packed
+                and not offloaded.packed
                 and value.dtype == tensor.dtype
                 and value.untyped_storage().data_ptr() == memory
             ):
-                return seat
+                return offloaded
         return None
 
-    def some_in_use(self) -> bool:
-        """Return whether any seat is in use."""
-        return bool(self._here)
+    def fits(self, tensors: Sequence[OffloadedTensor]) -> bool:
+        """Return whether the window of their device has room for tensors."""
+        missing = _missing_bytes(tensors)
+        return not missing or self._windows[tensors[0].request.device].fits(missing)
 
-    def fits(self, seats: Sequence[Seat]) -> bool:
-        """Return whether there is room for seats of one device."""
-        missing = sum([seat.room_bytes for seat in seats if seat.arrival is None])
-        return not missing or self._rooms[seats[0].parcel.device].fits(missing)
+    def wait_for_room(self, tensors: Sequence[OffloadedTensor]) -> bool:
+        """Wait until there is room for tensors, or only those in use are left; return whether it had to wait."""
+        missing = _missing_bytes(tensors)
+        return missing > 0 and self._windows[tensors[0].request.device].wait_for(missing)
 
-    def wait_for_room(self, seats: Sequence[Seat]) -> bool:
-        """Wait until there is room for seats, or only seats in use are left; return whether it had to wait."""
-        missing = sum([seat.room_bytes for seat in seats if seat.arrival is None])
-        return missing > 0 and self._rooms[seats[0].parcel.device].wait_for(missing)
-
-    def claim(self, seats: Sequence[Seat]) -> bool:
-        """Claim seats, whatever room there is; return whether any had to be requested."""
-        parcels: list[Parcel] = []
-        for seat in seats:
-            seat.claims += 1
-            if seat.arrival is None:
-                seat.at = len(parcels)
-                parcels.append(seat.parcel)
-        if not parcels:
+    def request(self, tensors: Sequence[OffloadedTensor]) -> bool:
+        """Claim tensors, whatever room there is; return whether any was only stored, so that a transfer began."""
+        missing: list[OffloadedTensor] = []
+        for tensor in tensors:
+            tensor.num_claims += 1
+            if tensor.transfer is None:
+                missing.append(tensor)
+        if not missing:
             return False
         try:
-            arrival = self._carrier.bring(parcels)
+            transfer = self._transfers.start([tensor.request for tensor in missing])
         except BaseException:
-            self.give_up(seats)
+            self.cancel(tensors)
             raise
-        for seat in seats:
-            if seat.arrival is None:
-                seat.arrival = arrival
-                seat.asked_version = version_of(seat.tensor)
-                self._rooms[seat.parcel.device].take(seat.room_bytes)
-                self.stats.bytes_brought += seat.size_bytes
+        for index, tensor in enumerate(missing):
+            tensor.transfer, tensor.index = transfer, index
+            tensor.requested_version = version_of(tensor.tensor)
+            self._windows[tensor.request.device].reserve(tensor.request.device_bytes)
+            self.stats.bytes_brought += tensor.request.size_bytes
         return True
 
-    def give_up(self, seats: Sequence[Seat]) -> None:
-        """Give up the claims on seats; seats without a claim release their memory."""
-        given: _Given = {}
-        for seat in seats:
-            seat.claims -= 1
-            if seat.claims == 0:
-                _leave(seat, given)
-        self._give_back(given)
+    def cancel(self, tensors: Sequence[OffloadedTensor]) -> None:
+        """Give up the claims on tensors that are not used after all."""
+        for tensor in tensors:
+            tensor.num_claims -= 1
+        self._drop_unclaimed(tensors)
 
-    def value(self, seat: Seat) -> Tensor:
-        """Return the values of a claimed seat, once they have arrived.
+    def values(self, tensor: OffloadedTensor) -> Tensor:
+        """Return the values of a claimed tensor, once they have arrived.
 
         Raises:
             Exception: The error of the transfer.
         """
-        assert seat.arrival is not None
-        return seat.arrival.wait()[seat.at]
+        assert tensor.transfer is not None
+        return tensor.transfer.wait()[tensor.index]
 
-    def put(self, seats: Sequence[Seat]) -> None:
-        """Put the values of claimed seats in place, once they have arrived.
+    def acquire(self, tensors: Sequence[OffloadedTensor]) -> None:
+        """Turn the claims on tensors into uses: show their values to modules, once they have arrived.
 
-        After an error none is in place or claimed.
+        After an error none is used or claimed.
 
         Raises:
             Exception: The error of a transfer.
         """
-        num_put = 0
+        num_acquired = 0
         try:
-            for seat in seats:
-                assert seat.arrival is not None
-                value = seat.arrival.wait()[seat.at]
-                if seat.users == 0:
-                    seat.value = value
-                    seat.version = version_of(value)
-                    self._here[seat] = None
+            for tensor in tensors:
+                value = self.values(tensor)
+                if tensor.num_users == 0:
+                    tensor.value, tensor.value_version = value, version_of(value)
+                    self.in_use[tensor] = None
                 else:
-                    self._store(seat)  # first, so that what autograd saves from now on counts as unchanged
-                self._show(seat, value)
-                seat.users += 1
-                num_put += 1
+                    tensor.store_writes()  # so that what autograd saves from now on counts as unchanged
+                tensor.show(value)
+                tensor.num_users += 1
+                tensor.num_claims -= 1
+                num_acquired += 1
         except BaseException:
-            self.release(seats[:num_put])
-            self.give_up(seats[num_put:])
+            self.release(tensors[:num_acquired])
+            self.cancel(tensors[num_acquired:])
             raise
 
-    def release(self, seats: Sequence[Seat]) -> None:
-        """End a use of seats, and give up its claims; seats without a use show the stored tensor again."""
-        given: _Given = {}
-        for seat in seats:
-            seat.users -= 1
-            if seat.users == 0:
-                del self._here[seat]
-                self._hide(seat)
-            seat.claims -= 1
-            if seat.claims == 0:
-                _leave(seat, given)
-        self._give_back(given)
-
-    def _give_back(self, given: "_Given") -> None:
-        for (device, unused), size_bytes in given.items():
-            self._rooms[device].give_back(size_bytes, None if unused is None else unused.given_up())
-
-    def _show(self, seat: Seat, value: Tensor) -> None:
-        """Show the values to modules, with a gradient path to the parameter where autograd needs one."""
-        if seat.owners:
-            shown, tracked = seat.shown, torch.is_grad_enabled() and seat.tensor.requires_grad
-            if shown is None or (tracked and shown.grad_fn is None):
-                shown = seat.shown = _borrow(seat.tensor, value) if tracked else _alike(seat.tensor, value)
-                for owner in seat.owners:
-                    attributes = owner.attributes()
-                    # Skip a parameter that was replaced by another one.
-                    if attributes and attributes["_parameters"].get(owner.name) is seat.tensor:
-                        attributes[owner.name] = shown
-                        if seat.packed:
-                            lend_state(attributes, shown)
-        elif seat.users == 0:
-            seat.tensor.__class__ = seat.here  # type: ignore[assignment]
-            seat.tensor.data = value
-            seat.shown, seat.version = seat.tensor, version_of(seat.tensor)
-
-    def _hide(self, seat: Seat) -> None:
-        """Show the stored tensor to modules, after storing what was written to the values."""
-        self._store(seat)
-        for owner in seat.owners:
-            attributes = owner.attributes()
-            if attributes.get(owner.name) is seat.shown:
-                del attributes[owner.name]
-                if seat.packed:
-                    return_state(attributes)
-        if not seat.owners:
-            seat.tensor.data = seat.parcel.home
-            seat.tensor.__class__ = seat.away  # type: ignore[assignment]
-        seat.value = seat.shown = None
-
-    def _store(self, seat: Seat) -> None:
-        """Store what was written to the values since they arrived."""
-        values = seat.value if seat.owners else seat.tensor
-        assert values is not None
-        if (version := version_of(values)) != seat.version and not seat.packed:
-            with torch.no_grad():
-                seat.parcel.home.copy_(values)
-            if seat.owners:
-                increment_version(seat.tensor)
-            seat.version = version
+    def release(self, tensors: Sequence[OffloadedTensor]) -> None:
+        """End a use of tensors; modules see those without another use as stored again."""
+        for tensor in tensors:
+            tensor.num_users -= 1
+            if tensor.num_users == 0:
+                del self.in_use[tensor]
+                tensor.hide()
+        self._drop_unclaimed(tensors)
 
     def close(self) -> None:
-        """Make every tensor an ordinary one again, with the stored values."""
-        self._carrier.close()
-        self._ordinary()
+        """End the background thread."""
+        self._transfers.close()
+
+    def _drop_unclaimed(self, tensors: Sequence[OffloadedTensor]) -> None:
+        """Drop the values of tensors without claims and users, and release their memory."""
+        released: _ReleasedBytes = {}
+        for tensor in tensors:
+            transfer = tensor.transfer
+            if transfer is not None and not tensor.num_claims and not tensor.num_users:
+                tensor.transfer = None
+                key = (tensor.request.device, None if transfer.used else transfer)
+                released[key] = released.get(key, 0) + tensor.request.device_bytes
+        # After all references to the values are gone: an accelerator's window records an event for their memory.
+        for (device, unused), size_bytes in released.items():
+            self._windows[device].release(size_bytes, None if unused is None else unused.cancel())
 
 
-def _make_ordinary(seats: Iterable[Seat]) -> None:
-    """Make tensors ordinary again, including those that outlive their model."""
-    for seat in seats:
-        if not seat.packed:
-            seat.tensor.__class__ = seat.here  # type: ignore[assignment]
-            set_fetcher(seat.tensor, None)
-            seat.tensor.data = seat.parcel.home
-        seat.arrival = None
+# The bytes that are released, by device and, if nothing has used it, by transfer.
+_ReleasedBytes: TypeAlias = dict[tuple[torch.device, PendingTransfer | None], int]
 
 
-# The bytes that are released, by device and, if nothing has used it, by arrival.
-_Given: TypeAlias = dict[tuple[torch.device, PendingTransfer | None], int]
+def _missing_bytes(tensors: Sequence[OffloadedTensor]) -> int:
+    return sum([tensor.request.device_bytes for tensor in tensors if tensor.transfer is None])
 
 
-def _leave(seat: Seat, given: _Given) -> None:
-    """Drop the values of an unclaimed seat, and note the bytes that this releases."""
-    arrival = seat.arrival
-    if arrival is not None:
-        seat.arrival = None
-        key = (seat.parcel.device, None if arrival.used else arrival)
-        given[key] = given.get(key, 0) + seat.room_bytes
-
-
-class _Borrowed(torch.autograd.Function):
+class _Fetched(torch.autograd.Function):
     """A function from a parameter to its fetched values; the gradient returns to the device that stores it."""
 
     @staticmethod
@@ -335,16 +328,16 @@ class _Borrowed(torch.autograd.Function):
         return gradients[0].to(ctx.device, ctx.dtype), None
 
 
-def _borrow(parameter: Tensor, values: Tensor) -> Tensor:
-    shown = plainly(_Borrowed.apply, parameter, [values])
+def _with_gradient(parameter: Tensor, values: Tensor) -> Tensor:
+    shown = call_plainly(_Fetched.apply, parameter, [values])
     assert isinstance(shown, Tensor)
     return shown
 
 
-def _alike(parameter: Tensor, values: Tensor) -> Tensor:
-    """Return the values with the parameter's `requires_grad`."""
+def _without_gradient(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return the values with the tensor's `requires_grad`."""
     # F.linear sums non-contiguous inputs in another order if it is set, even under no_grad (torch 2.15).
-    return values.detach().requires_grad_() if parameter.requires_grad else values
+    return values.detach().requires_grad_() if tensor.requires_grad else values
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,0 +1,125 @@
+"""Plan a dispatch: check model and arguments, and decide where each tensor is stored and computed. Pure."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_dispatch.arguments import check_dtype
+from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.tensor_subclass import is_packed, why_unready
+from drivetrain_dispatch.model.units import Unit, check_devices, units_of
+from drivetrain_dispatch.offload.dispatched_model import check_has_weights, check_not_dispatched
+from drivetrain_dispatch.offload.parameter import is_offloaded
+from drivetrain_dispatch.planning.device_map import Device, check_places
+from drivetrain_dispatch.planning.placement import Placement, placements_of
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchPlan:
+    """A decision where each tensor of a model is stored and computed, and which are fetched.
+
+    Attributes:
+        layout: The layout of the model.
+        placements: The place that stores each tensor and the device that computes with it, by the same names.
+        compute_dtypes: The dtypes of the tensors that are converted at use, by name.
+        fetched_units: The units whose tensors are fetched at use.
+    """
+
+    layout: ModelLayout
+    placements: Mapping[str, Placement]
+    compute_dtypes: Mapping[str, torch.dtype]
+    fetched_units: Sequence[Unit]
+
+
+def plan_dispatch(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    *,
+    main_device: Device | None = None,
+    write_back: bool = False,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] = (),
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> DispatchPlan:
+    """Return the plan of a dispatch, after all checks that need no tensor to be moved; see `dispatch_model`.
+
+    Raises:
+        DeviceMapError: The map does not fit model or machine.
+        OffloadedError: The model is dispatched already.
+        ValueError: The model lacks a named class or tensor, or a dtype is not a `torch.dtype`.
+    """
+    layout = ModelLayout.of(model)
+    placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
+    _check_dtypes(layout.tensors, dtypes or {})
+    if write_back and all(placement.home != "disk" for placement in placements.values()):
+        raise DeviceMapError(
+            "write_back=True: device_map puts nothing on 'disk' that training could change; leave it out, or put "
+            "weights there"
+        )
+    check_dispatchable(layout, placements)
+    # Norms write to running statistics in a forward, and nothing tells so: these keep their dtype.
+    compute_dtypes = {
+        name: dtype for name, dtype in (dtypes or {}).items() if name not in layout.running_statistics
+    }
+    fetched = [
+        name
+        for name, placement in placements.items()
+        if name in compute_dtypes or not (placement.stays or placement.device == _CPU)
+    ]
+    units = units_of(layout, fetched, whole=preload_module_classes)
+    check_devices(units, {name: placement.device for name, placement in placements.items()})
+    return DispatchPlan(
+        layout=layout, placements=placements, compute_dtypes=compute_dtypes, fetched_units=units
+    )
+
+
+def _check_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Check the compute dtypes of single tensors.
+
+    Raises:
+        DeviceMapError: A tensor is a quantised weight.
+        ValueError: The model has no such tensor, or a dtype is not a `torch.dtype`.
+    """
+    if unknown := sorted(dtypes.keys() - tensors.keys()):
+        raise ValueError(
+            f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
+        )
+    for name, dtype in dtypes.items():
+        check_dtype(f"dtypes[{name!r}]", dtype)
+        if is_packed(tensors[name]) and dtype != tensors[name].dtype:
+            raise DeviceMapError(
+                f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
+            )
+
+
+def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement]) -> None:
+    """Check all of a model that can be checked before any tensor is moved.
+
+    Raises:
+        OffloadedError: The model or a part of it is dispatched already.
+        DeviceMapError: The machine lacks a device, or a tensor has no data or was made in inference mode.
+    """
+    check_not_dispatched(layout.model)
+    tensors = layout.tensors
+    for name, tensor in tensors.items():
+        if is_offloaded(tensor):
+            raise OffloadedError(
+                f"{name!r} belongs to another model that is dispatched: call remove_hooks on that one first"
+            )
+        if tensor.is_inference():
+            raise DeviceMapError(
+                f"{name!r} was made in torch.inference_mode, where nothing tells when a tensor is written to: build "
+                "and load the model outside of it"
+            )
+        if is_packed(tensor) and not tensor.is_meta and (reason := why_unready(tensor)):
+            raise DeviceMapError(
+                f"{name!r} is a quantised weight that {reason}: quantise it and freeze it before the model is "
+                "dispatched, or load it with load_checkpoint_and_dispatch(quantization=...)"
+            )
+    check_places([place for placement in placements.values() for place in placement])
+    check_has_weights(tensors.items())
