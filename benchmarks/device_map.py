@@ -15,6 +15,7 @@ import torch
 from rounds import Table, installed, parse_arguments, report, take_turns
 from torch import nn
 
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import compute_module_sizes
 from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import blocks_of
@@ -95,7 +96,7 @@ class Small:
             self.budgets = {0: self.budgets["cpu"], "cpu": int(total * draw.uniform(0.1, 0.6))}
         self.rates = Bandwidths(to_device=draw.choice([3e4, 1e5, 3e5]), from_disk=draw.choice([2e4, 1e5]))
         self.costs = {str(index): BlockCost(seconds=draw.uniform(0, 2)) for index in range(len(widths))}
-        self.blocks = blocks_of(self.model)
+        self.blocks = blocks_of(ModelLayout.of(self.model))
         each = costs_of(self.blocks, self.costs)
         computing, room = rooms_of(self.budgets)
         self._search = Search(groups_of(self.blocks, each), Forward(self.blocks, each), room, self.rates)

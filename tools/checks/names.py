@@ -43,7 +43,6 @@ FILES_MEANT = (
         # The same concept in packages that do not know each other.
         {
             "collective_errors",
-            "conversion",
             "dtensor",
             "engine",
             "guard",

@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain_dispatch.cli.huggingface import build_empty, prompt_of, token_after, whole_classes
 from drivetrain_dispatch.errors import CostError
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 
@@ -49,7 +50,7 @@ def test_a_model_is_built_without_memory_and_ready_to_run(model: nn.Module) -> N
 
 
 def test_its_layers_stay_whole(model: nn.Module) -> None:
-    blocks = blocks_of(model, no_split=whole_classes(model))
+    blocks = blocks_of(ModelLayout.of(model), no_split=whole_classes(model))
     layers = [block for block in blocks if block.name.rpartition(".")[2] in ("0", "1", "2")]
     assert len(layers) == 3
     assert len(blocks) < 10
@@ -57,7 +58,7 @@ def test_its_layers_stay_whole(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_token_costs_what_it_computes_and_the_cache_grows(model: nn.Module, batch_size: int) -> None:
-    blocks = blocks_of(model, no_split=whole_classes(model))
+    blocks = blocks_of(ModelLayout.of(model), no_split=whole_classes(model))
     prompt = measure_costs(model, kwargs=prompt_of(model, batch_size, 40), blocks=blocks, rate=RATE)
     token = measure_costs(model, kwargs=token_after(model, batch_size, 40), blocks=blocks, rate=RATE)
     layer = next(block.name for block in blocks if block.name.endswith(".1"))
@@ -74,7 +75,7 @@ def test_a_token_costs_what_it_computes_and_the_cache_grows(model: nn.Module, ba
 def test_a_mixture_of_experts_computes_those_that_are_chosen(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = build_empty(folder_of(tmp_path, CONFIGS["mixtral"]))
-    blocks = blocks_of(model, no_split=whole_classes(model))
+    blocks = blocks_of(ModelLayout.of(model), no_split=whole_classes(model))
     token = measure_costs(model, kwargs=token_after(model, 1, 40), blocks=blocks, rate=RATE)
     experts = 2 * 2 * 3 * 32 * 64  # two of four, three matrices each
     attention = 2 * 32 * (32 + 16 + 16 + 32) + 2 * 2 * 41 * 32

@@ -24,7 +24,10 @@ from drivetrain_dispatch import (
 )
 from drivetrain_dispatch.conversion.fp8_checkpoint import can_be_kept
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
-from drivetrain_dispatch.loading.conversion import stored_sizes
+from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
+from drivetrain_dispatch.loading.load_options import WeightLoadOptions
+from drivetrain_dispatch.loading.quantize_on_load import with_packed_sizes
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 from drivetrain_weights import MappedFile
 
@@ -177,10 +180,13 @@ def test_gradients_go_through_a_kept_weight() -> None:
 def test_what_is_kept_computes_what_is_dequantised(tmp_path: Path, place: object, expert_width: int) -> None:
     wanted = published_in_fp8(tmp_path / "model", expert_width)
     how = {"max_memory": {"cpu": "800kB"}} if place == "half" else {"device_map": place}
+    told: list[tuple[int, int]] = []
     model = load_pretrained(
         transformers.AutoModelForCausalLM, tmp_path / "model", quantization=StoredFP8(),
-        offload_folder=tmp_path / "offload", **how,
+        offload_folder=tmp_path / "offload", progress=lambda *both: told.append(both), **how,
     )  # fmt: skip
+    assert told == sorted(told)
+    assert all(done == total for done, total in told[-1:])
     kept = {name for name, weight in model.named_parameters() if isinstance(weight, BlockScaledTensor)}
     experts = {name for name in wanted.state_dict() if ".mlp.experts." in name}
     others = {name for name in wanted.state_dict() if "proj" in name} - experts
@@ -211,7 +217,9 @@ def test_a_map_counts_what_kept_weights_take(tmp_path: Path) -> None:
         for name, weight in kept.named_parameters()
         if isinstance(weight, BlockScaledTensor)
     }
-    assert stored_sizes(empty, tmp_path) == held
+    layout, options = ModelLayout.of(empty), WeightLoadOptions(quantization=StoredFP8())
+    stored = open_checkpoint(layout, tmp_path, options).specs
+    assert with_packed_sizes(layout, stored, options.quantization).special_sizes == held
     total = sum(held.values()) + sum(
         weight.nbytes for name, weight in kept.named_parameters() if name not in held
     )

@@ -1,3 +1,6 @@
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -6,8 +9,10 @@ from torch import nn
 
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.errors import WeightsMismatchError
-from drivetrain_dispatch.loading.load_plan import plan_load, present_places
-from drivetrain_dispatch.loading.state_dict_diff import Stored
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
+from drivetrain_dispatch.loading.load_options import WeightLoadOptions
+from drivetrain_dispatch.loading.load_plan import LoadPlan, plan_load
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Place, places_of_tensors
 
 
@@ -20,11 +25,25 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
 
-def stored_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Stored]:
+def stored_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, TensorSpec]:
     return {
-        name: Stored(tuple(value.shape), (dtype if value.is_floating_point() else None) or value.dtype)
+        name: TensorSpec(tuple(value.shape), (dtype if value.is_floating_point() else None) or value.dtype)
         for name, value in model.state_dict().items()
     }
+
+
+def planned(
+    model: nn.Module,
+    stored: Mapping[str, TensorSpec],
+    devices: Mapping[str, str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    **options: object,
+) -> LoadPlan:
+    layout = ModelLayout.of(model, dtype=dtype)
+    checkpoint = CheckpointTensors(path=Path("x"), specs=stored, sources={})
+    places = places_of_tensors(layout, {"": "cpu"} if devices is None else devices)
+    return plan_load(layout, checkpoint, places, WeightLoadOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -39,10 +58,12 @@ def stored_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, S
 )
 def test_a_tied_tensor_goes_to_the_first_device_of_its_names(devices: dict[str, str], place: Place) -> None:
     model = Tied()
-    plan = plan_load(model, stored_of(model), places_of_tensors(model, devices), checkpoint="x")
-    tied = next(arrival for arrival in plan.arrivals if len(arrival.names) > 1)
+    plan = planned(model, stored_of(model), devices)
+    tied = next(arrival for arrival in plan.tensors if len(arrival.names) > 1)
     assert (tied.names, tied.place) == (("a.weight", "b.weight"), place)
-    assert tied.is_read == (place != "disk" and place.type != "meta")
+    assert tied.in_memory == (place != "disk" and place.type != "meta")
+    assert tied.reads == (("a.weight",) if tied.in_memory else ())
+    assert tied.maps == (("a.weight",) if place == "disk" else ())
 
 
 @given(
@@ -59,19 +80,12 @@ def test_everything_arrives_once_in_the_order_of_the_checkpoint(
     model = model or Tied()
     held = stored_of(model, stored_dtype)
     stored = {f"x.{name}": held[name] for name in order}
-    plan = plan_load(
-        model,
-        stored,
-        present_places(model),
-        checkpoint="x",
-        dtype=dtype,
-        rename=lambda name: name[len("x.") :],
-    )
-    taken = [arrival.stored for arrival in plan.arrivals]
+    plan = planned(model, stored, dtype=dtype, rename=lambda name: name[len("x.") :])
+    taken = [arrival.stored for arrival in plan.tensors]
     assert taken == sorted(taken, key=list(stored).index)
-    assert sorted(name for arrival in plan.arrivals for name in arrival.names) == sorted(held)
-    assert {name for arrival in plan.arrivals for name in (arrival.stored, *arrival.copies)} == set(stored)
-    for arrival in plan.arrivals:
+    assert sorted(name for arrival in plan.tensors for name in arrival.names) == sorted(held)
+    assert {name for arrival in plan.tensors for name in (arrival.stored, *arrival.copies)} == set(stored)
+    for arrival in plan.tensors:
         floating = held[arrival.names[0]].dtype.is_floating_point
         assert arrival.stored_dtype == (stored_dtype if floating else torch.int64)
         assert arrival.dtype == ((dtype or torch.float32) if floating else torch.int64)
@@ -83,20 +97,20 @@ def test_one_name_of_a_tie_will_do_and_other_dtypes_of_its_names_are_refused() -
     model = Tied()
     stored = stored_of(model)
     del stored["a.weight"]
-    plan = plan_load(model, stored, present_places(model), checkpoint="x")
-    assert [arrival.stored for arrival in plan.arrivals if "a.weight" in arrival.names] == ["b.weight"]
+    plan = planned(model, stored)
+    assert [arrival.stored for arrival in plan.tensors if "a.weight" in arrival.names] == ["b.weight"]
     assert plan.missing == plan.unexpected == ()
-    both = {**stored, "a.weight": Stored((5, 2), torch.float16)}
+    both = {**stored, "a.weight": TensorSpec((5, 2), torch.float16)}
     with pytest.raises(
         WeightsMismatchError, match=r"'a.weight', 'b.weight' are one tensor, but are .* float16 and "
     ):
-        plan_load(model, both, present_places(model), checkpoint="x")
+        planned(model, both)
 
 
 def test_a_name_that_no_state_dict_has_is_unexpected() -> None:
     model = Tied()
     model.register_buffer("scratch", torch.ones(1), persistent=False)
-    stored = {**stored_of(model), "scratch": Stored((1,), torch.float32)}
-    plan = plan_load(model, stored, present_places(model), checkpoint="x", strict=False)
+    stored = {**stored_of(model), "scratch": TensorSpec((1,), torch.float32)}
+    plan = planned(model, stored, strict=False)
     assert plan.unexpected == ("scratch",)
-    assert all("scratch" not in arrival.names for arrival in plan.arrivals)
+    assert all("scratch" not in arrival.names for arrival in plan.tensors)

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from drivetrain_dispatch.loading.state_dict_diff import Stored
-from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, fill, pieces_of
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
+from drivetrain_dispatch.loading.tensor_reader import PIECE_BYTES, EachRank, pieces_of
 from drivetrain_weights import MappedFile
 
 shapes = st.lists(st.integers(0, 3000), max_size=3).map(tuple)
@@ -16,14 +17,16 @@ dtypes = st.sampled_from([torch.int8, torch.bfloat16, torch.complex128])
 
 
 @given(
-    tensors=st.dictionaries(st.text(max_size=2), st.builds(Stored, shapes, dtypes, st.booleans()), max_size=4)
+    tensors=st.dictionaries(
+        st.text(max_size=2), st.builds(TensorSpec, shapes, dtypes, st.booleans()), max_size=4
+    )
 )
 def test_pieces_are_all_of_every_tensor_once_and_none_is_large_but_what_is_indivisible(
-    tensors: dict[str, Stored],
+    tensors: dict[str, TensorSpec],
 ) -> None:
     tensors = {name: stored for name, stored in tensors.items() if math.prod(stored.shape) < 10**9}
     wanted = set(list(tensors)[::2])
-    pieces = pieces_of(tensors, wanted)
+    pieces = pieces_of(tensors, wanted, {})
     for name, (shape, dtype, divisible) in tensors.items():
         own = [piece for piece in pieces if piece.name == name]
         bounds = [(piece.start, piece.stop) for piece in own]
@@ -44,6 +47,10 @@ def test_any_number_of_threads_reads_the_same(tmp_path: Path, num_threads: int, 
     save_file(values, tmp_path / "x.safetensors")
     file = MappedFile(tmp_path / "x.safetensors")
     targets = {name: torch.empty_like(value, dtype=dtype) for name, value in values.items() if name != "3"}
-    stored = {name: Stored(tuple(file.tensor(name).shape), torch.float32) for name in file.in_order}
-    fill(stored, targets, dict.fromkeys(values, file), num_threads=num_threads)
+    stored = {name: TensorSpec(tuple(file.tensor(name).shape), torch.float32) for name in file.in_order}
+    sources = {name: LazyTensor.in_file(file, name) for name in values}
+    checkpoint = CheckpointTensors(path=tmp_path, specs=stored, sources=sources)
+    read_bytes: list[int] = []
+    EachRank(num_threads).read(checkpoint, targets, {}, read_bytes.append)
+    assert sum(read_bytes) == sum(values[name].nbytes for name in targets)
     assert all(torch.equal(target, values[name].to(dtype)) for name, target in targets.items())

@@ -31,7 +31,9 @@ def load_divided(folder: str, real: bool, dtype: torch.dtype | None) -> list[obj
     if real:
         model.to_empty(device="cpu")
     before = list(model.parameters())
-    load_checkpoint_in_model(model, folder, dtype=dtype)
+    told: list[tuple[int, int]] = []
+    load_checkpoint_in_model(model, folder, dtype=dtype, progress=lambda *both: told.append(both))
+    assert told[-1][0] == told[-1][1]  # all that this rank reads, not the whole
     stayed = all(own is other for own, other in zip(model.parameters(), before, strict=True))
     found = {name: value.full_tensor() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,12 +3,13 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.units import check_devices, units_of
 
 
 def shown(model: nn.Module, **options: object) -> dict[str, list[str]]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {unit.name: list(unit.tensors) for unit in units_of(model, names, **options)}
+    return {unit.name: list(unit.tensors) for unit in units_of(ModelLayout.of(model), names, **options)}
 
 
 def test_a_module_brings_its_own_weights() -> None:
@@ -44,18 +45,18 @@ def test_a_module_in_two_places_is_one_unit() -> None:
 
 def test_only_the_weights_that_come_are_units() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert [unit.name for unit in units_of(model, ["1.bias"])] == ["1"]
+    assert [unit.name for unit in units_of(ModelLayout.of(model), ["1.bias"])] == ["1"]
 
 
 def test_a_unit_is_computed_by_one_device() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     names = [name for name, _ in model.named_parameters()]
     devices = {name: torch.device("cuda", int(name[0])) for name in names}
-    check_devices(units_of(model, names), devices)
+    check_devices(units_of(ModelLayout.of(model), names), devices)
     with pytest.raises(DeviceMapError, match="cuda:0, cuda:1 compute parts of 'the model'"):
-        check_devices(units_of(model, names, whole=["Sequential"]), devices)
+        check_devices(units_of(ModelLayout.of(model), names, whole=["Sequential"]), devices)
 
 
 def test_a_class_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"preload_module_classes=\['Block'\]: the model has no module"):
-        units_of(nn.Linear(1, 1), ["weight"], whole=["Block"])
+        units_of(ModelLayout.of(nn.Linear(1, 1)), ["weight"], whole=["Block"])

@@ -12,6 +12,7 @@ from torch import nn
 
 from dispatch.models import WIDTH, Coder, Converts, Stack, Writes, same_values, streamed
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import offload_stats, remove_hooks, trace_offload
 from drivetrain_dispatch.offload.trace import OffloadTrace
@@ -326,7 +327,7 @@ def test_tied_weights_are_computed_by_one_device() -> None:
     with pytest.raises(
         DeviceMapError, match=r"'0\.weight' and '1\.weight' are one tensor, which cuda:0 and cuda:1"
     ):
-        placements_of(model, {"0": "cuda:0", "1": "cuda:1"})
+        placements_of(ModelLayout.of(model), {"0": "cuda:0", "1": "cuda:1"})
 
 
 def test_weights_made_in_inference_mode_are_refused() -> None:

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.units import units_of
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
 
@@ -41,7 +42,9 @@ def test_a_model_falls_into_leaves_and_the_tensors_beside_them() -> None:
 
 
 def placed(model: nn.Module, **given: object) -> list[tuple[str, int, int]]:
-    return [(block.name, block.size_bytes, block.group) for block in blocks_of(model, **given)]
+    return [
+        (block.name, block.size_bytes, block.group) for block in blocks_of(ModelLayout.of(model), **given)
+    ]
 
 
 class Around(nn.Module):
@@ -55,34 +58,42 @@ class Around(nn.Module):
 
 def test_units_are_what_the_engine_brings_at_once() -> None:
     tied = Model()
-    (embed, *_, head) = blocks_of(tied)
+    (embed, *_, head) = blocks_of(ModelLayout.of(tied))
     assert embed.coming == (160,)
     assert head.coming == (200,)  # with the weight that is the first block's, for it comes again
-    scale, first, second = blocks_of(Around())
+    scale, first, second = blocks_of(ModelLayout.of(Around()))
     assert (scale.around_bytes, scale.coming, scale.end) == (16, (0,), 2)
     assert (first.coming, second.coming) == ((80,), (128,))
-    (whole,) = blocks_of(nn.Sequential(Around()), no_split=["Around"])
+    (whole,) = blocks_of(ModelLayout.of(nn.Sequential(Around())), no_split=["Around"])
     assert (whole.size_bytes, whole.around_bytes, whole.coming) == (224, 16, (80, 128))
     assert whole.need_bytes == 16 + 128
-    (at_once,) = blocks_of(nn.Sequential(Around()), whole=["Around"])
+    (at_once,) = blocks_of(ModelLayout.of(nn.Sequential(Around())), whole=["Around"])
     assert (at_once.name, at_once.coming) == ("0", (224,))
-    assert [block.name for block in blocks_of(nn.Sequential(nn.MultiheadAttention(4, 2)))] == ["0"]
+    assert [
+        block.name for block in blocks_of(ModelLayout.of(nn.Sequential(nn.MultiheadAttention(4, 2))))
+    ] == ["0"]
 
 
 def test_blocks_have_the_units_of_the_engine() -> None:
     model = nn.Sequential(Model(), nn.TransformerEncoderLayer(4, 2, 8), nn.LSTM(4, 4), Around())
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    sizes = [sum(tensor.nbytes for tensor in unit.tensors.values()) for unit in units_of(model, parameters)]
-    blocks = blocks_of(model, offload_buffers=False)
+    sizes = [
+        sum(tensor.nbytes for tensor in unit.tensors.values())
+        for unit in units_of(ModelLayout.of(model), parameters)
+    ]
+    blocks = blocks_of(ModelLayout.of(model), offload_buffers=False)
     found = [size for block in blocks for size in (block.around_bytes, *block.coming) if size]
     assert sorted(found) == sorted(sizes)
 
 
 def test_buffers_stay_where_they_are_computed_unless_they_are_offloaded() -> None:
-    stays = [block.stay_bytes for block in blocks_of(Model(), no_split=["Layer"], offload_buffers=False)]
+    stays = [
+        block.stay_bytes
+        for block in blocks_of(ModelLayout.of(Model()), no_split=["Layer"], offload_buffers=False)
+    ]
     assert stays == [0, 16, 16, 0]
-    assert not any(block.stay_bytes for block in blocks_of(Model()))
-    (norm,) = blocks_of(nn.BatchNorm1d(4))
+    assert not any(block.stay_bytes for block in blocks_of(ModelLayout.of(Model())))
+    (norm,) = blocks_of(ModelLayout.of(nn.BatchNorm1d(4)))
     assert norm.stay_bytes == 4 * 4 + 4 * 4 + 8  # what its forward writes
 
 
@@ -93,21 +104,20 @@ def test_classes_that_are_not_split_stay_whole() -> None:
 
 
 def test_sizes_are_those_after_conversion() -> None:
-    blocks = blocks_of(
-        Model(), no_split=["Layer"], dtype=torch.float16, special_dtypes={"layers.1.scale": torch.float32}
-    )
+    layout = ModelLayout.of(Model(), dtype=torch.float16, special_dtypes={"layers.1.scale": torch.float32})
+    blocks = blocks_of(layout, no_split=["Layer"])
     assert [block.size_bytes for block in blocks] == [80, 32 + 8 + 16, 32 + 16 + 16, 20]
 
 
 def test_a_model_that_is_one_module_is_one_block() -> None:
-    assert blocks_of(nn.Linear(2, 2)) == [Block("", 24, 0)]
+    assert blocks_of(ModelLayout.of(nn.Linear(2, 2))) == [Block("", 24, 0)]
 
 
 def test_without_memory_ties_are_known_too() -> None:
     with torch.device("meta"):
         model = Model()
     model.head.weight = model.embed.weight
-    assert [block.group for block in blocks_of(model, no_split=["Layer"])] == [0, 1, 2, 0]
+    assert [block.group for block in blocks_of(ModelLayout.of(model), no_split=["Layer"])] == [0, 1, 2, 0]
 
 
 def test_ties_join_through_others() -> None:
@@ -115,18 +125,20 @@ def test_ties_join_through_others() -> None:
     model[2]["a"] = model[0]["a"]
     model[3]["b"] = model[1]["b"]
     model[2]["b"] = model[3]["b"]  # and so the first with the second
-    assert [block.group for block in blocks_of(model)] == [0, 0, 0, 0]
+    assert [block.group for block in blocks_of(ModelLayout.of(model))] == [0, 0, 0, 0]
 
 
 def test_a_module_in_two_places_is_placed_once() -> None:
     shared = nn.Linear(2, 2)
-    assert blocks_of(nn.Sequential(shared, nn.ReLU(), shared)) == [
+    assert blocks_of(ModelLayout.of(nn.Sequential(shared, nn.ReLU(), shared))) == [
         Block("0", 24, 0), Block("1", 0, 1), Block("2", 0, 0, units=(24,))
     ]  # fmt: skip
 
 
 def test_names_that_are_not_there_are_refused() -> None:
     with pytest.warns(UserWarning, match="the model has no module of class layer; classes are named as"):
-        assert blocks_of(Model(), no_split=["layer", "Layer"]) == blocks_of(Model(), no_split=["Layer"])
+        assert blocks_of(ModelLayout.of(Model()), no_split=["layer", "Layer"]) == blocks_of(
+            ModelLayout.of(Model()), no_split=["Layer"]
+        )
     with pytest.raises(ValueError, match=r"special_dtypes=\['head.scale'\]: the model has no such"):
-        blocks_of(Model(), special_dtypes={"head.scale": torch.float16})
+        ModelLayout.of(Model(), special_dtypes={"head.scale": torch.float16})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain_dispatch.errors import CostError
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
@@ -24,7 +25,9 @@ STARTS = ComputeRate(flops_per_second=1e30, bytes_per_second=1e30, operation_sec
 def costs_of(
     model: nn.Module, *args: Any, rate: ComputeRate = FLOPS, no_split: tuple[str, ...] = (), **kwargs: Any
 ) -> dict[str, BlockCost]:
-    return measure_costs(model, args, kwargs, blocks=blocks_of(model, no_split=no_split), rate=rate)
+    return measure_costs(
+        model, args, kwargs, blocks=blocks_of(ModelLayout.of(model), no_split=no_split), rate=rate
+    )
 
 
 def seconds_of(costs: dict[str, BlockCost]) -> dict[str, float]:
@@ -264,7 +267,7 @@ def test_tied_weights_run_where_they_are_used() -> None:
 def test_dtypes_are_those_after_loading() -> None:
     model = Decoder()
     ids = torch.zeros(2, 7, dtype=torch.long)
-    blocks = blocks_of(model, no_split=["Layer"])
+    blocks = blocks_of(ModelLayout.of(model), no_split=["Layer"])
     full = measure_costs(model, [ids], blocks=blocks, rate=BYTES)
     half = measure_costs(model, [ids], blocks=blocks, rate=BYTES, dtype=torch.bfloat16)
     assert half["layers.1"].kept_bytes * 2 == full["layers.1"].kept_bytes

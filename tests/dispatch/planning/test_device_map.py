@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import (
     Device,
     DeviceMap,
@@ -22,7 +23,7 @@ def model_of_two() -> nn.Module:
 
 def test_the_longest_name_decides() -> None:
     devices = {"": "cpu", "a": "disk", "a.bias": "cuda:1", "ab.0": torch.device("meta")}
-    assert places_of_tensors(model_of_two(), devices) == {
+    assert places_of_tensors(ModelLayout.of(model_of_two()), devices) == {
         "a.weight": "disk",
         "a.bias": torch.device("cuda", 1),
         "ab.0.weight": torch.device("meta"),
@@ -32,24 +33,24 @@ def test_the_longest_name_decides() -> None:
 
 def test_a_name_is_no_prefix_of_a_longer_word() -> None:
     with pytest.raises(DeviceMapError, match=r"no device for 'ab.0.weight', 'seen': name them or a module"):
-        places_of_tensors(model_of_two(), {"a": "cpu"})
+        places_of_tensors(ModelLayout.of(model_of_two()), {"a": "cpu"})
 
 
 def test_names_that_are_not_there_are_refused_with_what_was_meant() -> None:
     with pytest.raises(DeviceMapError, match=r"the model has no 'a.weigth'; did you mean 'a.weight'\?"):
-        places_of_tensors(model_of_two(), {"": "cpu", "a.weigth": "disk"})
+        places_of_tensors(ModelLayout.of(model_of_two()), {"": "cpu", "a.weigth": "disk"})
 
 
 def test_many_names_are_shortened() -> None:
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(9))
     with pytest.raises(DeviceMapError, match=r"'5.weight' and 3 more: name"):
-        places_of_tensors(model, {"0": "cpu"})
+        places_of_tensors(ModelLayout.of(model), {"0": "cpu"})
 
 
 def test_a_shared_parameter_may_be_named_by_all_its_names() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(2, 2), "head": nn.Linear(2, 2, bias=False)})
     model["head"].weight = model["embed"].weight
-    assert places_of_tensors(model, {"": "cpu"}) == {"embed.weight": CPU, "head.weight": CPU}
+    assert places_of_tensors(ModelLayout.of(model), {"": "cpu"}) == {"embed.weight": CPU, "head.weight": CPU}
 
 
 def test_numbers_are_accelerators() -> None:

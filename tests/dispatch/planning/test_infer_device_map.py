@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.sizes import compute_module_sizes, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import compute_module_sizes
 from drivetrain_dispatch.planning.bandwidth_cache import default_cache
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.device_map import places_of_tensors
@@ -61,7 +62,7 @@ def test_the_rest_goes_to_the_host_and_then_to_the_disk() -> None:
     assert set(found.values()) == {0, "cpu", "disk"}
     for device, most in budgets.items():
         assert sum(found.sizes[name] for name, there in found.items() if there == device) <= most
-    places_of_tensors(Model(), found)  # every tensor has a place
+    places_of_tensors(ModelLayout.of(Model()), found)  # every tensor has a place
 
 
 def test_without_accelerators_the_host_computes() -> None:
@@ -73,7 +74,7 @@ def test_without_accelerators_the_host_computes() -> None:
 def test_shared_weights_stay_together() -> None:
     for first in range(1500, 4000, 100):
         found = infer_auto_device_map(Model(tied=True), {0: first, 1: 5000, "cpu": 500}, rates=RATES)
-        places = places_of_tensors(Model(tied=True), found)
+        places = places_of_tensors(ModelLayout.of(Model(tied=True)), found)
         assert places["embed.weight"] == places["head.weight"]
 
 
@@ -152,7 +153,9 @@ def test_experts_are_spread_over_all_there_is() -> None:
     assert sum(found.sizes.values()) == total
     for device, most in budgets.items():
         assert sum(found.sizes[name] for name, there in found.items() if there == device) <= most
-    assert places_of_tensors(model, found).keys() == {name for name, _ in model.named_parameters()}
+    assert places_of_tensors(ModelLayout.of(model), found).keys() == {
+        name for name, _ in model.named_parameters()
+    }
 
 
 @given(st.integers(1500, 9000), st.integers(1500, 9000))
@@ -213,9 +216,9 @@ def test_buffers_of_offloaded_modules_count_unless_they_are_offloaded() -> None:
             model, {0: most, "cpu": 100_000}, offload_buffers=offload_buffers, **given
         )
         assert set(found.values()) == {0, "cpu"}
-        placed = placements_of(model, found, offload_buffers=offload_buffers)
-        tensors = dict(named_tensors(model))
-        stays = sum(tensors[name].nbytes for name, placement in placed.items() if placement.stays)
+        layout = ModelLayout.of(model)
+        placed = placements_of(layout, found, offload_buffers=offload_buffers)
+        stays = sum(layout.tensors[name].nbytes for name, placement in placed.items() if placement.stays)
         assert stays + found.window_bytes[0] <= most
 
 
@@ -245,6 +248,6 @@ def test_a_map_by_which_everything_comes_names_its_device_by_the_window() -> Non
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     found = infer_auto_device_map(model, {"cuda:0": 300, "cpu": 10_000}, rates=RATES)
     assert set(found.values()) == {"cpu"}
-    assert {placement.device for placement in placements_of(model, found).values()} == {
+    assert {placement.device for placement in placements_of(ModelLayout.of(model), found).values()} == {
         torch.device("cuda:0")
     }

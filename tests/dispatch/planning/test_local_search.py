@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import compute_module_sizes
 from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
@@ -105,7 +106,7 @@ def test_a_plan_is_never_slower_than_accelerates_map() -> None:
         budgets: dict[int | str, int] = {"cpu": int(compute_module_sizes(model)[""] * draw.uniform(0.4, 0.8))}
         rates = Bandwidths(to_device=1e5, from_disk=draw.choice([2e4, 1e5]))
         costs = {str(index): BlockCost(seconds=draw.uniform(0, 2)) for index in range(len(model))}
-        blocks = blocks_of(model)
+        blocks = blocks_of(ModelLayout.of(model))
         each = costs_of(blocks, costs)
         room = Budgets(devices=(budgets["cpu"],), host=0, in_place=True)
         search = Search(groups_of(blocks, each), Forward(blocks, each), room, rates)

@@ -4,7 +4,9 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.planning.memory_budget import get_balanced_memory, get_max_memory
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.planning.blocks import Block, blocks_of
+from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory
 
 
 def test_what_is_free_of_every_device() -> None:
@@ -32,25 +34,27 @@ def test_one_size_for_all_is_refused(given: object) -> None:
         get_max_memory(given)
 
 
-def layers(number: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(number)))  # 400 bytes each
+def layers(number: int) -> list[Block]:
+    """Blocks of 400 bytes each."""
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(number)))
+    return blocks_of(ModelLayout.of(model))
 
 
 def test_a_model_is_spread_evenly() -> None:
     budgets = {0: 10_000, 1: 10_000, 2: 10_000, "cpu": 50}
-    assert get_balanced_memory(layers(6), budgets) == {0: 1200, 1: 1200, 2: 10_000, "cpu": 50}
+    assert balanced_budgets(budgets, layers(6)) == {0: 1200, 1: 1200, 2: 10_000, "cpu": 50}
 
 
 def test_no_device_gets_more_than_it_has() -> None:
-    assert get_balanced_memory(layers(6), {0: 500, 1: 10_000}) == {0: 500, 1: 10_000}
+    assert balanced_budgets({0: 500, 1: 10_000}, layers(6)) == {0: 500, 1: 10_000}
 
 
 def test_the_first_one_may_be_kept_free() -> None:
-    assert get_balanced_memory(layers(6), {0: 9000, 1: 1500, 2: 9000}, low_zero=True) == {
+    assert balanced_budgets({0: 9000, 1: 1500, 2: 9000}, layers(6), low_zero=True) == {
         0: 0, 1: 1500, 2: 9000
     }  # fmt: skip
-    assert get_balanced_memory(layers(6), {0: 9000, 1: 700, 2: 700}, low_zero=True)[0] == 1000
+    assert balanced_budgets({0: 9000, 1: 700, 2: 700}, layers(6), low_zero=True)[0] == 1000
 
 
 def test_one_accelerator_has_nothing_to_balance() -> None:
-    assert get_balanced_memory(layers(6), {0: 100, "cpu": 9000}) == {0: 100, "cpu": 9000}
+    assert balanced_budgets({0: 100, "cpu": 9000}, layers(6)) == {0: 100, "cpu": 9000}

@@ -1,7 +1,6 @@
 """Check arguments that several functions share; each error names the argument and the values it accepts."""
 
-from collections.abc import Collection, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -85,40 +84,3 @@ def _is_device(given: object) -> bool:
         return given == "disk" or bool(torch.device(given).type)
     except RuntimeError:
         return False
-
-
-# Arguments of other libraries' loaders, and their counterparts here.
-_ELSEWHERE = {
-    "torch_dtype": "dtype",
-    "offload_dir": "offload_folder",
-    "offload_state_dict": "offload_folder",
-    "load_in_4bit": "quantization=BitsAndBytes4Bit()",
-    "load_in_8bit": "quantization=BitsAndBytes8Bit()",
-    "quantization_config": "quantization",
-    "subfolder": "the folder itself",
-    "trust_remote_code": "the class itself, which init_empty_weights builds; no code of a folder is run",
-}
-_OPTIONS = (
-    "device_map", "max_memory", "dtype", "variant", "config", "no_split_module_classes", "strict", "progress",
-    "offload_folder", "release_pages", "offload_buffers", "quantization",
-)  # fmt: skip
-
-
-def check_options(options: Iterable[str], known: Collection[str]) -> None:
-    """Check the names of a model's extra options.
-
-    Args:
-        options: The names that the user gave.
-        known: The names that the model accepts.
-
-    Raises:
-        TypeError: A name is unknown.
-    """
-    for name in options:
-        if name in known:
-            continue
-        near = get_close_matches(name, [*_OPTIONS, *known], n=1)
-        hint = f"give {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"did you mean {near[0]}?" if near else (
-            "it is no argument of load_pretrained and no field of the model's configuration"
-        )  # fmt: skip
-        raise TypeError(f"load_pretrained: {name!r} is not known: {hint}")

@@ -1,28 +1,32 @@
 """Load a checkpoint straight to the devices of a device map: plan, load and dispatch in one call."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
 from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.loading.arguments import check_load
-from drivetrain_dispatch.loading.conversion import stored_sizes
-from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
-from drivetrain_dispatch.loading.tensor_reader import Progress
+from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
+from drivetrain_dispatch.loading.load_checkpoint import load_tensors
+from drivetrain_dispatch.loading.load_options import Progress, WeightLoadOptions, check_load_dtype
+from drivetrain_dispatch.loading.quantize_on_load import with_packed_sizes
+from drivetrain_dispatch.loading.tensor_reader import EachRank
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import listed
 from drivetrain_dispatch.model.units import units_of
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import is_dispatched
 from drivetrain_dispatch.offload.mapped_weights import check_release
+from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.device_map import Device, DeviceMap, check_places, place_of
-from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map
-from drivetrain_dispatch.planning.memory_budget import get_balanced_memory, get_max_memory
+from drivetrain_dispatch.planning.infer_device_map import plan_device_map
+from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory
 from drivetrain_dispatch.planning.placement import placements_of
-from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8, quantized_sizes
+from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 
 # How a device map is planned: "balanced" (the same as "auto") spreads the model evenly over the accelerators,
 # "balanced_low_0" does so but leaves the first one to generation, and "sequential" fills one after the other.
@@ -73,66 +77,57 @@ def load_checkpoint_and_dispatch(
         DeviceMapError: No map fits the budgets, or the map does not fit the model or the machine.
         ValueError: Another argument is invalid.
     """
-    kinds = _Dtypes(dtype=dtype, special_dtypes=_in_fp32(model, keep_in_fp32_modules))
-    check_load(dtype, quantization, progress)
-    shown = _Shown(release_pages=release_pages, offload_buffers=offload_buffers)
-    _check_early(model, device_map, max_memory, preload_module_classes, **shown)
-    if isinstance(device_map, str):
-        said = (kinds, _Away(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes))
-        sizes = _packed_sizes(model, checkpoint, quantization, kinds)
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, said, sizes)
-    how = _How(
+    options = WeightLoadOptions(
         strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
-    report = load_checkpoint_in_model(model, checkpoint, device_map, **kinds, **how)
+    layout = _layout_of(model, dtype, keep_in_fp32_modules)
+    _check_early(layout, device_map, max_memory, preload_module_classes, release_pages, offload_buffers)
+    opened = open_checkpoint(layout, Path(checkpoint), options)
+    layout = with_packed_sizes(layout, opened.specs, quantization)
+    if isinstance(device_map, str):
+        device_map = _planned_map(
+            layout, device_map, max_memory, no_split_module_classes, preload_module_classes, offload_buffers
+        )
+    report = load_tensors(layout, opened, device_map, options, EachRank())
     return model if device_map is None else dispatch_model(
         model, {**device_map, **dict.fromkeys(report.computed, "cpu")}, offload_dir=offload_folder,
         skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
-        dtypes=report.converted_at_use, **shown,
+        dtypes=report.converted_at_use, release_pages=release_pages, offload_buffers=offload_buffers,
     )  # fmt: skip
 
 
-class _Dtypes(TypedDict):
-    """The dtype arguments of a plan and of a load."""
+def _layout_of(model: nn.Module, dtype: torch.dtype | None, in_fp32: Collection[str]) -> ModelLayout:
+    """Return the layout of a model, with the dtypes that its tensors get.
 
-    dtype: torch.dtype | None
-    special_dtypes: Mapping[str, torch.dtype]
-
-
-class _Shown(TypedDict):
-    """The flags for dispatching a model."""
-
-    release_pages: bool
-    offload_buffers: bool
-
-
-class _Away(TypedDict):
-    """The offload arguments that a plan takes into account."""
-
-    offload_buffers: bool
-    preload_module_classes: Collection[str]
-
-
-class _How(TypedDict):
-    """The arguments for reading a checkpoint and packing its weights."""
-
-    strict: bool
-    rename: Callable[[str], str | None] | None
-    progress: Progress | None
-    quantization: Quantization | StoredFP8 | None
-    offload_folder: Path | str | None
+    Raises:
+        ValueError: No layer computes in the dtype, or no module has a name in `in_fp32`.
+    """
+    check_load_dtype(dtype)
+    layout = ModelLayout.of(model, dtype=dtype)
+    special: dict[str, torch.dtype] = {}
+    for part in listed(in_fp32):
+        names = [
+            name
+            for name, tensor in layout.tensors.items()
+            if tensor.is_floating_point() and part in name.split(".")[:-1]
+        ]
+        if not names:
+            raise ValueError(
+                f"keep_in_fp32_modules={part!r}: the model has no module called so; see named_modules()"
+            )
+        special.update(dict.fromkeys(names, torch.float32))
+    return replace(layout, special_dtypes=special)
 
 
 def _check_early(
-    model: nn.Module,
+    layout: ModelLayout,
     device_map: Mapping[str, Device] | str | None,
     max_memory: Mapping[Device, int | str] | None,
     whole: str | Collection[str],
-    *,
     release_pages: bool,
     offload_buffers: bool,
 ) -> None:
-    """Check all arguments before anything is loaded, those of `dispatch_model` included."""
+    """Check the budgets and the arguments of `dispatch_model` before anything is loaded."""
     check_release(release_pages)
     for name, asked in (("release_pages", release_pages), ("offload_buffers", offload_buffers)):
         if asked and device_map is None:
@@ -148,69 +143,26 @@ def _check_early(
                 f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
             )
         check_places(map(place_of, get_max_memory(max_memory)), "max_memory")
-    if is_dispatched(model):
+    if is_dispatched(layout.model):
         raise OffloadedError(
             "the model is dispatched already: call remove_hooks(model) before it is loaded anew"
         )
-    units_of(model, (), whole=whole)
+    units_of(layout, (), whole=whole)
     if device_map is not None and not isinstance(device_map, str):
-        placements_of(model, device_map)
+        placements_of(layout, device_map)
 
 
-def _packed_sizes(
-    model: nn.Module,
-    checkpoint: Path | str,
-    quantization: Quantization | StoredFP8 | None,
-    kinds: _Dtypes,
-) -> Mapping[str, int]:
-    """Return the bytes of the weights that a load packs or keeps packed, by name."""
-    if quantization is None:
-        return {}
-    if isinstance(quantization, StoredFP8):
-        return stored_sizes(model, Path(checkpoint))
-    return quantized_sizes(model, quantization, **kinds)
-
-
-def _planned(
-    model: nn.Module,
+def _planned_map(
+    layout: ModelLayout,
     way: str,
     max_memory: Mapping[Device, int | str] | None,
     no_split: Collection[str],
-    said: tuple[_Dtypes, _Away],
-    sizes: Mapping[str, int],
+    whole: Collection[str],
+    offload_buffers: bool,
 ) -> DeviceMap:
     """Return a device map that fits the budgets."""
-    kinds, away = said
+    blocks = blocks_of(layout, no_split=no_split, whole=whole, offload_buffers=offload_buffers)
+    budgets = get_max_memory(max_memory)
     if way != "sequential":
-        max_memory = get_balanced_memory(
-            model,
-            max_memory,
-            no_split_module_classes=no_split,
-            special_sizes=sizes,
-            low_zero=way == "balanced_low_0",
-            **kinds,
-        )
-    return infer_auto_device_map(
-        model, max_memory, no_split_module_classes=no_split, special_sizes=sizes, **kinds, **away
-    )
-
-
-def _in_fp32(model: nn.Module, parts: Collection[str]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the floating-point tensors that stay in fp32, by name.
-
-    Raises:
-        ValueError: No module has such a name.
-    """
-    found: dict[str, torch.dtype] = {}
-    for part in listed(parts):
-        names = [
-            name
-            for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-            if tensor.is_floating_point() and part in name.split(".")[:-1]
-        ]
-        if not names:
-            raise ValueError(
-                f"keep_in_fp32_modules={part!r}: the model has no module called so; see named_modules()"
-            )
-        found.update(dict.fromkeys(names, torch.float32))
-    return found
+        budgets = balanced_budgets(budgets, blocks, low_zero=way == "balanced_low_0")
+    return plan_device_map(blocks, budgets, converts=layout.converts)

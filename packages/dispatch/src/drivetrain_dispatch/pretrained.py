@@ -3,8 +3,10 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from os import PathLike
@@ -14,9 +16,9 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from drivetrain_dispatch.arguments import check_computed, check_dtype, check_options
+from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.load_and_dispatch import Way, load_checkpoint_and_dispatch
-from drivetrain_dispatch.loading.tensor_reader import Progress
+from drivetrain_dispatch.loading.load_options import Progress
 from drivetrain_dispatch.model.meta_init import init_empty_weights
 from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.quantization.block_scaled import BLOCK
@@ -28,6 +30,17 @@ _GENERATION = "generation_config.json"
 # Arguments of transformers' from_config that are no fields of the configuration.
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _FP8 = "fp8"  # the quant_method of checkpoints that are dequantised while they are read
+# Arguments of other libraries' loaders, and their counterparts here.
+_ELSEWHERE = {
+    "torch_dtype": "dtype",
+    "offload_dir": "offload_folder",
+    "offload_state_dict": "offload_folder",
+    "load_in_4bit": "quantization=BitsAndBytes4Bit()",
+    "load_in_8bit": "quantization=BitsAndBytes8Bit()",
+    "quantization_config": "quantization",
+    "subfolder": "the folder itself",
+    "trust_remote_code": "the class itself, which init_empty_weights builds; no code of a folder is run",
+}
 AnyModel = TypeVar("AnyModel")
 
 
@@ -152,16 +165,11 @@ def _builder(model_class: Any) -> Build:
         TypeError: The class is from another library.
     """
     known = isinstance(model_class, type) and {base.__module__.split(".")[0] for base in model_class.__mro__}
-    if known and "transformers" in known and hasattr(model_class, "from_config"):
-        return lambda path, dtype, config, more: _from_transformers(
-            model_class, model_class.from_config, path, dtype, config, more
-        )
-    if known and "transformers" in known and hasattr(model_class, "_from_config"):
-        return lambda path, dtype, config, more: _from_transformers(
-            model_class, model_class._from_config, path, dtype, config, more
-        )
+    for method in ("from_config", "_from_config"):  # of Auto classes, of model classes
+        if known and "transformers" in known and hasattr(model_class, method):
+            return partial(_from_transformers, model_class, getattr(model_class, method))
     if known and "diffusers" in known and hasattr(model_class, "load_config"):
-        return lambda path, dtype, config, more: _from_diffusers(model_class, path, dtype, config, more)
+        return partial(_from_diffusers, model_class)
     raise TypeError(
         f"model_class={model_class!r}: give a model class of transformers (AutoModelForCausalLM, "
         "LlamaForCausalLM, ...) or of diffusers; of any other, build it within init_empty_weights() and call "
@@ -186,7 +194,7 @@ def _from_transformers(
             config = config_class.from_pretrained(path, local_files_only=True, **trust)
     config = copy.deepcopy(config)  # a model modifies its configuration
     config.name_or_path = str(path)
-    check_options(options, (*_IMPLEMENTATIONS, *config.to_dict()))
+    _check_options(options, (*_IMPLEMENTATIONS, *config.to_dict()))
     for name in options.keys() - set(_IMPLEMENTATIONS):
         setattr(config, name, options[name])
     said = {name: value for name, value in options.items() if name in _IMPLEMENTATIONS}
@@ -205,7 +213,7 @@ def _from_diffusers(
 ) -> nn.Module:
     if config is None:
         config = model_class.load_config(path, local_files_only=True)
-    check_options(options, tuple(signature(model_class).parameters))
+    _check_options(options, tuple(signature(model_class).parameters))
     made = (
         config.get("_class_name", model_class.__name__)
         if isinstance(config, Mapping)
@@ -225,6 +233,26 @@ def _from_diffusers(
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return model
+
+
+def _check_options(options: Iterable[str], known: Collection[str]) -> None:
+    """Check the names of a model's extra options.
+
+    Args:
+        options: The names that the user gave.
+        known: The names that the model accepts.
+
+    Raises:
+        TypeError: A name is unknown.
+    """
+    for name in options:
+        if name in known:
+            continue
+        near = get_close_matches(name, [*signature(load_pretrained).parameters, *known], n=1)
+        hint = f"give {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"did you mean {near[0]}?" if near else (
+            "it is no argument of load_pretrained and no field of the model's configuration"
+        )  # fmt: skip
+        raise TypeError(f"load_pretrained: {name!r} is not known: {hint}")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from drivetrain_dispatch.cli.huggingface import (
     whole_classes,
 )
 from drivetrain_dispatch.errors import CostError
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 from drivetrain_dispatch.planning.device_map import Device
@@ -215,7 +216,8 @@ def _forecast(
 ) -> Forecast:
     quantization = None if arguments.quantize is None else _QUANTIZATIONS[arguments.quantize]()
     sizes = None if quantization is None else quantized_sizes(model, quantization)
-    blocks = blocks_of(model, no_split=whole_classes(model), special_sizes=sizes, offload_buffers=False)
+    layout = ModelLayout.of(model, special_sizes=sizes)
+    blocks = blocks_of(layout, no_split=whole_classes(model), offload_buffers=False)
     try:
         prompt = prompt_of(model, arguments.batch, seq)
         token = token_after(model, arguments.batch, seq)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from drivetrain_weights import MappedFile
+from drivetrain_weights import Box, MappedFile
 
 _PIECE_BYTES = 8 << 20
 # Operations that change only the dims of a tensor, so that each part of the result is a part of the input.
@@ -137,6 +137,37 @@ class LazyTensor(Tensor):
                 _read(lazy.origin, part.view(-1), buffer)
             else:
                 part.copy_(lazy.values())
+
+    def divisible(self) -> bool:
+        """Return whether the tensor can be read piece by piece, which requires that a file stores it unconverted."""
+        return isinstance(self.origin, TensorInFile) and self.origin.file.divisible(self.origin.name)
+
+    def read_piece(self, target: Tensor, *, start: int, buffer: Tensor) -> None:
+        """Read elements from `start` on into contiguous memory; a tensor that is not divisible is read as a whole.
+
+        Raises:
+            WeightFilesError: A file is truncated.
+        """
+        if isinstance(self.origin, TensorInFile):
+            self.origin.file.copy(self.origin.name, target, start=start, buffer=buffer)
+        else:
+            self.read_into(target.view(self.shape))
+
+    def read_box(self, target: Tensor, box: Box) -> None:
+        """Read a part of the tensor."""
+        target.copy_(self.values()[box.slices()])
+
+    def expect(self, *, start: int, size_bytes: int) -> None:
+        """Ask the system to read ahead elements from `start` on; all elements if the tensor is converted."""
+        if isinstance(self.origin, TensorInFile):
+            self.origin.file.expect(self.origin.name, start=start, size_bytes=size_bytes)
+            return
+        for file, name in self.inputs():
+            file.expect(name, start=0, size_bytes=file.tensor(name).nbytes)
+
+    def mapped_file(self) -> MappedFile | None:
+        """Return the file whose pages the values are; None if they are computed."""
+        return next(iter(self.files())) if self.is_mapped() else None
 
     def files(self) -> dict[MappedFile, None]:
         """Return the files that the values are read from, each once."""

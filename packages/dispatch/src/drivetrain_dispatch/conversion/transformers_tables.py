@@ -17,20 +17,24 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
+from drivetrain_dispatch.model.model_layout import ModelLayout
+
+_COMPUTED_TABLES = ("inv_freq", "position_ids")
 
 
-def converted_names(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return a checkpoint's tensors with the names and shapes of a transformers model.
 
     Unexpected tensors that the model's class allows are dropped. Other tensors that the model lacks keep their names.
 
     Args:
-        model: The model to load; for a model of another library the tensors stay unconverted.
+        layout: The layout of the model to load; for a model of another library the tensors stay unconverted.
         tensors: The tensors by the checkpoint's names.
 
     Raises:
         WeightFilesError: The conversion tables do not fit the checkpoint.
     """
+    model = layout.model
     tables = _tables(model)
     if tables is None:
         return dict(tensors)
@@ -38,9 +42,9 @@ def converted_names(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict
     wanted = model.state_dict()
     found = _convert(model, loading, transforms, tensors, wanted)
     found = {
-        name: tensor for name, tensor in found.items() if name in wanted or not _may_be_left(model, name)
+        name: tensor for name, tensor in found.items() if name in wanted or not _may_be_left(layout, name)
     }
-    return found | _computed(model, found)
+    return found | _computed(layout, found)
 
 
 def _tables(model: nn.Module) -> tuple[Any, list[Any]] | None:
@@ -97,36 +101,32 @@ def _convert(
     return found
 
 
-def _may_be_left(model: nn.Module, name: str) -> bool:
+def _may_be_left(layout: ModelLayout, name: str) -> bool:
     """Return whether checkpoints of a model may contain a name that the model lacks."""
     # Older versions stored these tables in every layer; the model computes them now.
-    tables = [
-        f".{buffer}" for buffer, _ in model.named_buffers() if buffer.endswith(("inv_freq", "position_ids"))
-    ]
-    same = any(f".{name}".endswith(f".{table.rpartition('.')[2]}") for table in tables)
-    return same or _matches(name, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    tables = {buffer.rpartition(".")[2] for buffer in layout.buffers if buffer.endswith(_COMPUTED_TABLES)}
+    return name.rpartition(".")[2] in tables or _matches(
+        name, getattr(layout.model, "_keys_to_ignore_on_load_unexpected", None)
+    )
 
 
-def _computed(model: Any, found: Collection[str]) -> dict[str, LazyTensor]:
+def _computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTensor]:
     """Return tensors that checkpoints may omit because the model computes them, such as position tables.
 
     Tensors that the model initialises at random are not among them.
     """
-    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None)
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
+    patterns = getattr(layout.model, "_keys_to_ignore_on_load_missing", None)
     computed: dict[str, LazyTensor] = {}
-    for key, own in names.items():
-        if not tensors[key].is_meta or any(name in found for name in own) or not _matches(own[0], patterns):
+    for names in layout.aliases:
+        first, tensor = names[0], layout.tensors[names[0]]
+        absent = first in layout.parameters and tensor.is_meta and not any(name in found for name in names)
+        if not absent or not _matches(first, patterns):
             continue
-        compute = partial(_initial, model, own[0])
+        compute = partial(_initial, layout.model, first)
         with torch.random.fork_rng(devices=[]):
             is_drawn = not torch.equal(compute(), compute())
         if not is_drawn:
-            computed[own[0]] = LazyTensor.computed(tensors[key], compute)
+            computed[first] = LazyTensor.computed(tensor, compute)
     return computed
 
 

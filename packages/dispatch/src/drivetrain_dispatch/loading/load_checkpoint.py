@@ -1,45 +1,36 @@
 """Load a checkpoint into a model: plan and check, then read, and change the model only at the end."""
 
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, TypedDict, get_args
+from typing import Self, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.loading.arguments import check_load
-from drivetrain_dispatch.loading.assign import Assignment, apply_changes, changes_of
-from drivetrain_dispatch.loading.conversion import (
-    check_folder,
-    convert,
-    with_computed_in_memory,
-    write_converted,
-)
-from drivetrain_dispatch.loading.keep_stored_fp8 import StoredPacking, without_parts
-from drivetrain_dispatch.loading.load_plan import LoadPlan, plan_load, present_places
-from drivetrain_dispatch.loading.quantize_on_load import Packing, refuse_to_save
-from drivetrain_dispatch.loading.rank0_broadcast import Relay
-from drivetrain_dispatch.loading.state_dict_diff import Stored
-from drivetrain_dispatch.loading.tensor_reader import (
-    Progress,
-    WholeProgress,
-    allocate,
-    check_copies,
-    fill,
-    pieces_of,
-)
-from drivetrain_dispatch.loading.weight_source import WeightSource
+from drivetrain_dispatch.loading.allocate import allocate, no_room
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, open_checkpoint
+from drivetrain_dispatch.loading.keep_stored_fp8 import KeepStoredFP8
+from drivetrain_dispatch.loading.load_options import Progress, ReadBy, WeightLoadOptions, check_load_dtype
+from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor, plan_load
+from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments, assignment, load_target
+from drivetrain_dispatch.loading.offloaded_form import check_folder, with_computed_in_memory, write_converted
+from drivetrain_dispatch.loading.quantize_on_load import QuantizeOnLoad, refuse_to_save, with_packed_sizes
+from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
+from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Device, check_places, places_of_tensors
 from drivetrain_dispatch.planning.placement import placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
-from drivetrain_weights import MappedFile, open_weights
+from drivetrain_weights import MappedFile
 from drivetrain_weights.tensor_box import is_dtensor
 
-ReadBy = Literal["each", "rank 0"]
+WeightReader: TypeAlias = EachRank | Rank0Broadcast
+WeightPacker: TypeAlias = QuantizeOnLoad | KeepStoredFP8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,199 +107,187 @@ def load_checkpoint_in_model(
         LoadError: A device has no room, or another rank failed.
         ValueError: Another argument is invalid.
     """
-    check_load(dtype, quantization, progress)
-    _check_arguments(model, device_map, read_by, num_threads)
-    options = _Options(dtype=dtype, special_dtypes=special_dtypes, strict=strict, rename=rename)
-    with _Load(model, Path(checkpoint), device_map, options, quantization, offload_folder) as load:
-        if read_by == "each":
-            return load.alone(num_threads, progress)
-        return load.by(Relay(process_group), progress)
+    options = WeightLoadOptions(
+        strict=strict, rename=rename, num_threads=num_threads, progress=progress, read_by=read_by,
+        process_group=process_group, quantization=quantization, offload_folder=offload_folder,
+    )  # fmt: skip
+    check_load_dtype(dtype)
+    layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
+    return _open_and_load(layout, Path(checkpoint), device_map, options)
 
 
-class _Options(TypedDict):
-    """The arguments that a load passes on to its plan."""
+def _open_and_load(
+    layout: ModelLayout, path: Path, device_map: Mapping[str, Device] | None, options: WeightLoadOptions
+) -> LoadReport:
+    sharded = [name for name, tensor in layout.parameters.items() if is_dtensor(tensor)]
+    if sharded and (device_map is not None or options.read_by != "each"):
+        raise ValueError(
+            f"{sharded[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
+            "nor read_by"
+        )
+    each = options.read_by == "each"
+    reader = EachRank(options.num_threads) if each else Rank0Broadcast(options.process_group)
+    opened = reader.open(path, lambda: open_checkpoint(layout, path, options))
+    sized = reader.together(lambda: with_packed_sizes(layout, opened.specs, options.quantization))
+    return load_tensors(sized, opened, device_map, options, reader)
 
-    dtype: torch.dtype | None
-    special_dtypes: Mapping[str, torch.dtype] | None
-    strict: bool
-    rename: Callable[[str], str | None] | None
+
+def load_tensors(
+    layout: ModelLayout,
+    checkpoint: CheckpointTensors,
+    device_map: Mapping[str, Device] | None,
+    options: WeightLoadOptions,
+    reader: WeightReader,
+) -> LoadReport:
+    """Load the tensors of an open checkpoint into a model; see `load_checkpoint_in_model`.
+
+    Args:
+        layout: The layout of the model, with the dtypes that its tensors get, and with the sizes of packed weights.
+        checkpoint: The tensors of the checkpoint.
+        device_map: A mapping from names to devices; None keeps each tensor on its device.
+        options: The options of the load.
+        reader: Who reads; called on all ranks that it reads for.
+    """
+    load = _Load(layout=layout, checkpoint=checkpoint, device_map=device_map, options=options, reader=reader)
+    with load:
+        plan = reader.together(load.plan)
+        plan = reader.together(lambda: load.write_converted(plan))
+        changes = reader.together(lambda: load.read(plan))
+        apply_assignments(layout.model, changes)
+        if plan.packed:
+            refuse_to_save(layout.model)
+        return load.report(plan)
 
 
+@dataclass(kw_only=True)
 class _Load:
     """The steps of a load. The end of its block drops the values read, so that a kept error holds no memory."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        checkpoint: Path,
-        device_map: Mapping[str, Device] | None,
-        options: _Options,
-        quantization: Quantization | StoredFP8 | None,
-        folder: Path | str | None,
-    ) -> None:
-        self._model = model
-        self._checkpoint = checkpoint
-        self._device_map = device_map
-        self._options = options
-        self._folder = folder
-        # By the checkpoint's names, or the model's if it is converted.
-        self._files: dict[str, WeightSource] = {}
-        self._written: dict[str, WeightSource] = {}  # tensors on the disk in another form, by the same names
-        self._held = ChainMap(self._written, self._files)
-        self._computed: tuple[str, ...] = ()
-        self._keeps_fp8 = isinstance(quantization, StoredFP8)
-        self._packing = _packing(quantization, self._held, folder)
-        self._targets: dict[str, Tensor] = {}  # the memory of tensors that are read, by the same names
+    layout: ModelLayout
+    checkpoint: CheckpointTensors
+    device_map: Mapping[str, Device] | None
+    options: WeightLoadOptions
+    reader: WeightReader
+    # By the checkpoint's names: values, and sources, those of tensors that were written in another form first.
+    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    sources: ChainMap[str, LazyTensor] = field(default_factory=ChainMap[str, LazyTensor])
+    packer: WeightPacker | None = None
+    computed: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
+        self.sources = ChainMap({}, dict(self.checkpoint.sources))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._targets.clear()
-        if kind is not None:
-            self._packing.undo()
+        self.values.clear()
+        if kind is not None and self.packer is not None:
+            self.packer.undo()
 
-    def alone(self, num_threads: int | None, progress: Progress | None) -> LoadReport:
-        """Load with this rank reading for itself."""
-        stored = self._open()
-        plan = self._write_converted(self._prepare(stored))
-        boxes = {arrival.stored: arrival.box for arrival in plan.arrivals if arrival.box is not None}
-        progress = progress and _in_all(progress, stored, _read_by(plan))
-
-        def read(targets: Mapping[str, Tensor]) -> None:
-            fill(stored, targets, self._files, boxes=boxes, num_threads=num_threads, progress=progress)
-
-        read(self._targets)
-        self._packing.pack(plan.arrivals, self._devices(plan), read)
-        apply_changes(self._model, self._changes(plan))
-        return self._done(plan)
-
-    def by(self, relay: Relay, progress: Progress | None) -> LoadReport:
-        """Load what rank 0 reads for all ranks."""
-        stored = relay.from_reader(self._open)
-        prepared = relay.together(lambda: self._prepare(stored))
-        plan = relay.together(lambda: self._write_converted(prepared))
-
-        wanted = relay.wanted_by_any(_read_by(plan))
-        progress = progress and _in_all(progress, stored, wanted)
-
-        def read(targets: Mapping[str, Tensor]) -> None:
-            relay.fill(stored, targets, self._files, progress=progress)
-
-        def read_all() -> list[Assignment]:
-            read(self._targets)
-            self._packing.pack(plan.arrivals, self._devices(plan), read, together=relay.together)
-            return self._changes(plan)
-
-        apply_changes(self._model, relay.together(read_all))
-        return self._done(plan)
-
-    def _open(self) -> dict[str, Stored]:
-        files = open_weights(self._checkpoint)
-        renamed = self._options["rename"] is not None
-        found = files if renamed else convert(self._model, self._checkpoint, files, keep_fp8=self._keeps_fp8)
-        self._files.clear()
-        self._files.update(found)
-        return {
-            name: Stored(file.tensor_shape(name), file.tensor_dtype(name), file.divisible(name))
-            for name, file in self._files.items()
-        }
-
-    def _prepare(self, stored: Mapping[str, Stored]) -> LoadPlan:
+    def plan(self) -> LoadPlan:
         """Plan and check the load, and allocate its memory."""
-        devices = self._device_map
-        places = present_places(self._model) if devices is None else places_of_tensors(self._model, devices)
+        layout, checkpoint, options = self.layout, self.checkpoint, self.options
+        devices = self.device_map
+        if devices is None:
+            devices = {name: load_target(name, tensor).home for name, tensor in layout.tensors.items()}
+        places = places_of_tensors(layout, devices)
         check_places(places.values())
-        plan = plan_load(
-            self._model,
-            without_parts(stored),
-            places,
-            checkpoint=str(self._checkpoint),
-            quantization=self._packing.quantization,
-            **self._options,
-        )
-        plan = self._packing.planned(plan, stored)
-        on_disk = any(arrival.place == "disk" for arrival in plan.arrivals)
-        if on_disk and not self._files and self._open() != dict(stored):  # only rank 0 has read the headers
-            raise WeightFilesError(
-                f"{self._checkpoint} is not on this rank what it is on rank 0: copy it here again"
-            )
-        self._packing.check(plan.arrivals)
-        plan, self._computed = with_computed_in_memory(plan, self._files)
-        check_folder(plan, self._files, self._folder)
-        if self._files:
-            check_copies(plan.arrivals, self._files)
-        allocate(plan.arrivals, self._targets)
+        plan = plan_load(layout, checkpoint, places, options)
+        if any(planned.place == "disk" for planned in plan.tensors):
+            checkpoint = self._opened_here()
+        plan, self.computed = with_computed_in_memory(plan, self.sources)
+        check_folder(plan, self.sources, options.offload_folder)
+        if self.sources:
+            for planned in plan.tensors:
+                checkpoint.check_copies(planned.stored, planned.copies)
+        if plan.packed:
+            self.packer = self._packer_for(devices)
+        allocate(plan.tensors, self.values)
         return plan
 
-    def _write_converted(self, plan: LoadPlan) -> LoadPlan:
-        plan, written = write_converted(plan, self._files, self._folder)
-        self._written.update(written)
+    def _opened_here(self) -> CheckpointTensors:
+        """Return the checkpoint, opened on this rank if it has only its descriptions from rank 0."""
+        if not self.sources:
+            opened = open_checkpoint(self.layout, self.checkpoint.path, self.options)
+            if opened.specs != self.checkpoint.specs:
+                raise WeightFilesError(
+                    f"{opened.path} is not on this rank what it is on rank 0: copy it here again"
+                )
+            self.checkpoint = opened
+            self.sources.update(opened.sources)
+        return self.checkpoint
+
+    def _packer_for(self, device_map: Mapping[str, Device]) -> WeightPacker:
+        quantization = self.options.quantization
+        if quantization is None or isinstance(quantization, StoredFP8):
+            return KeepStoredFP8(self.checkpoint.specs, self.sources)
+        placements = placements_of(self.layout, device_map)
+        devices = {name: placement.device for name, placement in placements.items()}
+        return QuantizeOnLoad(quantization, devices, self.options.offload_folder)
+
+    def write_converted(self, plan: LoadPlan) -> LoadPlan:
+        """Write the tensors that the disk keeps in another form than the checkpoint's."""
+        plan, written = write_converted(plan, self.sources, self.options.offload_folder)
+        self.sources.update(written)
         return plan
 
-    def _devices(self, plan: LoadPlan) -> dict[str, torch.device]:
-        """Return the device that computes with each tensor, if any is packed."""
-        if not any(arrival.is_packed for arrival in plan.arrivals):
-            return {}
-        places = present_places(self._model) if self._device_map is None else self._device_map
-        return {name: placement.device for name, placement in placements_of(self._model, places).items()}
+    def read(self, plan: LoadPlan) -> list[Assignment]:
+        """Read all values, and return the changes that they make to the model."""
+        boxes = {planned.stored: planned.box for planned in plan.tensors if planned.box is not None}
+        names = self.reader.wanted_by_any(name for planned in plan.tensors for name in planned.reads)
+        pieces = pieces_of(self.checkpoint.specs, names, boxes)
+        progress = ReadProgress(self.options.progress, sum(piece.size_bytes for piece in pieces))
 
-    def _changes(self, plan: LoadPlan) -> list[Assignment]:
-        for file in {id(file): file for file in self._files.values()}.values():
-            file.check_unchanged()
-        return changes_of(self._model, plan.arrivals, self._targets, self._held, self._packing)
+        def read(targets: Mapping[str, Tensor]) -> None:
+            self.reader.read(self.checkpoint, targets, boxes, progress.add)
 
-    def _done(self, plan: LoadPlan) -> LoadReport:
-        if any(arrival.is_packed for arrival in plan.arrivals):
-            refuse_to_save(self._model)
-        return _report(plan, {**self._held, **self._packing.files}, self._computed)
+        read(self.values)
+        for index, planned in enumerate(plan.tensors):
+            if planned.is_packed:
+                try:
+                    self.values[planned.stored] = self._packed(planned, read)
+                except (torch.OutOfMemoryError, MemoryError) as error:
+                    raise no_room(planned, plan.tensors[:index], plan.tensors) from error
+        self.checkpoint.check_unchanged()
+        return [change for planned in plan.tensors for change in self._changes(planned)]
 
+    def _packed(self, planned: PlannedTensor, read: Callable[[Mapping[str, Tensor]], None]) -> nn.Parameter:
+        """Read and pack a weight; what was read of it is dropped, so that only one weight is held in full."""
+        packer = self.packer
+        assert packer is not None
+        memory = self.reader.together(lambda: packer.allocate(planned))
+        read(memory)
+        return self.reader.together(lambda: packer.pack(planned, memory))
 
-def _packing(
-    quantization: Quantization | StoredFP8 | None,
-    files: Mapping[str, WeightSource],
-    folder: Path | str | None,
-) -> Packing:
-    return StoredPacking(files) if isinstance(quantization, StoredFP8) else Packing(quantization, folder)
+    def _changes(self, planned: PlannedTensor) -> list[Assignment]:
+        """Return the changes for one tensor: its value, or the layer that a packed weight brings with it."""
+        names, value = planned.names, self.values.get(planned.stored)
+        if self.packer is not None and planned.is_packed and isinstance(value, nn.Parameter):
+            modules = tuple(name.rpartition(".")[0] for name in names)
+            layer = self.packer.layer(self.layout.modules[modules[0]], value)
+            return [Assignment(names, value) if layer is None else Assignment(modules, layer)]
+        if value is None and planned.place == "disk":
+            value = self.sources[planned.stored].values()
+        elif value is None:
+            value = torch.empty(planned.shape, dtype=planned.dtype, device="meta")
+        return [assignment(names, self.layout.tensors[names[0]], value)]
 
-
-def _check_arguments(model: nn.Module, device_map: object, read_by: str, num_threads: int | None) -> None:
-    if read_by not in get_args(ReadBy):
-        raise ValueError(f"read_by={read_by!r}: must be one of {', '.join(map(repr, get_args(ReadBy)))}")
-    if num_threads is not None and num_threads < 1:
-        raise ValueError(f"num_threads={num_threads}: must be at least 1")
-    divided = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
-    if divided and (device_map is not None or read_by != "each"):
-        raise ValueError(
-            f"{divided[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
-            "nor read_by"
+    def report(self, plan: LoadPlan) -> LoadReport:
+        """Return the report of the load."""
+        packed = {} if self.packer is None else self.packer.files
+        mapped: dict[str, MappedFile] = {}
+        for planned in plan.tensors:
+            if planned.place == "disk":
+                file = packed.get(planned.stored) or self.sources[planned.stored].mapped_file()
+                mapped.update(dict.fromkeys(planned.names, file) if file is not None else {})
+        return LoadReport(
+            missing=plan.missing,
+            unexpected=plan.unexpected,
+            mapped=mapped,
+            computed=self.computed,
+            converted_at_use={
+                name: planned.dtype
+                for planned in plan.tensors
+                if planned.converted_at_use
+                for name in planned.names
+            },
         )
-
-
-def _read_by(plan: LoadPlan) -> list[str]:
-    """Return the names in the checkpoint of the tensors that a plan reads."""
-    return [arrival.stored for arrival in plan.arrivals if arrival.is_read or arrival.is_packed]
-
-
-def _in_all(progress: Progress, stored: Mapping[str, Stored], names: Collection[str]) -> Progress:
-    """Return one progress for several reads, as packed weights are read one after the other."""
-    return WholeProgress(progress, sum(piece.size_bytes for piece in pieces_of(stored, names)))
-
-
-def _report(plan: LoadPlan, files: Mapping[str, WeightSource], computed: tuple[str, ...]) -> LoadReport:
-    on_disk = [arrival for arrival in plan.arrivals if arrival.place == "disk"]
-    mapped = {
-        arrival.stored: file for arrival in on_disk if (file := files[arrival.stored].file_of(arrival.stored))
-    }
-    return LoadReport(
-        missing=plan.missing,
-        unexpected=plan.unexpected,
-        mapped={name: mapped[arrival.stored] for arrival in on_disk for name in arrival.names},
-        computed=computed,
-        converted_at_use={
-            name: arrival.dtype
-            for arrival in on_disk
-            if arrival.dtype != arrival.stored_dtype and not arrival.is_packed
-            for name in arrival.names
-        },
-    )

@@ -2,31 +2,30 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar, cast
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import LoadError
-from drivetrain_dispatch.loading.state_dict_diff import Stored
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors
 from drivetrain_dispatch.loading.tensor_reader import (
     PIECE_BYTES,
-    Progress,
     ReadRange,
+    Result,
     pieces_of,
     staging_buffer,
 )
-from drivetrain_dispatch.loading.weight_source import WeightSource
-
-Result = TypeVar("Result")
+from drivetrain_weights import Box
 
 # The errors of a step that are reported to the other ranks.
 _FAILURES = (ValueError, RuntimeError, OSError, MemoryError)
 
 
-class Relay:
-    """A runner of steps on all ranks of a process group: if one rank fails, all do. All ranks must call each method.
+class Rank0Broadcast:
+    """A reader on rank 0 that reads for all ranks of a process group. All ranks must call each method.
 
     Args:
         group: The process group; None for all ranks.
@@ -42,7 +41,7 @@ class Relay:
                 "give read_by='each'"
             )
         self._group = group
-        self.is_reader = dist.get_rank(group) == 0
+        self._is_reader = dist.get_rank(group) == 0
         self._device = _device_of(group)
 
     def together(self, step: Callable[[], Result]) -> Result:
@@ -68,56 +67,48 @@ class Relay:
                 )
         return result[0]
 
-    def from_reader(self, step: Callable[[], Result]) -> Result:
-        """Run a step on rank 0, and return its result on all ranks.
+    def open(self, path: Path, step: Callable[[], CheckpointTensors]) -> CheckpointTensors:
+        """Open a checkpoint by a step on rank 0; the other ranks get its descriptions without sources.
 
         Raises:
             LoadError: The step failed on rank 0, which raises its own error.
         """
-        results = [self.together(lambda: step() if self.is_reader else None)]
-        dist.broadcast_object_list(results, group=self._group, group_src=0)
-        return cast("Result", results[0])
+        opened = self.together(lambda: step() if self._is_reader else None)
+        specs = [opened and dict(opened.specs)]
+        dist.broadcast_object_list(specs, group=self._group, group_src=0)
+        return opened or CheckpointTensors(path=path, specs=specs[0] or {}, sources={})
 
-    def fill(
+    def read(
         self,
-        stored: Mapping[str, Stored],
+        checkpoint: CheckpointTensors,
         targets: Mapping[str, Tensor],
-        files: Mapping[str, WeightSource],
-        *,
-        progress: Progress | None = None,
+        boxes: Mapping[str, Box],
+        progress: Callable[[int], object],
     ) -> None:
-        """Read the values of all tensors on rank 0, for every rank that has memory for them.
+        """Read the values of all tensors on rank 0, for every rank that has memory for them; none is sharded.
 
         A rank holds two pieces of `PIECE_BYTES` beyond its tensors. Rank 0 reads one while it broadcasts the other.
-
-        Args:
-            stored: The tensors of the checkpoint, the same on all ranks.
-            targets: The memory of the tensors that this rank loads, by the checkpoint's name.
-            files: The file of each tensor, on rank 0.
-            progress: A function called with the bytes read so far and the total.
 
         Raises:
             LoadError: Rank 0 failed to read, or `progress` failed. Rank 0 raises its own read error.
         """
-        pieces = pieces_of(stored, self.wanted_by_any(targets))
+        pieces = pieces_of(checkpoint.specs, self.wanted_by_any(targets), boxes)
         room = max([PIECE_BYTES, *(piece.size_bytes for piece in pieces)]) + 1
         buffers = [staging_buffer(targets.values(), size_bytes=room) for _ in range(2)]
-        all_bytes, done_bytes = sum(piece.size_bytes for piece in pieces), 0
         failure: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:
 
             def begin(index: int) -> Future[None] | None:
-                if not self.is_reader or index == len(pieces):
+                if not self._is_reader or index == len(pieces):
                     return None
-                return thread.submit(_read, pieces[index], files, buffers[index % 2])
+                return thread.submit(_read, pieces[index], checkpoint.sources, buffers[index % 2])
 
             reading = begin(0) if pieces else None
             for index, piece in enumerate(pieces):
                 ended, reading = reading, begin(index + 1)
                 self._hand_on(piece, targets, buffers[index % 2][: piece.size_bytes + 1], ended)
-                done_bytes += piece.size_bytes
-                if progress is not None and failure is None:
-                    failure = _failure_of(progress, done_bytes, all_bytes)
+                if failure is None:
+                    failure = _failure_of(progress, piece.size_bytes)
         if failure is not None:
             raise LoadError("progress failed; the model is as it was") from failure
 
@@ -132,7 +123,7 @@ class Relay:
     ) -> None:
         """Broadcast a piece, followed by a byte that tells whether it could be read."""
         failure = None if reading is None else reading.exception()
-        if self.is_reader:
+        if self._is_reader:
             content[-1] = failure is None
         handed = content.to(self._device)
         dist.broadcast(handed, group=self._group, group_src=0)
@@ -145,19 +136,18 @@ class Relay:
             target.view(-1)[piece.start : piece.stop].copy_(values)
 
 
-def _failure_of(progress: Progress, done_bytes: int, all_bytes: int) -> Exception | None:
+def _failure_of(progress: Callable[[int], object], size_bytes: int) -> Exception | None:
     """Return the error of a user's function rather than raise it, as the other ranks wait for the next pieces."""
     try:
-        progress(done_bytes, all_bytes)
+        progress(size_bytes)
     except Exception as error:  # noqa: BLE001 raised once all pieces are broadcast
         return error
     return None
 
 
-def _read(piece: ReadRange, files: Mapping[str, WeightSource], buffer: Tensor) -> None:
-    name = piece.name
+def _read(piece: ReadRange, sources: Mapping[str, LazyTensor], buffer: Tensor) -> None:
     values = buffer[: piece.size_bytes].view(piece.dtype)
-    files[name].copy(name, values, start=piece.start, buffer=buffer)
+    sources[piece.name].read_piece(values, start=piece.start, buffer=buffer)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

@@ -1,40 +1,17 @@
 """Collect the mismatches between a checkpoint and a model, and report them in one error."""
 
 from collections.abc import Collection, Mapping, Sequence
-from math import prod
-from typing import NamedTuple
 
 import torch
 
 from drivetrain_dispatch.errors import WeightsMismatchError
+from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec
 from drivetrain_dispatch.model.sizes import enclosing_modules
 
 _NUM_SHOWN = 5  # names of each kind, in an error message
 
 
-class Stored(NamedTuple):
-    """The description of a tensor without its values.
-
-    Attributes:
-        shape: The shape of the tensor.
-        dtype: The dtype of the elements.
-        divisible: Whether the file can be read from any element of the tensor on.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    divisible: bool = True
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes of the elements."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
-
-
-class Misfits:
+class StateDictDiff:
     """The mismatches between a checkpoint and a model.
 
     Args:
@@ -47,15 +24,15 @@ class Misfits:
     """
 
     def __init__(self, *, checkpoint: str, strict: bool) -> None:
-        self.missing: dict[str, Stored] = {}
-        self.unexpected: dict[str, Stored] = {}
+        self.missing: dict[str, TensorSpec] = {}
+        self.unexpected: dict[str, TensorSpec] = {}
         self._checkpoint = checkpoint
         self._strict = strict
         self._differing: list[str] = []
         self._empty: list[str] = []  # tensors that would stay on the meta device
         self._valueless = False  # whether checkpoints should have one of these
 
-    def absent(self, name: str, wanted: Stored, *, persistent: bool, empty: bool) -> None:
+    def absent(self, name: str, wanted: TensorSpec, *, persistent: bool, empty: bool) -> None:
         """Note a tensor that the checkpoint lacks.
 
         Args:
@@ -70,7 +47,7 @@ class Misfits:
         if empty and not (persistent and self._strict):
             self._empty.append(f"{name!r} {wanted}")
 
-    def compare(self, name: str, stored: Stored, wanted: Stored, *, converts: bool) -> None:
+    def compare(self, name: str, stored: TensorSpec, wanted: TensorSpec, *, converts: bool) -> None:
         """Note a tensor whose shape or kind of numbers is not the model's.
 
         Args:
@@ -82,7 +59,7 @@ class Misfits:
         if stored.shape != wanted.shape or (_kind(stored.dtype) != _kind(wanted.dtype) and not converts):
             self._differing.append(f"{name!r} is {stored}, in the model {wanted}")
 
-    def compare_copies(self, names: Sequence[str], stored: Stored, copy: Stored) -> None:
+    def compare_copies(self, names: Sequence[str], stored: TensorSpec, copy: TensorSpec) -> None:
         """Note a tensor of the model that the checkpoint has twice, in different dtypes."""
         if stored.dtype != copy.dtype:
             self._differing.append(
@@ -128,7 +105,7 @@ class Misfits:
         )
 
 
-def _listed(tensors: Mapping[str, Stored]) -> list[str]:
+def _listed(tensors: Mapping[str, TensorSpec]) -> list[str]:
     return [f"{name!r} {stored}" for name, stored in tensors.items()]
 
 

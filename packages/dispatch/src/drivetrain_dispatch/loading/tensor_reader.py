@@ -1,27 +1,26 @@
-"""Allocate the tensors of a load, and read their values piece by piece in several threads."""
+"""Read the values of a load's tensors, piece by piece in several threads."""
 
 import math
 import os
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.errors import LoadError, TiedParametersError
-from drivetrain_dispatch.loading.load_plan import PlannedTensor
-from drivetrain_dispatch.loading.state_dict_diff import Stored
-from drivetrain_dispatch.loading.weight_source import WeightSource
-from drivetrain_dispatch.planning.memory_budget import free_bytes
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
+from drivetrain_dispatch.loading.load_options import Progress
 from drivetrain_weights import Box
 
 PIECE_BYTES = 8 * 2**20  # of a file: enough for a disk's full rate, and small beside large tensors
 _MOST_THREADS = 4
 
-Progress = Callable[[int, int], None]
+Result = TypeVar("Result")
 
 
 class ReadRange(NamedTuple):
@@ -49,126 +48,116 @@ class ReadRange(NamedTuple):
         return (self.stop - self.start) * self.dtype.itemsize
 
 
-def allocate(arrivals: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
-    """Allocate all tensors that are read, before the first one is.
+class EachRank:
+    """A reader of a checkpoint for this rank alone.
 
     Args:
-        arrivals: The tensors of the load.
-        into: The mapping that gets the memory, by the checkpoint's name.
-
-    Raises:
-        LoadError: A device has no room; `into` is empty then.
-    """
-    read = [arrival for arrival in arrivals if arrival.is_read]
-    try:
-        _check_host(read)
-        for index, arrival in enumerate(read):
-            if arrival.is_packed:  # allocated when it is packed
-                continue
-            try:
-                into[arrival.stored] = torch.empty(arrival.shape, dtype=arrival.dtype, device=arrival.place)
-            except (RuntimeError, MemoryError) as error:  # here torch raises only for lack of memory
-                raise no_room(arrival, read[:index], read) from error
-    except LoadError:
-        into.clear()
-        raise
-
-
-def fill(
-    stored: Mapping[str, Stored],
-    targets: Mapping[str, Tensor],
-    files: Mapping[str, WeightSource],
-    *,
-    boxes: Mapping[str, Box] | None = None,
-    num_threads: int | None = None,
-    progress: Progress | None = None,
-) -> None:
-    """Read the values of all tensors that have memory.
-
-    Each thread also holds `PIECE_BYTES` of host memory, for tensors whose device or dtype is not that of their file.
-
-    Args:
-        stored: The tensors of the checkpoint, in the order of its files.
-        targets: The memory of the tensors, by the checkpoint's name.
-        files: The file of each tensor, by the checkpoint's name.
-        boxes: The positions of this rank's shards, for tensors that are sharded.
         num_threads: The number of threads that read; None takes one per processor, four at most.
-        progress: A function called in this thread with the bytes read so far and the total.
-
-    Raises:
-        WeightFilesError: A file is truncated.
     """
-    threads = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
-    pieces = pieces_of(stored, targets, boxes or {})
-    buffers: SimpleQueue[Tensor] = SimpleQueue()
-    for _ in range(threads):
-        buffers.put(staging_buffer(targets.values()))
 
-    def read(piece: ReadRange) -> int:
-        name, buffer = piece.name, buffers.get()
-        try:
-            if piece.box is not None:
-                files[name].copy_box(name, targets[name], piece.box)
-                return piece.size_bytes
-            target = targets[name].view(-1)[piece.start : piece.stop]
-            files[name].copy(name, target, start=piece.skipped + piece.start, buffer=buffer)
-        finally:
-            buffers.put(buffer)
-        return piece.size_bytes
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
 
-    all_bytes, done_bytes = sum(piece.size_bytes for piece in pieces), 0
-    with _threads(threads) as pool:
-        waiting = iter(pieces)
-        running: set[Future[int]] = set()
-        while True:
-            # Few pieces are submitted at a time, so that an error or an interrupt ends the load at once.
-            while len(running) < 2 * threads and (piece := next(waiting, None)) is not None:
-                _expect(piece, files[piece.name])
-                running.add(pool.submit(read, piece))
-            if not running:
-                return
-            ended, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                done_bytes += future.result()
-                if progress is not None:
-                    progress(done_bytes, all_bytes)
+    def open(self, path: Path, step: Callable[[], CheckpointTensors]) -> CheckpointTensors:  # noqa: ARG002
+        """Open the checkpoint at a path by a step."""
+        return step()
+
+    def together(self, step: Callable[[], Result]) -> Result:
+        """Run a step; where ranks load together, it fails on all if it fails on one."""
+        return step()
+
+    def wanted_by_any(self, names: Iterable[str]) -> set[str]:
+        """Return the names that any of the ranks that load together gives."""
+        return set(names)
+
+    def read(
+        self,
+        checkpoint: CheckpointTensors,
+        targets: Mapping[str, Tensor],
+        boxes: Mapping[str, Box],
+        progress: Callable[[int], object],
+    ) -> None:
+        """Read the values of all tensors that have memory, in several threads.
+
+        Each thread also holds `PIECE_BYTES` of host memory, for tensors whose device or dtype is not that of their
+        file.
+
+        Args:
+            checkpoint: The tensors of the checkpoint.
+            targets: The memory of the tensors that this rank loads, by the checkpoint's name.
+            boxes: The positions of this rank's shards, for tensors that are sharded.
+            progress: A function called in this thread with the bytes of each piece that has been read.
+
+        Raises:
+            WeightFilesError: A file is truncated.
+        """
+        pieces, sources = pieces_of(checkpoint.specs, targets, boxes), checkpoint.sources
+        buffers: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(self._num_threads if pieces else 0):
+            buffers.put(staging_buffer(targets.values()))
+
+        def read(piece: ReadRange) -> int:
+            name, buffer = piece.name, buffers.get()
+            try:
+                if piece.box is not None:
+                    sources[name].read_box(targets[name], piece.box)
+                    return piece.size_bytes
+                target = targets[name].view(-1)[piece.start : piece.stop]
+                sources[name].read_piece(target, start=piece.skipped + piece.start, buffer=buffer)
+            finally:
+                buffers.put(buffer)
+            return piece.size_bytes
+
+        with _threads(self._num_threads) as pool:
+            waiting = iter(pieces)
+            running: set[Future[int]] = set()
+            while True:
+                # Few pieces are submitted at a time, so that an error or an interrupt ends the load at once.
+                while len(running) < 2 * self._num_threads and (piece := next(waiting, None)) is not None:
+                    _expect(piece, sources[piece.name])
+                    running.add(pool.submit(read, piece))
+                if not running:
+                    return
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    progress(future.result())
 
 
-def _expect(piece: ReadRange, file: WeightSource) -> None:
-    """Ask the system to begin reading a piece, if its position in the file is known."""
-    if piece.box is None:
-        file.expect(piece.name, start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
-
-
-class WholeProgress:
-    """The progress of several reads together.
+class ReadProgress:
+    """A counter of the bytes that all reads of a load have read.
 
     Args:
-        progress: A function called with the bytes that all reads have read so far and the total.
+        tell: A function called with the bytes read so far and the total; None to only count.
         all_bytes: The total bytes of all reads.
     """
 
-    def __init__(self, progress: Progress, all_bytes: int) -> None:
-        self._progress = progress
+    def __init__(self, tell: Progress | None, all_bytes: int) -> None:
+        self._tell = tell
         self._all_bytes = all_bytes
-        self._before_bytes = 0
+        self._done_bytes = 0
 
-    def __call__(self, done_bytes: int, all_bytes: int) -> None:
-        """Count the bytes that one read has read so far of its total."""
-        self._progress(self._before_bytes + done_bytes, self._all_bytes)
-        if done_bytes == all_bytes:
-            self._before_bytes += all_bytes
+    def add(self, size_bytes: int) -> None:
+        """Count a piece that has been read, and tell the user."""
+        self._done_bytes += size_bytes
+        if self._tell is not None:
+            self._tell(self._done_bytes, self._all_bytes)
+
+
+def _expect(piece: ReadRange, tensor: LazyTensor) -> None:
+    """Ask the system to begin reading a piece, if its position in the file is known."""
+    if piece.box is None:
+        tensor.expect(start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
 
 
 def pieces_of(
-    stored: Mapping[str, Stored], wanted: Container[str], boxes: Mapping[str, Box] | None = None
+    stored: Mapping[str, TensorSpec], wanted: Container[str], boxes: Mapping[str, Box]
 ) -> list[ReadRange]:
     """Return the pieces of wanted tensors; a tensor that its file holds in another order is one piece. Pure."""
     pieces: list[ReadRange] = []
     for name, (shape, dtype, divisible) in stored.items():
         if name not in wanted:
             continue
-        box = (boxes or {}).get(name)
+        box = boxes.get(name)
         whole = (0, math.prod(shape)) if box is None else box.flat_range(shape)
         if box is not None and (whole is None or not divisible):
             pieces.append(ReadRange(name, dtype, 0, box.num_elements, box=box))
@@ -188,31 +177,6 @@ def staging_buffer(targets: Iterable[Tensor], *, size_bytes: int = PIECE_BYTES) 
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
-def check_copies(arrivals: Sequence[PlannedTensor], files: Mapping[str, WeightSource]) -> None:
-    """Check that a checkpoint's tensors for one tensor of the model are equal.
-
-    Raises:
-        TiedParametersError: Two of the tensors differ.
-    """
-    for arrival in arrivals:
-        for copy in arrival.copies:
-            one, other = (files[name].tensor(name) for name in (arrival.stored, copy))
-            if not _same(one, other):
-                raise TiedParametersError(
-                    f"{arrival.stored!r} and {copy!r} are one tensor in the model but differ in the file: untie "
-                    "them, or leave one out (rename gives None for it)"
-                )
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two mapped tensors of the same shape and dtype hold the same bytes."""
-    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return all(
-        torch.equal(*(tensor[start : start + PIECE_BYTES] for tensor in flat))
-        for start in range(0, len(flat[0]), PIECE_BYTES)
-    )
-
-
 @contextmanager
 def _threads(count: int) -> Generator[ThreadPoolExecutor]:
     """Run the block with a pool of threads; its end cancels reads that have not begun."""
@@ -221,50 +185,3 @@ def _threads(count: int) -> Generator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _check_host(arrivals: Sequence[PlannedTensor]) -> None:
-    """Check that the host has room for its tensors, as the system overcommits memory and kills the process later.
-
-    Raises:
-        LoadError: The host has no room.
-    """
-    free = free_bytes(torch.device("cpu"))
-    taken = 0
-    here = [arrival for arrival in arrivals if str(arrival.place) == "cpu"]
-    for index, arrival in enumerate(here):
-        taken += arrival.size_bytes
-        if free is not None and taken > free:
-            raise no_room(arrival, here[:index], here, free=free - taken + arrival.size_bytes)
-
-
-def no_room(
-    arrival: PlannedTensor,
-    before: Sequence[PlannedTensor],
-    planned: Sequence[PlannedTensor],
-    *,
-    free: int | None = None,
-) -> LoadError:
-    """Return the error for a tensor that a device has no room for.
-
-    Args:
-        arrival: The tensor without room.
-        before: The tensors that have room.
-        planned: All tensors that need room.
-        free: The bytes that the device has left, if known.
-    """
-    place = arrival.place
-    taken = sum(other.size_bytes for other in before if other.place == place)
-    wanted = sum(other.size_bytes for other in planned if other.place == place)
-    if free is None and place != "disk":
-        free = free_bytes(place)
-    fits = "" if free is None else f", {_shown(free)} are left, so about {_shown(taken + free)} fit"
-    return LoadError(
-        f"{place} has no room for {arrival.names[0]!r} ({_shown(arrival.size_bytes)}): of the {_shown(wanted)} that "
-        f"device_map puts there {_shown(taken)} went before{fits}. Put less there (on another device, or on 'disk'), "
-        "or give a smaller dtype. The model is as it was"
-    )
-
-
-def _shown(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"

@@ -8,41 +8,32 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from drivetrain_dispatch.model.sizes import dtype_after, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
 
 AnyObject = TypeVar("AnyObject")
 
 
-def meta_copy(
-    model: nn.Module,
-    inputs: AnyObject,
-    *,
-    dtype: torch.dtype | None = None,
-    special_dtypes: Mapping[str, torch.dtype] | None = None,
-) -> tuple[nn.Module, AnyObject]:
+def meta_copy(layout: ModelLayout, inputs: AnyObject) -> tuple[nn.Module, AnyObject]:
     """Return a deep copy of a model and of its inputs with all tensors on the meta device.
 
     A tensor that occurs several times is one object in the copy too. No data is copied, and the arguments stay
     unchanged.
 
     Args:
-        model: The model to copy.
+        layout: The layout of the model, with the dtypes that the copy gets.
         inputs: Any object; tensors in its attributes and containers are copied the same way.
-        dtype: The dtype that the model's floating-point and complex tensors are converted to; None for no conversion.
-        special_dtypes: Dtypes of single tensors of the model by name, which take precedence over `dtype`.
 
     Raises:
         TypeError: Some object in the model or in the inputs cannot be copied.
     """
-    special = special_dtypes or {}
     memo: dict[int, Any] = {}
-    for name, tensor in named_tensors(model):
+    for name, tensor in layout.tensors.items():
         if id(tensor) not in memo:
-            empty = _empty(tensor, dtype_after(tensor, dtype, special.get(name)))
+            empty = _empty(tensor, layout.dtypes[name])
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
     with _Emptying():
-        return copy.deepcopy((model, inputs), memo)
+        return copy.deepcopy((layout.model, inputs), memo)
 
 
 class _Emptying(TorchFunctionMode):

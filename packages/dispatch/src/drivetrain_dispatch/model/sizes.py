@@ -1,11 +1,12 @@
 """Compute the bytes of each part of a model, even on the meta device."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of, size_in_bytes
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
 from drivetrain_weights.tied_parameters import memory_key
 
 
@@ -35,59 +36,16 @@ def compute_module_sizes(
     Raises:
         ValueError: `special_dtypes` or `special_sizes` names a tensor that the model does not have.
     """
-    tensors = list(named_tensors(model))
-    size_of = Sizes([name for name, _ in tensors], dtype, special_dtypes, special_sizes)
-    sizes = {name: 0 for name, _ in model.named_modules(remove_duplicate=False)}
+    layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes, special_sizes=special_sizes)
+    sizes = dict.fromkeys(layout.modules, 0) | layout.sizes
     counted: set[tuple[str, object]] = set()
-    for name, tensor in tensors:
-        size = sizes[name] = size_of(name, tensor)
+    for name, tensor in layout.tensors.items():
+        key = identity(tensor)
         for module in enclosing_modules(name):
-            if (module, identity(tensor)) not in counted:
-                counted.add((module, identity(tensor)))
-                sizes[module] += size
+            if (module, key) not in counted:
+                counted.add((module, key))
+                sizes[module] += layout.sizes[name]
     return sizes
-
-
-class Sizes:
-    """A function that returns the bytes that a tensor of a model will take.
-
-    Args:
-        names: The names of all tensors.
-        dtype: The dtype that floating-point and complex tensors will be converted to; None for no conversion.
-        special_dtypes: Dtypes of single tensors by name.
-        special_sizes: Bytes of single tensors by name.
-
-    Raises:
-        ValueError: `special_dtypes` or `special_sizes` has a name that is not in `names`.
-    """
-
-    def __init__(
-        self,
-        names: Collection[str],
-        dtype: torch.dtype | None,
-        special_dtypes: Mapping[str, torch.dtype] | None,
-        special_sizes: Mapping[str, int] | None,
-    ) -> None:
-        self._dtype, self._dtypes, self._sizes = dtype, special_dtypes or {}, special_sizes or {}
-        for argument, special in (("special_dtypes", self._dtypes), ("special_sizes", self._sizes)):
-            if special and (unknown := sorted(special.keys() - set(names))):
-                raise ValueError(
-                    f"{argument}={unknown}: the model has no such parameter or buffer; see named_parameters()"
-                )
-
-    def __call__(self, name: str, tensor: Tensor) -> int:
-        """Return the bytes that a tensor will take."""
-        if name in self._sizes:
-            return self._sizes[name]
-        if is_packed(tensor):
-            return size_in_bytes(tensor)
-        return tensor.numel() * dtype_after(tensor, self._dtype, self._dtypes.get(name)).itemsize
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer under every name that it has."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def enclosing_modules(name: str) -> Iterator[str]:
@@ -98,20 +56,19 @@ def enclosing_modules(name: str) -> Iterator[str]:
             yield name[:position]
 
 
+def nearest_entry(name: str, entries: Container[str]) -> str | None:
+    """Return the longest entry that is a tensor's name or the name of a module around it; None if there is none."""
+    if name in entries:
+        return name
+    return next((outer for outer in reversed(list(enclosing_modules(name))) if outer in entries), None)
+
+
 def identity(tensor: Tensor) -> object:
     """Return a key that tensors over the same elements of memory share; without memory, the object's identity."""
     has_memory = not tensor.is_meta and tensor.numel() > 0
     if has_memory and is_packed(tensor):
         return tuple(map(identity, parts_of(tensor)))
     return memory_key(tensor)
-
-
-def dtype_after(tensor: Tensor, dtype: torch.dtype | None, special: torch.dtype | None) -> torch.dtype:
-    """Return a tensor's dtype after conversion: `special`, otherwise `dtype` if it is floating-point or complex."""
-    if special is not None:
-        return special
-    converts = tensor.is_floating_point() or tensor.is_complex()
-    return dtype if dtype is not None and converts else tensor.dtype
 
 
 def listed(names: str | Collection[str]) -> Collection[str]:

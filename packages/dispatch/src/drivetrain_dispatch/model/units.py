@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.sizes import enclosing_modules, listed, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules, listed
 
 # Modules of torch that use the weights of their submodules without calling the submodules.
 REACH_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -29,11 +30,11 @@ class Unit(NamedTuple):
     tensors: Mapping[str, Tensor]
 
 
-def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[str] = ()) -> list[Unit]:
+def units_of(layout: ModelLayout, offloaded: Collection[str], *, whole: Collection[str] = ()) -> list[Unit]:
     """Return the units of a model, in its order. Pure.
 
     Args:
-        model: The model to divide.
+        layout: The layout of the model.
         offloaded: The names of the offloaded tensors.
         whole: Names of module classes whose weights are fetched all at once, such as a compiled layer, or a module
             that uses the weights of its submodules without calling them.
@@ -41,10 +42,10 @@ def units_of(model: nn.Module, offloaded: Collection[str], *, whole: Collection[
     Raises:
         ValueError: The model lacks a class in `whole`.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = layout.modules
     unit_of, chosen = UnitNames(modules, whole), set(offloaded)
     held: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in named_tensors(model):
+    for name, tensor in layout.tensors.items():
         if name in chosen:
             held.setdefault(unit_of(name), {})[name] = tensor
     units = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.model.sizes import named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.offload.device_transfer import InputMover
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import check_has_weights, check_not_dispatched
@@ -171,7 +171,7 @@ def cpu_offload_with_hook(
     check_not_dispatched(model)
     if any(_ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise OffloadedError("the model has an OffloadHook already: call remove() of that one first")
-    check_has_weights(named_tensors(model))
+    check_has_weights(ModelLayout.of(model).tensors.items())
     device = place_of(_chosen(execution_device))
     check_places([device])
     if not isinstance(device, torch.device):

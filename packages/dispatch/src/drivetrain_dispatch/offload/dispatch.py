@@ -76,7 +76,7 @@ def dispatch_model(
         model, device_map, main_device=main_device, write_back=write_back, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes, dtypes=dtypes,
     )  # fmt: skip
-    files = relocate(plan.tensors, plan.placements, mapped or {}, offload_dir, write_back=write_back)
+    files = relocate(plan.layout.tensors, plan.placements, mapped or {}, offload_dir, write_back=write_back)
     dispatched = mark_dispatched(model)
     _fetch_at_use(dispatched, model, plan, files, device_map)
     _use_mapped(dispatched, model, plan, files, release_pages=release_pages)
@@ -111,7 +111,9 @@ def _use_mapped(
 ) -> None:
     """Have the host use the tensors that are in files and not fetched in place."""
     fetched = {name for unit in plan.fetched_units for name in unit.tensors}
-    if units := units_of(model, [name for name in plan.placements if name in files and name not in fetched]):
+    if units := units_of(
+        plan.layout, [name for name in plan.placements if name in files and name not in fetched]
+    ):
         engine = MappedWeightsEngine(units, files, releases=release_pages)
         dispatched.engines.append(engine)
         dispatched.handles += listen(model, engine)

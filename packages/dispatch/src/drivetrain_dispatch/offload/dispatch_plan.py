@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.model.sizes import named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.tensor_subclass import is_packed, why_unready
 from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.dispatched_model import check_has_weights, check_not_dispatched
 from drivetrain_dispatch.offload.parameter import is_offloaded
 from drivetrain_dispatch.planning.device_map import Device, check_places
-from drivetrain_dispatch.planning.placement import Placement, placements_of, running_statistics
+from drivetrain_dispatch.planning.placement import Placement, placements_of
 
 _CPU = torch.device("cpu")
 
@@ -24,13 +24,13 @@ class DispatchPlan:
     """A decision where each tensor of a model is stored and computed, and which are fetched.
 
     Attributes:
-        tensors: The tensors of the model, by every name they have.
+        layout: The layout of the model.
         placements: The place that stores each tensor and the device that computes with it, by the same names.
         compute_dtypes: The dtypes of the tensors that are converted at use, by name.
         fetched_units: The units whose tensors are fetched at use.
     """
 
-    tensors: Mapping[str, Tensor]
+    layout: ModelLayout
     placements: Mapping[str, Placement]
     compute_dtypes: Mapping[str, torch.dtype]
     fetched_units: Sequence[Unit]
@@ -53,27 +53,28 @@ def plan_dispatch(
         OffloadedError: The model is dispatched already.
         ValueError: The model lacks a named class or tensor, or a dtype is not a `torch.dtype`.
     """
-    placements = placements_of(model, device_map, main_device=main_device, offload_buffers=offload_buffers)
-    tensors = dict(named_tensors(model))
-    _check_dtypes(tensors, dtypes or {})
+    layout = ModelLayout.of(model)
+    placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
+    _check_dtypes(layout.tensors, dtypes or {})
     if write_back and all(placement.home != "disk" for placement in placements.values()):
         raise DeviceMapError(
             "write_back=True: device_map puts nothing on 'disk' that training could change; leave it out, or put "
             "weights there"
         )
-    check_dispatchable(model, placements)
+    check_dispatchable(layout, placements)
     # Norms write to running statistics in a forward, and nothing tells so: these keep their dtype.
-    statistics = running_statistics(model)
-    compute_dtypes = {name: dtype for name, dtype in (dtypes or {}).items() if name not in statistics}
+    compute_dtypes = {
+        name: dtype for name, dtype in (dtypes or {}).items() if name not in layout.running_statistics
+    }
     fetched = [
         name
         for name, placement in placements.items()
         if name in compute_dtypes or not (placement.stays or placement.device == _CPU)
     ]
-    units = units_of(model, fetched, whole=preload_module_classes)
+    units = units_of(layout, fetched, whole=preload_module_classes)
     check_devices(units, {name: placement.device for name, placement in placements.items()})
     return DispatchPlan(
-        tensors=tensors, placements=placements, compute_dtypes=compute_dtypes, fetched_units=units
+        layout=layout, placements=placements, compute_dtypes=compute_dtypes, fetched_units=units
     )
 
 
@@ -96,15 +97,15 @@ def _check_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtyp
             )
 
 
-def check_dispatchable(model: nn.Module, placements: Mapping[str, Placement]) -> None:
+def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement]) -> None:
     """Check all of a model that can be checked before any tensor is moved.
 
     Raises:
         OffloadedError: The model or a part of it is dispatched already.
         DeviceMapError: The machine lacks a device, or a tensor has no data or was made in inference mode.
     """
-    check_not_dispatched(model)
-    tensors = dict(named_tensors(model))
+    check_not_dispatched(layout.model)
+    tensors = layout.tensors
     for name, tensor in tensors.items():
         if is_offloaded(tensor):
             raise OffloadedError(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 from drivetrain_dispatch.offload.parameter import CANNOT_BE_CHANGED, is_offloaded, kind_in_use
@@ -25,7 +26,7 @@ def keep_in_place(model: nn.Module, offloaded: Collection[str]) -> list[MethodWr
         model: The model to keep in place.
         offloaded: The names of the offloaded tensors.
     """
-    tensors = dict(named_tensors(model))
+    tensors = ModelLayout.of(model).tensors
     packed = {id(tensors[name]): is_packed(tensors[name]) for name in offloaded}
     modules = dict(model.named_modules(remove_duplicate=False))
     holds_packed: dict[nn.Module, bool] = {}  # of each module that holds an offloaded tensor

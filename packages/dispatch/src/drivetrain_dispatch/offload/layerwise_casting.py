@@ -9,12 +9,13 @@ from torch import nn
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.model.sizes import listed, named_tensors
+from drivetrain_dispatch.model.model_layout import NORMS, ModelLayout
+from drivetrain_dispatch.model.sizes import listed
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatch_plan import check_dispatchable
 from drivetrain_dispatch.offload.dispatched_model import is_dispatched
-from drivetrain_dispatch.planning.placement import NORMS, placements_of
+from drivetrain_dispatch.planning.placement import placements_of
 
 # Norms, by their usual names and classes, and embeddings: a small dtype hurts them most and saves least.
 _SENSITIVE_NAMES = ("norm", "embed")
@@ -57,27 +58,26 @@ def apply_layerwise_casting(
         )
     _check_dtypes(storage_dtype, compute_dtype)
     _check_skipped(listed(skip_modules_pattern), skip_modules_classes)
+    layout = ModelLayout.of(model)
     skipped = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, tuple(skip_modules_classes))
-        for name, _ in module.named_parameters(recurse=False)
+        name for name, module in layout.modules.items() if isinstance(module, tuple(skip_modules_classes))
     }
     parameters = {
         name: tensor
-        for name, tensor in named_tensors(model)
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and not is_packed(tensor)
+        for name, tensor in layout.parameters.items()
+        if tensor.is_floating_point() and not is_packed(tensor)
     }
     whole = {
         id(tensor)
         for name, tensor in parameters.items()
-        if name in skipped or any(re.search(pattern, name) for pattern in listed(skip_modules_pattern))
+        if name.rpartition(".")[0] in skipped
+        or any(re.search(pattern, name) for pattern in listed(skip_modules_pattern))
     }
     stored = [name for name, tensor in parameters.items() if id(tensor) not in whole]
     if not stored:
         raise ValueError("nothing to store: every floating-point parameter is skipped, or there is none")
-    devices = {name: tensor.device for name, tensor in named_tensors(model)}
-    check_dispatchable(model, placements_of(model, devices))
+    devices = {name: tensor.device for name, tensor in layout.tensors.items()}
+    check_dispatchable(layout, placements_of(layout, devices))
     for tensor in parameters.values():
         tensor.data = tensor.data.to(compute_dtype if id(tensor) in whole else storage_dtype)
     return dispatch_model(model, devices, dtypes=dict.fromkeys(stored, compute_dtype))

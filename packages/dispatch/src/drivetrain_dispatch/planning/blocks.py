@@ -1,16 +1,15 @@
 """Divide a model into blocks, each of which is placed on one device as a whole."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drivetrain_dispatch.model.sizes import Sizes, enclosing_modules, identity, listed
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules, identity, listed
 from drivetrain_dispatch.model.units import UnitNames
-from drivetrain_dispatch.planning.placement import running_statistics
 
 
 class Block(NamedTuple):
@@ -48,12 +47,9 @@ class Block(NamedTuple):
 
 
 def blocks_of(
-    model: nn.Module,
+    layout: ModelLayout,
     *,
     no_split: Collection[str] = (),
-    dtype: torch.dtype | None = None,
-    special_dtypes: Mapping[str, torch.dtype] | None = None,
-    special_sizes: Mapping[str, int] | None = None,
     whole: Collection[str] = (),
     offload_buffers: bool = True,
 ) -> list[Block]:
@@ -63,20 +59,17 @@ def blocks_of(
     submodules. Any other module is divided into its own tensors and its submodules.
 
     Args:
-        model: The model to divide.
+        layout: The layout of the model to divide, with the sizes that its tensors will have.
         no_split: Names of module classes that stay whole. Names that the model lacks cause a warning, not an error,
             because transformers' `_no_split_modules` lists the classes of every model of a family.
-        dtype: The dtype that floating-point and complex tensors will be converted to; None for no conversion.
-        special_dtypes: Dtypes of single tensors by name, which take precedence over `dtype`.
-        special_sizes: Bytes of single tensors by name, which take precedence over dtypes.
         whole: Names of module classes whose weights are fetched all at once.
         offload_buffers: Whether buffers are offloaded too; otherwise they stay on the device that computes.
 
     Raises:
-        ValueError: The model lacks a named tensor, or a class in `whole`.
+        ValueError: The model lacks a class in `whole`.
     """
     kept = frozenset(listed(no_split))
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = layout.modules
     unit_of = UnitNames(modules, whole)
     if absent := sorted(kept.difference({type(module).__name__ for module in modules.values()})):
         warnings.warn(
@@ -84,31 +77,21 @@ def blocks_of(
             "type(module).__name__ does",
             stacklevel=2,
         )
-    tensors: list[Tensor] = []
-    names_of_tensors: list[str] = []  # two lists, as 100,000 pairs would slow down the garbage collector
-    _append(modules, "_parameters", names_of_tensors, tensors)
-    num_parameters = len(tensors)
-    _append(modules, "_buffers", names_of_tensors, tensors)
-    stays = set(names_of_tensors[num_parameters:])
-    if stays and offload_buffers:
-        stays = running_statistics(model)
-    names = list(modules)
+    stays = layout.running_statistics if offload_buffers else layout.buffers.keys()
     undivided = unit_of.at_once.union(
         name for name, module in modules.items() if kept and type(module).__name__ in kept
     )
-    found, places = _numbered(names, undivided, names_of_tensors)
-    at = [places[name] if name in places else places[name.rpartition(".")[0]] for name in names_of_tensors]
-    size_of = Sizes(names_of_tensors, dtype, special_dtypes, special_sizes)
-    bytes_of = [size_of(name, tensor) for name, tensor in zip(names_of_tensors, tensors, strict=True)]
-    units = [None if name in stays else unit_of(name) for name in names_of_tensors]
-    return _summed(found, at, tensors, bytes_of, units)
+    found, places = _numbered(list(modules), undivided, layout.tensors)
+    at = [places[name] if name in places else places[name.rpartition(".")[0]] for name in layout.tensors]
+    units = [None if name in stays else unit_of(name) for name in layout.tensors]
+    return _summed(found, at, layout.tensors.values(), layout.sizes.values(), units)
 
 
 def _summed(
     found: Sequence[str],
     at: Sequence[int],
-    tensors: Sequence[Tensor],
-    bytes_of: Sequence[int],
+    tensors: Iterable[Tensor],
+    bytes_of: Iterable[int],
     units_of: Sequence[str | None],
 ) -> list[Block]:
     """Return the blocks, summed over their tensors.
@@ -141,17 +124,6 @@ def _summed(
         )
         for index, name in enumerate(found)
     ]
-
-
-def _append(
-    modules: Mapping[str, nn.Module], attribute: str, names: list[str], tensors: list[Tensor]
-) -> None:
-    """Append the modules' tensors and names; torch's own iterators would traverse all modules again."""
-    for outer, module in modules.items():
-        for name, tensor in vars(module)[attribute].items():
-            if tensor is not None:
-                names.append(f"{outer}.{name}" if outer else name)
-                tensors.append(tensor)
 
 
 def _ends(found: Sequence[str], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -192,7 +164,7 @@ def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int])
 
 
 def _numbered(
-    names: Sequence[str], undivided: Collection[str], tensors: Sequence[str]
+    names: Sequence[str], undivided: Collection[str], tensors: Iterable[str]
 ) -> tuple[list[str], dict[str, int]]:
     """Return the blocks' names, and the index of the block of each module and of each tensor of divided modules.
 

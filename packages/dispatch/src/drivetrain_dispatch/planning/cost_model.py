@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.meta_copy import meta_copy
-from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import nearest_entry
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
@@ -76,19 +77,19 @@ def measure_costs(
     Raises:
         CostError: The forward depends on data, the model or the inputs cannot be copied, or the model is quantised.
     """
-    _check_plain(model)
+    layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
+    _check_plain(layout)
     try:
-        copied, (positional, named) = meta_copy(
-            model, (tuple(args), dict(kwargs or {})), dtype=dtype, special_dtypes=special_dtypes
-        )
+        copied, (positional, named) = meta_copy(layout, (tuple(args), dict(kwargs or {})))
     except (TypeError, RuntimeError, NotImplementedError, ValueError) as error:
         raise CostError(
             f"{type(model).__name__} or its inputs cannot be copied without data ({error}): {_BY_HAND}"
         ) from error
     places = {block.name: index for index, block in enumerate(blocks)}
-    owned = ((tensor, _owner(name, places)) for name, tensor in named_tensors(copied))
-    recorder = OpRecorder((tensor, place) for tensor, place in owned if place is not None)
-    _watch(copied, places, recorder)
+    empty = ModelLayout.of(copied)
+    owned = ((tensor, nearest_entry(name, places)) for name, tensor in empty.tensors.items())
+    recorder = OpRecorder((tensor, places[owner]) for tensor, owner in owned if owner is not None)
+    _watch(empty.modules, places, recorder)
     try:
         with torch.no_grad(), recorder, FusedAttention(recorder):
             result = copied(*positional, **named)
@@ -103,29 +104,22 @@ def measure_costs(
     return _costs(recorder, recorder.memories_of(direct), [block.name for block in blocks], rate)
 
 
-def _check_plain(model: nn.Module) -> None:
-    if packed := [name for name, tensor in named_tensors(model) if is_packed(tensor)]:
+def _check_plain(layout: ModelLayout) -> None:
+    if packed := [name for name, tensor in layout.tensors.items() if is_packed(tensor)]:
         raise CostError(
             f"{packed[0]!r} is quantised and cannot compute without data: measure the model before it is quantised, "
             "and plan with special_sizes=quantized_sizes(...)"
         )
 
 
-def _owner(name: str, places: Mapping[str, int]) -> int | None:
-    """Return the index of the block that a tensor belongs to; None if it belongs to none."""
-    if name in places:
-        return places[name]
-    return next((places[outer] for outer in enclosing_modules(name) if outer in places), None)
-
-
-def _watch(model: nn.Module, places: Mapping[str, int], recorder: OpRecorder) -> None:
+def _watch(modules: Mapping[str, nn.Module], places: Mapping[str, int], recorder: OpRecorder) -> None:
     """Register hooks that tell a recorder when each block's forward begins and ends."""
 
     def ended(*_: object) -> None:
         recorder.end()
 
     watched: set[int] = set()  # a module with several names runs under the first of them
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in modules.items():
         if name in places and id(module) not in watched:
             watched.add(id(module))
             module.register_forward_pre_hook(_beginning(recorder, places[name]))

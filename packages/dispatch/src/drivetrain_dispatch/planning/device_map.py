@@ -6,11 +6,11 @@ from difflib import get_close_matches
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
 
 from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import nearest_entry
 
 # A device as users write it: an accelerator's index, a string such as "cuda:1", "cpu" or "disk", or a torch.device.
 Device: TypeAlias = int | str | torch.device
@@ -165,11 +165,11 @@ def place_of(device: Device) -> Place:
         ) from error
 
 
-def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[str, Place]:
+def places_of_tensors(layout: ModelLayout, devices: Mapping[str, Device]) -> dict[str, Place]:
     """Return where each parameter and buffer of a model goes, under every name that it has. Pure.
 
     Args:
-        model: The model; may be on the meta device.
+        layout: The layout of the model.
         devices: The device of each named module, parameter or buffer.
 
     Raises:
@@ -178,14 +178,11 @@ def places_of_tensors(model: nn.Module, devices: Mapping[str, Device]) -> dict[s
     check_map(
         devices, "; infer_auto_device_map(model) plans one, as load_checkpoint_and_dispatch can at once"
     )
-    tensors = [name for name, _ in named_tensors(model)]
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    if unknown := sorted(devices.keys() - modules - set(tensors)):
-        raise DeviceMapError(
-            f"device_map: the model has no {_shown(unknown)}{_meant(unknown[0], [*modules, *tensors])}"
-        )
+    if unknown := sorted(devices.keys() - layout.modules.keys() - layout.tensors.keys()):
+        known = [*layout.modules, *layout.tensors]
+        raise DeviceMapError(f"device_map: the model has no {_shown(unknown)}{_meant(unknown[0], known)}")
     places: dict[str, Place] = {name: place_of(device) for name, device in devices.items()}
-    chosen = {name: _longest(name, places) for name in tensors}
+    chosen = {name: nearest_entry(name, places) for name in layout.tensors}
     if left := [name for name, key in chosen.items() if key is None]:
         raise DeviceMapError(
             f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all others'
@@ -207,13 +204,6 @@ def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
         if (place.index or 0) >= count:
             here = f"{count} of the kind {place.type}" if count else f"none of the kind {place.type}"
             raise DeviceMapError(f"{argument}: {place} is not here: this machine has {here}")
-
-
-def _longest(name: str, places: Mapping[str, Place]) -> str | None:
-    """Return the longest entry of a map that is a tensor's name or the name of a module around it."""
-    if name in places:
-        return name
-    return next((outer for outer in reversed(list(enclosing_modules(name))) if outer in places), None)
 
 
 def _shown(names: list[str]) -> str:

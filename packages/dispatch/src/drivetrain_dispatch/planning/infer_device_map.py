@@ -1,13 +1,12 @@
 """Infer a device map from a model's sizes, the devices' memory budgets and the cost of each part of a forward."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.sizes import dtype_after, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
@@ -63,55 +62,52 @@ def infer_auto_device_map(
         DeviceMapError: The budgets cannot hold the model; the message says which would.
         ValueError: A named class or tensor is not in the model.
     """
-    budgets = get_max_memory(max_memory)
+    layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes, special_sizes=special_sizes)
     blocks = blocks_of(
-        model,
+        layout,
         no_split=no_split_module_classes,
-        dtype=dtype,
-        special_dtypes=special_dtypes,
-        special_sizes=special_sizes,
         whole=preload_module_classes,
         offload_buffers=offload_buffers,
     )
-    computing, room = rooms_of(budgets, in_place=not _converts(model, dtype, special_dtypes))
-
-    return _planned(blocks, costs or {}, room, computing, rates)
-
-
-def _planned(
-    blocks: Sequence[Block],
-    costs: Mapping[str, BlockCost],
-    room: Budgets,
-    computing: Sequence[Device],
-    rates: Bandwidths | None,
-) -> DeviceMap:
-    """Return the map of a plan, with the rates it was made for if the plan needed any."""
-    used: list[_Found] = []
-
-    def found() -> Bandwidths:
-        used.append(_found(computing[0]) if rates is None else _Found(rates, "given"))
-        return used[0].rates
-
-    planned = map_of(plan_places(blocks, costs, room, found), blocks, computing, costs)
-    if used:
-        planned.rates = shown_rates(used[0].rates, used[0].source)
-    return planned
-
-
-def shown_rates(rates: Bandwidths, source: str) -> str:
-    """Describe the rates of a plan and their source in one line."""
-    link, disk = rates.to_device / 1e9, rates.from_disk / 1e9
-    return f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})"
-
-
-def _converts(
-    model: nn.Module, dtype: torch.dtype | None, special_dtypes: Mapping[str, torch.dtype] | None
-) -> bool:
-    """Return whether any tensor changes dtype: the host then uses copies of weights on disk, not the files' pages."""
-    special = special_dtypes or {}
-    return (dtype is not None or bool(special)) and any(
-        dtype_after(tensor, dtype, special.get(name)) != tensor.dtype for name, tensor in named_tensors(model)
+    return plan_device_map(
+        blocks, get_max_memory(max_memory), converts=layout.converts, costs=costs or {}, rates=rates
     )
+
+
+def plan_device_map(
+    blocks: Sequence[Block],
+    budgets: Mapping[Device, int],
+    *,
+    converts: bool,
+    costs: Mapping[str, BlockCost] | None = None,
+    rates: Bandwidths | None = None,
+) -> DeviceMap:
+    """Return the map of a plan, with the rates it was made for if the plan needed any.
+
+    Args:
+        blocks: The blocks of the model.
+        budgets: The bytes that each device may hold.
+        converts: Whether any tensor changes its dtype: the host then uses copies of weights on disk, not the files'
+            pages.
+        costs: The cost of each block in a forward, by name.
+        rates: The transfer rates; None measures them if any weight is offloaded.
+
+    Raises:
+        DeviceMapError: The budgets cannot hold the model.
+    """
+    computing, room = rooms_of(budgets, in_place=not converts)
+    described: list[str] = []
+
+    def transfer_rates() -> Bandwidths:
+        found, source = _rates_of(computing[0]) if rates is None else (rates, "given")
+        link, disk = found.to_device / 1e9, found.from_disk / 1e9
+        described.append(f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})")
+        return found
+
+    placed = plan_places(blocks, costs or {}, room, transfer_rates)
+    planned = map_of(placed, blocks, computing, costs or {})
+    planned.rates = next(iter(described), None)
+    return planned
 
 
 def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
@@ -150,22 +146,15 @@ def map_of(
     return DeviceMap(merged, sizes=sizes, seconds=seconds, window_bytes=windows)
 
 
-class _Found(NamedTuple):
-    """The transfer rates and a description of their source."""
-
-    rates: Bandwidths
-    source: str
-
-
-def _found(device: Device) -> _Found:
-    """Return the transfer rates of a device: measured if this machine has it, typical of its kind otherwise."""
+def _rates_of(device: Device) -> tuple[Bandwidths, str]:
+    """Return the transfer rates of a device and their source: measured here, or assumed for a device of its kind."""
     place = place_of(device)
     try:
         check_places([place])
     except DeviceMapError:
         kind = "cuda" if place == "disk" else place.type
-        return _Found(assumed_rates(kind), f"assumed, as {place} is not here")
-    return _Found(measure_rates(str(place)), "measured")
+        return assumed_rates(kind), f"assumed, as {place} is not here"
+    return measure_rates(str(place)), "measured"
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:

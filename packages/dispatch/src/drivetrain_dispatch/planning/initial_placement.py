@@ -37,7 +37,7 @@ class Placed(NamedTuple):
     devices: list[int]
 
 
-class Way(NamedTuple):
+class OffloadStrategy(NamedTuple):
     """A strategy for offloading.
 
     Attributes:
@@ -73,7 +73,7 @@ def all_stay(groups: Groups, budgets: Sequence[int]) -> Placed | None:
     return Placed(["device"] * len(devices), devices)
 
 
-def ways_of(groups: Groups, budgets: Budgets) -> list[Way]:
+def strategies_of(groups: Groups, budgets: Budgets) -> list[OffloadStrategy]:
     """Return the strategies to try, the smallest windows first.
 
     A window holds the largest unit, a whole group, or several groups. The largest group that may be offloaded is the
@@ -81,7 +81,7 @@ def ways_of(groups: Groups, budgets: Budgets) -> list[Way]:
     distinct group sizes, each of them is tried.
     """
     ordered = sorted(groups.sizes)
-    ways: list[Way] = []
+    strategies: list[OffloadStrategy] = []
     sizes = set(ordered)
     many = len(ordered) > _MANY
     if many or len(sizes) > _FEW:
@@ -94,18 +94,18 @@ def ways_of(groups: Groups, budgets: Budgets) -> list[Way]:
             if budgets.in_place
             else {need, *(max(need, largest * count) for count in ((1, 3) if many else (1, 2, 3, 5)))}
         )
-        ways += [Way(window, largest) for window in sorted(windows)]
-    return ways
+        strategies += [OffloadStrategy(window, largest) for window in sorted(windows)]
+    return strategies
 
 
-def some_come(groups: Groups, budgets: Budgets, way: Way) -> Placed | None:
+def some_come(groups: Groups, budgets: Budgets, strategy: OffloadStrategy) -> Placed | None:
     """Return a placement that keeps what fits on the devices and spreads the rest evenly; None if there is none."""
     devices = list(budgets.devices)
     while any(devices):
         placed = Placed([], [])
-        for at, segment in enumerate(_segments(groups, devices, way.shifts)):
+        for at, segment in enumerate(_segments(groups, devices, strategy.shifts)):
             room = devices[at] - groups.fixed_bytes(segment)
-            sources = _spread(groups, segment, room, way, first_stays="device" in placed.sources)
+            sources = _spread(groups, segment, room, strategy, first_stays="device" in placed.sources)
             if sources is None:
                 if not devices[at]:
                     return None  # a shift gave groups to a device without memory
@@ -114,14 +114,14 @@ def some_come(groups: Groups, budgets: Budgets, way: Way) -> Placed | None:
             placed.sources.extend(sources)
             placed.devices.extend([at] * len(sources))
         else:
-            return placed if to_disk(groups.sizes, placed.sources, budgets, way.due) else None
+            return placed if to_disk(groups.sizes, placed.sources, budgets, strategy.due) else None
     return None
 
 
-def shifted(way: Way, num_devices: int, most: int) -> list[Way]:
+def shifted(strategy: OffloadStrategy, num_devices: int, most: int) -> list[OffloadStrategy]:
     """Return variants of a strategy in which one device's segment begins earlier or later by a few groups."""
     return [
-        way._replace(shifts=tuple(shift if at == device else 0 for at in range(num_devices)))
+        strategy._replace(shifts=tuple(shift if at == device else 0 for at in range(num_devices)))
         for device in range(1, num_devices)
         for shift in (*range(-most, 0), *range(1, most + 1))
     ]
@@ -139,14 +139,16 @@ def _segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] = ()
     return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
-def _spread(groups: Groups, segment: range, room: int, way: Way, *, first_stays: bool) -> list[Source] | None:
+def _spread(
+    groups: Groups, segment: range, room: int, strategy: OffloadStrategy, *, first_stays: bool
+) -> list[Source] | None:
     """Return the source of each of a device's groups, offloaded ones spread evenly; None if the room is too small.
 
     Args:
         groups: All groups of the model.
         segment: The indices of the groups that the device computes.
         room: The bytes for weights, both resident and fetched.
-        way: The strategy for offloading.
+        strategy: The strategy for offloading.
         first_stays: Whether the first group has to stay, since its entry in the map names the device that computes
             the groups after it.
     """
@@ -155,24 +157,24 @@ def _spread(groups: Groups, segment: range, room: int, way: Way, *, first_stays:
     if sum(sizes) <= room:
         sources.extend("device" for _ in sizes)
         return sources
-    fixed = sum([size_bytes for size_bytes in sizes if size_bytes > way.largest])
+    fixed = sum([size_bytes for size_bytes in sizes if size_bytes > strategy.largest])
     free = sum(sizes) - fixed
-    room -= fixed + way.window_bytes
+    room -= fixed + strategy.window_bytes
     if room < 0:
         return None
     coming = 1 - min(1, room / free) if free else 0.0
     owed = 0.0
-    if first_stays and sizes[0] <= way.largest:
+    if first_stays and sizes[0] <= strategy.largest:
         if sizes[0] > room:
             return None
         room -= sizes[0]
         sources.append("device")
     for size_bytes in sizes[len(sources) :]:
-        if size_bytes > way.largest:
+        if size_bytes > strategy.largest:
             sources.append("device")
             continue
         owed += size_bytes * coming
-        if size_bytes <= room and owed < way.due * (size_bytes or 1):
+        if size_bytes <= room and owed < strategy.due * (size_bytes or 1):
             room -= size_bytes
             sources.append("device")
         else:

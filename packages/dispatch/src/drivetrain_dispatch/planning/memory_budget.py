@@ -1,13 +1,12 @@
 """The memory budget of each device: what is free now, what a user specifies, or an even share."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 import psutil
 import torch
-from torch import nn
 
 from drivetrain_dispatch.arguments import check_budgets
-from drivetrain_dispatch.planning.blocks import blocks_of
+from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.cgroup import free_of_cgroup
 from drivetrain_dispatch.planning.device_map import Device, place_of
 from drivetrain_weights import parse_size
@@ -43,52 +42,34 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     return {device: int(size_bytes * (1 - _LEFT_FREE)) for device, size_bytes in free.items()}
 
 
-def get_balanced_memory(
-    model: nn.Module,
-    max_memory: Mapping[Device, int | str] | None = None,
-    *,
-    no_split_module_classes: Collection[str] = (),
-    dtype: torch.dtype | None = None,
-    special_dtypes: Mapping[str, torch.dtype] | None = None,
-    special_sizes: Mapping[str, int] | None = None,
-    low_zero: bool = False,
+def balanced_budgets(
+    budgets: Mapping[Device, int], blocks: Iterable[Block], *, low_zero: bool = False
 ) -> dict[Device, int]:
     """Return budgets that spread a model evenly over the accelerators instead of filling the first ones.
 
     Args:
-        model: The model; may be on the meta device.
-        max_memory: The memory budget of each device, as `get_max_memory` takes it.
-        no_split_module_classes: Names of module classes that stay whole.
-        dtype: The dtype that floating-point and complex tensors will be converted to.
-        special_dtypes: Dtypes of single tensors by name.
-        special_sizes: Bytes of single tensors by name, as `quantized_sizes` returns them.
+        budgets: The bytes of each device.
+        blocks: The blocks of the model.
         low_zero: Whether the first accelerator gets only what the others cannot hold, which leaves it memory for
             generation, for example.
 
     Returns:
-        The bytes of each device, never more than in `max_memory`; `"cpu"` and `"disk"` are unchanged.
+        The bytes of each device, never more than in `budgets`; `"cpu"` and `"disk"` are unchanged.
     """
-    budgets = get_max_memory(max_memory)
-    blocks = blocks_of(
-        model,
-        no_split=no_split_module_classes,
-        dtype=dtype,
-        special_dtypes=special_dtypes,
-        special_sizes=special_sizes,
-    )
+    balanced = dict(budgets)
     spread = [device for device in budgets if _is_accelerator(device)]
-    total = sum(block.size_bytes for block in blocks)
     if len(spread) < 2:
-        return budgets
+        return balanced
     first, *others = spread
     sharing = others if low_zero else spread
+    sizes = [block.size_bytes for block in blocks]
     # A block goes to one device as a whole, so each device may exceed its even share by the largest block.
-    share = -(-total // len(sharing)) + max((block.size_bytes for block in blocks), default=0)
-    balanced = dict(budgets)
+    share = -(-sum(sizes) // len(sharing)) + max(sizes, default=0)
     for device in sharing[:-1]:
         balanced[device] = min(budgets[device], share)
     if low_zero:
-        balanced[first] = min(budgets[first], max(0, total - sum(balanced[device] for device in others)))
+        rest = sum(sizes) - sum(balanced[device] for device in others)
+        balanced[first] = min(budgets[first], max(0, rest))
     return balanced
 
 

@@ -49,94 +49,43 @@ class Bandwidths:
                 )
 
 
-class PartTimes(NamedTuple):
-    """The start and end of a part's read, copy and computation, in seconds; (0, 0) for a step that it skips.
-
-    Attributes:
-        read: The read from the disk to the host's memory.
-        copied: The copy from the host's memory to the device.
-        computed: The computation on the device.
-    """
-
-    read: tuple[float, float]
-    copied: tuple[float, float]
-    computed: tuple[float, float]
-
-
-def play(works: Sequence[Work], rates: Bandwidths, *, windows: Sequence[float]) -> list[PartTimes]:
-    """Return the timeline of one forward that begins without transfers in flight.
-
-    Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
-    starts once its device's window has room, as earlier parts are computed and release their weights. A part larger
-    than the window is fetched when the window is empty.
-
-    Args:
-        works: The parts in the order of the forward.
-        rates: The transfer rates to the device and from the disk.
-        windows: The most bytes of fetched weights that each device may hold at once.
-    """
-    turns: list[PartTimes] = []
-    _run(works, rates, windows, turns)
-    return turns
-
-
-def seconds_of(turns: Sequence[PartTimes]) -> float:
-    """Return the total time of a timeline, in seconds."""
-    return turns[-1].computed[1] if turns else 0.0
-
-
 def forward_seconds(
     works: Iterable[tuple[float, int, Source, int, int | None]],
     rates: Bandwidths,
     *,
     windows: Sequence[float],
 ) -> float:
-    """Return the total time of the timeline of `play`, in seconds, without building the timeline.
+    """Return the time of one forward that begins without transfers in flight, in seconds.
+
+    Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
+    starts once its device's window has room, as earlier parts are computed and release their weights. A part larger
+    than the window is fetched when the window is empty.
 
     Args:
         works: The parts in the order of the forward, as `Work` or as plain tuples of its fields.
         rates: The transfer rates to the device and from the disk.
         windows: The most bytes of fetched weights that each device may hold at once.
     """
-    return _run(works, rates, windows, None)
-
-
-def _run(
-    works: Iterable[tuple[float, int, Source, int, int | None]],
-    rates: Bandwidths,
-    windows: Sequence[float],
-    turns: list[PartTimes] | None,
-) -> float:
-    """Simulate a forward, append its turns to `turns` unless that is None, and return the time of its end."""
-    disk = link = compute = 0.0
+    disk = link = compute = 0.0  # the times at which the reads, the copies and the computation end
     seconds_a_byte, read_seconds_a_byte = 1 / rates.to_device, 1 / rates.from_disk
     held = [0] * len(windows)
     rooms = [0.0] * len(windows)  # the time since when each window has had room for its last fetch
     leaving: list[deque[tuple[float, int]]] = [deque() for _ in windows]  # time and bytes of each release
     for seconds, size_bytes, source, device, left_bytes in works:
-        if source == "device":
-            if turns is not None:
-                turns.append(PartTimes((0.0, 0.0), (0.0, 0.0), (compute, compute + seconds)))
-            compute += seconds
-        else:
+        if source != "device":
             queue, most = leaving[device], windows[device]
             now_held = held[device] + size_bytes
             while now_held > most and queue:
                 rooms[device], bytes_left = queue.popleft()
                 now_held -= bytes_left
-            held[device], room = now_held, rooms[device]
-            begin, read = max(link, room), (0.0, 0.0)
+            held[device], begin = now_held, rooms[device]
             if source == "disk":
-                from_disk = max(disk, room)
-                disk = from_disk + size_bytes * read_seconds_a_byte
-                read, begin = (from_disk, disk), max(begin, disk)
-            link = begin + size_bytes * seconds_a_byte
-            start = max(compute, link)
-            compute = start + seconds
-            if turns is not None:
-                turns.append(PartTimes(read, (begin, link), (start, compute)))
+                begin = disk = max(disk, begin) + size_bytes * read_seconds_a_byte
+            link = max(link, begin) + size_bytes * seconds_a_byte
+            compute = max(compute, link)
             if left_bytes is None:
                 left_bytes = size_bytes
+        compute += seconds
         if left_bytes:
             leaving[device].append((compute, left_bytes))
     return compute

@@ -1,25 +1,17 @@
 """Resolve a device map to each tensor's home and the device that computes with it. Pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.sizes import enclosing_modules, named_tensors
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules, nearest_entry
 from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Place, place_of, places_of_tensors
 
 _CPU = torch.device("cpu")
-NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
 
 
 class Placement(NamedTuple):
@@ -40,7 +32,7 @@ class Placement(NamedTuple):
 
 
 def placements_of(
-    model: nn.Module,
+    layout: ModelLayout,
     device_map: Mapping[str, Device],
     *,
     main_device: Device | None = None,
@@ -53,7 +45,7 @@ def placements_of(
     computing device among its names, otherwise the host rather than the disk.
 
     Args:
-        model: The model; may be on the meta device.
+        layout: The layout of the model.
         device_map: The device of each named module, parameter or buffer, in the order of the forward.
         main_device: The device that computes offloaded entries at the beginning; None for the first accelerator.
         offload_buffers: Whether buffers are offloaded too, except those that torch's norms write to.
@@ -62,7 +54,7 @@ def placements_of(
         DeviceMapError: A name is not in the model, a tensor has no device, there is no such kind of device, or
             several devices would compute with one tensor.
     """
-    homes = places_of_tensors(model, device_map)
+    homes = places_of_tensors(layout, device_map)
     places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
     if main_device is None and isinstance(device_map, DeviceMap) and not any(map(_computes, places.values())):
         # A plan that offloads everything names its computing device only in its windows.
@@ -71,24 +63,15 @@ def placements_of(
     if main == "disk":
         raise DeviceMapError("main_device='disk' does not compute: give an accelerator or 'cpu'")
     devices = _devices_of(places, main)
-    may_leave = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    may_leave = layout.parameters.keys()
     if offload_buffers:
-        may_leave = homes.keys() - running_statistics(model)
+        may_leave = homes.keys() - layout.running_statistics
     placements: dict[str, Placement] = {}
     for name, home in homes.items():
-        device = devices[next(outer for outer in _inwards_reversed(name) if outer in devices)]
-        placements[name] = Placement(home if name in may_leave else device, device)
-    return _tied(model, placements)
-
-
-def running_statistics(model: nn.Module) -> set[str]:
-    """Return the buffers that torch's norms write to in a forward without raising their version counters. Pure."""
-    return {
-        f"{name}.{buffer}" if name else buffer
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, NORMS)
-        for buffer, _ in module.named_buffers(recurse=False, remove_duplicate=False)
-    }
+        entry = nearest_entry(name, devices)
+        assert entry is not None  # or places_of_tensors would have raised
+        placements[name] = Placement(home if name in may_leave else devices[entry], devices[entry])
+    return _tied(layout, placements)
 
 
 def _devices_of(places: Mapping[str, Place], main: torch.device | None) -> dict[str, torch.device]:
@@ -106,18 +89,10 @@ def _computes(place: Place) -> TypeGuard[torch.device]:
     return place not in ("disk", _CPU)
 
 
-def _inwards_reversed(name: str) -> Collection[str]:
-    """Return a name and the modules around it, the innermost first."""
-    return [name, *reversed(list(enclosing_modules(name)))]
-
-
-def _tied(model: nn.Module, placements: Mapping[str, Placement]) -> dict[str, Placement]:
+def _tied(layout: ModelLayout, placements: Mapping[str, Placement]) -> dict[str, Placement]:
     """Return placements in which all names of a tied tensor have one home."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
     tied = dict(placements)
-    for group in names.values():
+    for group in layout.aliases:
         if len(devices := {placements[name].device for name in group}) > 1:
             raise DeviceMapError(
                 f"device_map: {' and '.join(map(repr, group))} are one tensor, which "

@@ -10,12 +10,12 @@ from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, Groups
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.initial_placement import (
     Budgets,
+    OffloadStrategy,
     Placed,
-    Way,
     all_stay,
     shifted,
     some_come,
-    ways_of,
+    strategies_of,
 )
 from drivetrain_dispatch.planning.local_search import Found, Search
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source, forward_seconds
@@ -108,28 +108,28 @@ def predicted_seconds(
 
 def _begun(search: Search, groups: Groups, budgets: Budgets) -> list[Found]:
     """Return distinct initial placements: those of every strategy, and variants of the best one."""
-    found: list[tuple[Found, Way]] = []
+    found: list[tuple[Found, OffloadStrategy]] = []
     seen: list[Placed] = []
 
-    def look(way: Way, most: Budgets = budgets) -> None:
-        placed = some_come(groups, most, way)
+    def look(strategy: OffloadStrategy, most: Budgets = budgets) -> None:
+        placed = some_come(groups, most, strategy)
         if placed is not None and placed not in seen and (one := search.found(placed)) is not None:
             seen.append(placed)
-            found.append((one, way))
+            found.append((one, strategy))
 
-    ways = ways_of(groups, budgets)
-    for way in ways:
-        look(way)
-    best = min(found, key=lambda pair: pair[0].rank)[1] if found else ways[0]
+    strategies = strategies_of(groups, budgets)
+    for strategy in strategies:
+        look(strategy)
+    best = min(found, key=lambda pair: pair[0].rank)[1] if found else strategies[0]
     look(best._replace(due=1.0))
     if len(groups.sizes) <= _FEW:
-        for way in shifted(best, len(budgets.devices), _SHIFTED):
-            look(way)
+        for strategy in shifted(best, len(budgets.devices), _SHIFTED):
+            look(strategy)
     for at, size_bytes in enumerate(budgets.devices):
         if not found and len(budgets.devices) > 1:  # a single device computes everything
             alone = [size_bytes if other == at else 0 for other in range(len(budgets.devices))]
-            for way in ways:
-                look(way, replace(budgets, devices=tuple(alone)))
+            for strategy in strategies:
+                look(strategy, replace(budgets, devices=tuple(alone)))
     return [one for one, _ in found]
 
 

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.sizes import dtype_after, enclosing_modules, listed
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules, listed
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.model.units import REACH_INSIDE
 
@@ -69,21 +70,24 @@ def quantized_sizes(
         special_dtypes: Dtypes of single tensors by name; these tensors are not packed.
 
     Raises:
-        ValueError: No weight can be packed, the model lacks a named module, or packing a weight fails.
+        ValueError: No weight can be packed, the model lacks a named module or tensor, or packing a weight fails.
     """
+    return packed_sizes(ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes), quantization)
+
+
+def packed_sizes(layout: ModelLayout, quantization: Quantization) -> dict[str, int]:
+    """Return the bytes of each weight that a load will pack, by every name; see `quantized_sizes`."""
     sizes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
     found: dict[str, int] = {}
-    for name, linear in layers_to_pack(model, quantization, special_dtypes or {}).items():
-        key = tuple(linear.weight.shape), dtype_after(linear.weight, dtype, None)
+    for name, linear in layers_to_pack(layout, quantization).items():
+        key = tuple(linear.weight.shape), layout.dtypes[name]
         if key not in sizes:
             sizes[key] = quantization.size_bytes(*key)
         found[name] = sizes[key]
     return found
 
 
-def layers_to_pack(
-    model: nn.Module, quantization: Quantization, special_dtypes: Collection[str] = ()
-) -> dict[str, nn.Linear]:
+def layers_to_pack(layout: ModelLayout, quantization: Quantization) -> dict[str, nn.Linear]:
     """Return the layers whose weights are packed, by every name of those weights. Pure; works on the meta device.
 
     These are layers of class `nn.Linear`, not of subclasses, except those inside modules of torch that use their
@@ -91,15 +95,14 @@ def layers_to_pack(
     special dtype.
 
     Args:
-        model: The model whose layers are selected.
+        layout: The layout of the model whose layers are selected.
         quantization: The quantisation, which names the modules to skip.
-        special_dtypes: The names of tensors with a special dtype.
 
     Raises:
         ValueError: No layer is left, the model lacks a module to skip, or a layer has hooks, which would be lost with
             the layer.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = layout.modules
     skipped = listed(_OUTPUT_HEADS if quantization.skip_modules is None else quantization.skip_modules)
     parts = {part for name in modules for part in (name, *name.split("."))}
     if quantization.skip_modules is not None and (unknown := sorted(set(skipped) - parts)):
@@ -111,7 +114,8 @@ def layers_to_pack(
     left_out = {
         id(module)
         for name, module in modules.items()  # under any of its names
-        if f"{name}.weight" in special_dtypes or any(part in skipped for part in (name, *name.split(".")))
+        if f"{name}.weight" in layout.special_dtypes
+        or any(part in skipped for part in (name, *name.split(".")))
     }
     found = {
         f"{name}.weight": module

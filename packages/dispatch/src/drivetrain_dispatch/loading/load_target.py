@@ -1,0 +1,148 @@
+"""The tensors of a model that a load gives values, and the changes that it makes to the model.
+
+All changes are prepared first, so that applying them cannot fail.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_dispatch.model.tensor_subclass import is_packed, takes
+from drivetrain_weights.tensor_box import Box, box_of_dtensor, is_dtensor
+
+
+class LoadTarget:
+    """A tensor of a model that a load gives a value, here one that is stored plainly.
+
+    Args:
+        name: The name of the tensor, for errors.
+        tensor: The parameter or buffer.
+    """
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+
+    @property
+    def home(self) -> torch.device:
+        """The device that the tensor is on, or that it is allocated on if it has no memory yet."""
+        return torch.device("cpu") if self.tensor.is_meta else self.tensor.device
+
+    def box(self) -> Box | None:
+        """Return the position of this rank's shard in the whole tensor; None if it is not sharded."""
+        return None
+
+    def keeps_object(self, value: Tensor) -> bool:
+        """Return whether the tensor can get a value and stay the same object: a buffer is always replaced."""
+        return (
+            isinstance(self.tensor, nn.Parameter)
+            and self._learns(value) == self.tensor.requires_grad
+            and takes(self.tensor, value)
+        )
+
+    def put(self, value: Tensor) -> None:
+        """Give the tensor a value in place."""
+        self.tensor.data = value
+
+    def replaced_by(self, value: Tensor) -> Tensor:
+        """Return a tensor of the same kind with a value, without changing this one."""
+        if not isinstance(self.tensor, nn.Parameter):
+            return value
+        # A subclass of nn.Parameter takes the same arguments; its own attributes, such as scales, are copied.
+        new = type(self.tensor)(value, requires_grad=self._learns(value))
+        vars(new).update(vars(self.tensor))
+        return new
+
+    def _learns(self, value: Tensor) -> bool:
+        return self.tensor.requires_grad and (value.is_floating_point() or value.is_complex())
+
+
+class ShardedTarget(LoadTarget):
+    """A tensor that is sharded over ranks (torch's DTensor); its values are those of this rank's shard."""
+
+    @property
+    def home(self) -> torch.device:
+        """The device that the shard is on, or that of its mesh if it has no memory yet."""
+        sharded: Any = self.tensor
+        return torch.device(sharded.device_mesh.device_type) if self.tensor.is_meta else self.tensor.device
+
+    def box(self) -> Box | None:
+        """Return the position of this rank's shard in the whole tensor.
+
+        Raises:
+            ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk`
+                cuts.
+        """
+        return box_of_dtensor(self.tensor, name=repr(self.name))
+
+    def keeps_object(self, value: Tensor) -> bool:  # noqa: ARG002 the shard takes any value
+        """Return whether the tensor has memory: the engine that sharded it keeps views of that."""
+        return not self.tensor.is_meta
+
+    def put(self, value: Tensor) -> None:
+        """Write the values into the shard's memory."""
+        sharded: Any = self.tensor
+        with torch.no_grad():
+            sharded.to_local().copy_(value)
+
+    def replaced_by(self, value: Tensor) -> Tensor:
+        """Return a tensor made of this rank's shard, with the same mesh and placements."""
+        old: Any = self.tensor
+        whole = type(old).from_local(
+            value, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        )
+        if not isinstance(old, nn.Parameter):
+            return whole
+        return nn.Parameter(whole, requires_grad=self._learns(value))
+
+
+def load_target(name: str, tensor: Tensor) -> LoadTarget:
+    """Return a tensor as the target of a load, by the way in which it is stored.
+
+    Raises:
+        ValueError: The tensor is quantised already.
+    """
+    if is_packed(tensor):
+        raise ValueError(
+            f"{name!r} is quantised already: load into the model as it was before, and give quantization=... for its "
+            "weights to be packed as they come"
+        )
+    return ShardedTarget(name, tensor) if is_dtensor(tensor) else LoadTarget(name, tensor)
+
+
+class Assignment(NamedTuple):
+    """A change to a model.
+
+    Attributes:
+        names: The names of the tensor or module that changes.
+        value: The value that they get, or the module.
+        kept: The tensor that gets the value in place; None to replace what has the names.
+    """
+
+    names: tuple[str, ...]
+    value: Tensor | nn.Module
+    kept: LoadTarget | None = None
+
+
+def assignment(names: tuple[str, ...], old: Tensor, value: Tensor) -> Assignment:
+    """Return the change that gives a tensor of the model a value, in place if torch lets it."""
+    target = load_target(names[0], old)
+    if target.keeps_object(value):
+        return Assignment(names, value, target)
+    return Assignment(names, target.replaced_by(value))
+
+
+def apply_assignments(model: nn.Module, assignments: Sequence[Assignment]) -> None:
+    """Apply changes to a model in place.
+
+    Layers come first, so that a layer's other tensors go into the layer that replaces it.
+    """
+    for names, value, kept in sorted(assignments, key=lambda each: not isinstance(each.value, nn.Module)):
+        if kept is not None and isinstance(value, Tensor):
+            kept.put(value)
+            continue
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, value)

@@ -1,0 +1,98 @@
+"""The form of tensors that a load leaves on the disk, where no file holds them as the model needs them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from drivetrain_dispatch.conversion.converted_file import write_converted_file
+from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
+from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
+
+
+def with_computed_in_memory(
+    plan: LoadPlan, sources: Mapping[str, LazyTensor]
+) -> tuple[LoadPlan, tuple[str, ...]]:
+    """Move tensors that the model computes, and that no file holds, from the disk to memory.
+
+    Returns:
+        The plan, and the model's names of the tensors that were moved.
+    """
+    moved: list[str] = []
+
+    def in_memory(planned: PlannedTensor) -> PlannedTensor:
+        if not any(name in sources and not sources[name].files() for name in planned.maps):
+            return planned
+        moved.extend(planned.names)
+        return replace(planned, place=torch.device("cpu"), reads=planned.maps, maps=())
+
+    return replace(plan, tensors=tuple(map(in_memory, plan.tensors))), tuple(moved)
+
+
+def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None) -> None:
+    """Check that there is a folder for tensors that the disk keeps in another form than the checkpoint's.
+
+    Raises:
+        ValueError: The folder is missing.
+    """
+    if folder is not None:
+        return
+    packed = [planned.names[0] for planned in plan.packed if planned.place == "disk" and not planned.maps]
+    if packed:
+        raise ValueError(
+            f"device_map puts {packed[0]!r} on the disk, and packed it is in no file yet: name a folder for it "
+            f"and {len(packed) - 1} more, offload_folder=..."
+        )
+    names = _to_write(plan, sources)
+    if names:
+        size = sum(
+            planned.size_bytes for planned in plan.tensors if not names.keys().isdisjoint(planned.maps)
+        )
+        raise ValueError(
+            f"device_map puts {next(iter(names))!r} on the disk, and the checkpoint holds it in another form: name a "
+            f"folder where it and {len(names) - 1} more ({size / 1e9:.2f} GB) are written once, offload_folder=..."
+        )
+
+
+def write_converted(
+    plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None
+) -> tuple[LoadPlan, dict[str, LazyTensor]]:
+    """Write tensors that the disk keeps in another form than the checkpoint's, unless an earlier load has.
+
+    Args:
+        plan: The plan of the load.
+        sources: The source of each tensor, by the plan's stored names.
+        folder: The folder for the file.
+
+    Returns:
+        The plan, in which these tensors are stored in their compute dtype, and the tensors as the file holds them.
+
+    Raises:
+        WeightFilesError: The disk has no room.
+    """
+    names = _to_write(plan, sources)
+    if not names or folder is None:
+        return plan, {}
+    file = write_converted_file(sources, names, Path(folder).expanduser())
+    written = {name: LazyTensor.in_file(file, name) for name in names}
+    tensors = (
+        replace(planned, stored_dtype=planned.dtype) if planned.stored in names else planned
+        for planned in plan.tensors
+    )
+    return replace(plan, tensors=tuple(tensors)), written
+
+
+def _to_write(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors that no file holds in their form on the disk, by the plan's stored names."""
+    names: dict[str, torch.dtype] = {}
+    for planned in plan.tensors:
+        if not all(name in sources for name in planned.maps):
+            continue
+        files = {sources[name].mapped_file() for name in planned.maps}
+        if None in files or len(files) > 1:  # the parts of a weight must be in one file
+            names.update(
+                (name, planned.dtype if name == planned.stored else sources[name].dtype)
+                for name in planned.maps
+            )
+    return names
