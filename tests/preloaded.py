@@ -45,6 +45,7 @@ IMPORTS = [
 _READ_LATE = (
     "DRIVETRAIN_", "TEST_", "PYTEST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "LINES",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
 _SHIM = Path(__file__).with_name("preloaded_shim.py")
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

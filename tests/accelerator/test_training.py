@@ -119,7 +119,7 @@ def compare(case: Case, backend: str) -> None:
     if case.mode != "fp16":
         assert waits == [], "\n".join(waits)
     else:  # whether the step overflowed; just before it whether others scaled FSDP's shards, which nothing else tells
-        places = ["settle", "were_scaled"] if backend == "fsdp" else ["settle"]
+        places = ["finalize", "were_scaled"] if backend == "fsdp" else ["finalize"]
         counts = [sum(place in wait for wait in waits) for place in places]
         assert counts == [num_windows] * len(places), "\n".join(waits)
         assert len(waits) == sum(counts), "\n".join(waits)

@@ -99,6 +99,7 @@ def peaks(path: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.undisturbed
 def test_no_rank_holds_more_than_its_part_and_a_few_blocks(run_ranks, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({f"blocks.{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(DEPTH)}, path)
