@@ -35,11 +35,24 @@ def deepspeed_operators() -> None:
 
 
 @pytest.fixture(scope="session")
-def python() -> Iterator[str]:
-    """A program that stands for `python` and has imported torch before it starts; see preloaded.py."""
-    python = PreloadedPython(rank_environment(0, 1, 0, {}))
-    yield python.executable
-    python.close()
+def pythons() -> Iterator[tuple[str, ...]]:
+    """Programs that stand for `python` and have imported torch before they start; see preloaded.py.
+
+    Two, since what one forks has one hash seed: ranks that walk a set in the order of its hashes must not agree here.
+    """
+    if sys.platform != "linux":  # they hand open files on as /proc lists them, and wait by pidfd
+        yield (sys.executable,)
+        return
+    preloaded = [PreloadedPython(rank_environment(0, 1, 0, {})) for _ in range(2)]
+    yield tuple(each.executable for each in preloaded)
+    for each in preloaded:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def python(pythons: tuple[str, ...]) -> str:
+    """One of `pythons`, to take in place of `sys.executable`."""
+    return pythons[0]
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +65,7 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def run_ranks(rank_pools: dict[int, RankPool], python: str) -> Callable[..., list[object]]:
+def run_ranks(rank_pools: dict[int, RankPool], pythons: tuple[str, ...]) -> Callable[..., list[object]]:
     """Call a module-level function on every rank of a gloo group of long-lived processes.
 
     `run_ranks(function, *args, num_processes=2, timeout_seconds=60)` returns the ranks' results in rank order.
@@ -62,15 +75,18 @@ def run_ranks(rank_pools: dict[int, RankPool], python: str) -> Callable[..., lis
     def run(
         function: Callable[..., object], *args: object, num_processes: int = 2, timeout_seconds: float = 60
     ) -> list[object]:
-        pool = rank_pools.setdefault(num_processes, RankPool(num_processes, python=python))
+        pool = rank_pools.setdefault(num_processes, RankPool(num_processes, pythons=pythons))
         return pool.call(function, *args, timeout_seconds=timeout_seconds)
 
     return run
 
 
 @pytest.fixture
-def run_ranks_script(tmp_path: Path, python: str) -> Callable[..., list[Completed]]:
-    """Run Python source as a process of its own per rank (torchrun's variables set), for tests that kill or hang."""
+def run_ranks_script(tmp_path: Path, pythons: tuple[str, ...]) -> Callable[..., list[Completed]]:
+    """Run Python source as a process of its own per rank (torchrun's variables set), for tests that kill or hang.
+
+    `fresh` ranks also end as Python ends, with all that modules hold.
+    """
 
     def run(
         source: str,
@@ -78,6 +94,7 @@ def run_ranks_script(tmp_path: Path, python: str) -> Callable[..., list[Complete
         num_processes: int = 2,
         timeout_seconds: float = 90,
         environment: dict[str, str] | None = None,
+        fresh: bool = False,
     ) -> list[Completed]:
         script = tmp_path / "script.py"
         script.write_text(source)
@@ -87,7 +104,7 @@ def run_ranks_script(tmp_path: Path, python: str) -> Callable[..., list[Complete
             num_processes=num_processes,
             timeout_seconds=timeout_seconds,
             environment=environment or {},
-            python=python,
+            pythons=(sys.executable,) if fresh else pythons,
         )
 
     return run

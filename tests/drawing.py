@@ -66,10 +66,15 @@ class _Draw:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Order the files, since those of one file share what they set up, and the tests of each."""
         order = {name: random.Random(commit() + name).random() for name in {item.nodeid for item in items}}
-        files = {str(item.path): random.Random(commit() + item.path.name).random() for item in items}
-        items.sort(key=lambda item: (files[str(item.path)], order[item.nodeid]))
+        files = {name: random.Random(commit() + name).random() for name in map(_file_of, items)}
+        items.sort(key=lambda item: (files[_file_of(item)], order[item.nodeid]))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         if time.monotonic() - self._begin > 60 * self._minutes:
-            pytest.skip(f"{self._minutes:g} minutes are over; another commit begins with other slow tests")
+            reason = f"{self._minutes:g} minutes are over; another commit begins with other slow tests"
+            raise pytest.skip.Exception(reason, _use_item_location=True)  # so that -rs names the test
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

@@ -16,9 +16,12 @@ NUM_LANES = 2
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of lanes: none for tests of single files, which start sooner in the first process."""
+    """Return the number of lanes: none for tests of a few files, which start sooner in the first process."""
     folder = config.invocation_params.dir
-    return NUM_LANES if any((folder / name.partition("::")[0]).is_dir() for name in config.args) else 0
+    are_many = len(config.args) > 3 or any(
+        (folder / name.partition("::")[0]).is_dir() for name in config.args
+    )
+    return NUM_LANES if are_many else 0
 
 
 def pytest_collection_finish() -> None:
@@ -37,12 +40,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Let a test that is marked `undisturbed` run while the other lane waits."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
-    with _room(item.config.rootpath / "build" / "lanes", alone="undisturbed" in item.keywords):
+    with in_room(item.config.rootpath / "build" / "lanes", alone="undisturbed" in item.keywords):
         return (yield)
 
 
 @contextmanager
-def _room(folder: Path, *, alone: bool) -> Iterator[None]:
+def in_room(folder: Path, *, alone: bool) -> Iterator[None]:
     """Hold the room for one test: together with other lanes' tests, or alone."""
     folder.mkdir(parents=True, exist_ok=True)
     # A shared lock alone would never become free for the test that wants all of it. So all queue at the door, and
@@ -51,4 +54,7 @@ def _room(folder: Path, *, alone: bool) -> Iterator[None]:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
-        yield
+        try:
+            yield
+        finally:  # by name: a worker that the test forked and left has this file open too
+            fcntl.flock(room, fcntl.LOCK_UN)

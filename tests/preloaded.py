@@ -5,8 +5,10 @@ A fresh interpreter spends some seconds of a core on torch and on what is ours, 
 way. Where only a fresh interpreter will do, because of its flags or of variables that an import here has read, it is
 one.
 
-    preloaded.py FOLDER         serves FOLDER/socket until stdin ends
-    FOLDER/python ARGUMENTS     is preloaded_shim.py
+    server     imports, then forks a keeper for each process that is asked for
+    keeper     forks the process, hands it signals, tells the shim how it ended; it is the process's parent
+    process    has the shim's arguments, variables, folder and open files, and the server's hash seed and limits
+    shim       the program that was started in place of `python` (preloaded_shim.py); ends as the process does
 """
 
 import atexit
@@ -14,6 +16,7 @@ import builtins
 import fcntl
 import gc
 import importlib
+import importlib.util
 import marshal
 import os
 import runpy
@@ -37,7 +40,8 @@ from typing import Any, NoReturn
 # What ranks import: torch, torch._dynamo at an optimizer's first step, and what is installed of ours and of numpy.
 IMPORTS = [
     "torch", "torch._dynamo", "numpy", "drivetrain_state.connection", "drivetrain_checkpoint.saving.coordinator",
-    "drivetrain_checkpoint.loading.load", "drivetrain_backends.torch.ddp", "drivetrain_backends.torch.single_device",
+    "drivetrain_checkpoint.loading.collective_load", "drivetrain_backends.torch.ddp",
+    "drivetrain_backends.torch.single_device",
     "drivetrain_backends.fsdp.backend", "drivetrain_launcher.cli.main", "drivetrain_launcher.run.elastic",
     "drivetrain.accelerator",
 ]  # fmt: skip
@@ -47,6 +51,7 @@ _READ_LATE = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "LINES",
     "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
+FRESH = b"fresh..."  # the answer to an order for which only a fresh interpreter will do
 _SHIM = Path(__file__).with_name("preloaded_shim.py")
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -126,7 +131,10 @@ def _keep(shim: socket.socket, started_with: Mapping[str, str]) -> Order:
     """Fork the process of an order, hand signals on to it, tell how it ends; comes back in that process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     order = _receive(shim)
-    if order is None or order.needs_fresh_interpreter(started_with):
+    if order is None:
+        os._exit(0)
+    if order.needs_fresh_interpreter(started_with):
+        shim.sendall(FRESH)
         os._exit(0)
     pid = os.fork()
     if not pid:
@@ -190,7 +198,7 @@ def become(order: Order, executable: str) -> NoReturn:
     try:
         _run(words)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001 shown, as Python does
@@ -260,7 +268,7 @@ def _show(
 if __name__ == "__main__":
     own_variables = dict(os.environ)  # torch._dynamo adds one
     for name in IMPORTS:
-        with suppress(ModuleNotFoundError):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:  # a package may be tried alone
             importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave this process's other threads behind"
     gc.collect()

@@ -18,23 +18,30 @@ def main() -> None:
     """Ask for the process, and end as it ends."""
     server = socket.socket(socket.AF_UNIX)
     server.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "socket"))
-    for number in _FORWARDED:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: server.send(bytes([number])))
     files = list(_inherited(server))
     order = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ), files))
     socket.send_fds(server, [len(order).to_bytes(8, "little")], files)
     server.sendall(order)
-    # The exit code, negative for a signal; or nothing, where only a fresh interpreter will do.
+    for number in _FORWARDED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: _hand_on(server, number))
+    # The exit code, negative for a signal; or that only a fresh interpreter will do.
     answer = server.recv(8, socket.MSG_WAITALL)
-    if not answer:
+    if answer == b"fresh...":
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    if len(answer) < 8:
+        sys.exit("the process that forks others is gone")
     code = int.from_bytes(answer, "little", signed=True)
     if code < 0:
         with suppress(OSError):  # SIGKILL has no other action
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _hand_on(server: socket.socket, number: int) -> None:
+    with suppress(OSError):  # the process has ended
+        server.send(bytes([number]))
 
 
 def _inherited(server: socket.socket):

@@ -81,13 +81,13 @@ def run_script(
     num_processes: int,
     timeout_seconds: float,
     environment: dict[str, str],
-    python: str,
+    pythons: Sequence[str],
 ) -> list[Completed]:
     """Run `script` once per rank; kill whatever is left at the deadline and fail with every rank's output."""
     port = free_port()
     environments = [rank_environment(rank, num_processes, port, environment) for rank in range(num_processes)]
     return run_processes(
-        script, *args, environments=environments, timeout_seconds=timeout_seconds, python=python
+        script, *args, environments=environments, timeout_seconds=timeout_seconds, pythons=pythons
     )
 
 
@@ -96,20 +96,20 @@ def run_processes(
     *args: str,
     environments: Sequence[dict[str, str]],
     timeout_seconds: float,
-    python: str = sys.executable,
+    pythons: Sequence[str] = (sys.executable,),
 ) -> list[Completed]:
-    """Run `script` in each environment with a Python, or kill what still runs at the deadline and fail."""
+    """Run `script` in each environment with the Pythons in turn, or kill what still runs at the deadline and fail."""
     deadline = time.monotonic() + timeout_seconds
     with TemporaryDirectory() as folder:
         processes: list[subprocess.Popen[bytes]] = []
         outputs = [
             (Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(len(environments))
         ]
-        for environment, (stdout, stderr) in zip(environments, outputs, strict=True):
+        for rank, (environment, (stdout, stderr)) in enumerate(zip(environments, outputs, strict=True)):
             with stdout.open("w") as out, stderr.open("w") as err:
                 processes.append(
                     subprocess.Popen(
-                        [python, str(script), *args],
+                        [pythons[rank % len(pythons)], str(script), *args],
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=out,
@@ -155,15 +155,15 @@ class RankPool:
 
     Args:
         num_processes: How many.
-        python: The program that starts them.
+        pythons: The programs that start them, in turn.
         accelerated: Whether they have the accelerator of `accelerator/device.py`; one process has no group then.
     """
 
     def __init__(
-        self, num_processes: int, *, python: str = sys.executable, accelerated: bool = False
+        self, num_processes: int, *, pythons: Sequence[str] = (sys.executable,), accelerated: bool = False
     ) -> None:
         self.num_processes = num_processes
-        self._python = python
+        self._pythons = pythons
         self._arguments = ("accelerated",) if accelerated else ()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -200,7 +200,12 @@ class RankPool:
                 environment = rank_environment(
                     rank, self.num_processes, port, {"DRIVETRAIN_STATE__WATCHDOG": "false"}
                 )
-                command = [self._python, str(Path(__file__)), address, *self._arguments]
+                command = [
+                    self._pythons[rank % len(self._pythons)],
+                    str(Path(__file__)),
+                    address,
+                    *self._arguments,
+                ]
                 self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             accepted = [listener.accept() for _ in range(self.num_processes)]
         by_rank = {connection.recv(): connection for connection in accepted}

@@ -30,7 +30,9 @@ def accelerated_pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def on_accelerators(accelerated_pools: dict[int, RankPool], python: str) -> Callable[..., list[object]]:
+def on_accelerators(
+    accelerated_pools: dict[int, RankPool], pythons: tuple[str, ...]
+) -> Callable[..., list[object]]:
     """Call a module-level function on every rank of processes with the device; see `run_ranks`.
 
     Rank 0 computes on the first device, rank 1 on the second. One process has no group.
@@ -40,7 +42,7 @@ def on_accelerators(accelerated_pools: dict[int, RankPool], python: str) -> Call
         function: Callable[..., object], *args: object, num_processes: int = 1, timeout_seconds: float = 120
     ) -> list[object]:
         pool = accelerated_pools.setdefault(
-            num_processes, RankPool(num_processes, python=python, accelerated=True)
+            num_processes, RankPool(num_processes, pythons=pythons, accelerated=True)
         )
         return pool.call(function, *args, timeout_seconds=timeout_seconds)
 

@@ -9,7 +9,7 @@ from processes import Completed, run_script
 
 
 @pytest.fixture
-def run_example(python: str) -> Callable[..., Completed]:
+def run_example(pythons: tuple[str, ...]) -> Callable[..., Completed]:
     """`run_example(name, *args, num_processes=2)` runs an example to its end; what its first rank left."""
 
     def run(example: str, *args: str, num_processes: int) -> Completed:
@@ -19,7 +19,7 @@ def run_example(python: str) -> Callable[..., Completed]:
             num_processes=num_processes,
             timeout_seconds=150,
             environment={},
-            python=python,
+            pythons=pythons,
         )
         assert [rank.returncode for rank in ranks] == [0] * num_processes, ranks
         return ranks[0]

@@ -29,7 +29,7 @@ def can_mount(directory: Path) -> bool:
 
 
 @pytest.fixture
-def play(python: str) -> Callable[..., dict[str, int]]:
+def play(pythons: tuple[str, ...]) -> Callable[..., dict[str, int]]:
     """Run a drill; how many rounds it played, and how many of them met the fault."""
 
     def run(script: str, *arguments: object) -> dict[str, int]:
@@ -38,7 +38,7 @@ def play(python: str) -> Callable[..., dict[str, int]]:
             *map(str, arguments),
             environments=[environment_alone()],
             timeout_seconds=3500,
-            python=python,
+            pythons=pythons,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1])

@@ -136,7 +136,7 @@ atexit.register(lambda: print("group after the end:", dist.is_initialized()))  #
 connect(settings)
 """
     )
-    done = run_ranks_script(source)
+    done = run_ranks_script(source, fresh=True)
     assert [(each.returncode, each.stdout) for each in done] == [(0, "group after the end: False\n")] * 2, (
         done
     )

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drivetrain_weights import SeveralWeightsError, WeightFilesError, find_weights
+from drivetrain_weights import SeveralWeightsError, WeightFilesError, find_weights, read_index
+from drivetrain_weights.weight_index import WeightIndex, choose_weights, open_indexed
 
 
 def write(path: Path, **tensors: torch.Tensor) -> Path:
@@ -109,3 +110,23 @@ def test_what_is_no_weights_is_told(tmp_path: Path) -> None:
         WeightFilesError, match=r"holds several weights \(x.safetensors, y.safetensors\): name one"
     ):
         find_weights(tmp_path)
+
+
+def test_an_index_of_another_librarys_files_is_passed_over(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00001.bin")
+    for name, file in (
+        ("pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"),
+        ("flax_model.msgpack.index.json", "flax_model-00001-of-00002.msgpack"),
+        ("tf_model.h5.index.json", "tf_model-00001-of-00002.h5"),
+    ):
+        (tmp_path / name).write_text(json.dumps({"weight_map": {"a": file}}))
+    (tmp_path / "vectors.index.json").write_text("{}")
+    assert choose_weights(tmp_path) == tmp_path / "pytorch_model.bin.index.json"
+
+
+def test_what_an_index_leaves_out_is_read_only_if_asked_for(sharded: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = read_index(path)
+    listed = WeightIndex(weight_map={name: index.weight_map[name] for name in ("a", "c")})
+    assert set(open_indexed(path, listed)) == {"a", "c"}
+    assert set(open_indexed(path, listed, unlisted=True)) == set(index.weight_map)

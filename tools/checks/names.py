@@ -21,7 +21,6 @@ FILES_MEANT = (
             "registry",
             "testing",
             "_nested",
-            "base",
         }  # one a package
     )
     | frozenset(
@@ -43,9 +42,6 @@ FILES_MEANT = (
         # The same concept in packages that do not know each other.
         {
             "collective_errors",
-            "dtensor",
-            "engine",
-            "guard",
             "meta_init",
         }
     )

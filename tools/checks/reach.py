@@ -15,6 +15,7 @@ from pathlib import Path
 
 _SOURCES = ("packages/*/src", "tests", "tools")  # folders that modules are imported from
 _PROGRAMS = ("examples", "benchmarks")  # whose files tests start by their names
+_SKETCHES = ("docs/design.md", "docs/platforms.md")  # their blocks do not run: see conftest.py
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -24,7 +25,10 @@ def changed_files(root: Path, base: str) -> list[Path]:
     Raises:
         ValueError: Git knows no such commit.
     """
-    commands = (["diff", "--name-only", base, "--"], ["ls-files", "--others", "--exclude-standard"])
+    commands = (
+        ["diff", "--no-renames", "--name-only", base, "--"],
+        ["ls-files", "--others", "--exclude-standard"],
+    )
     found: list[Path] = []
     for command in commands:
         done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
@@ -37,7 +41,7 @@ def changed_files(root: Path, base: str) -> list[Path]:
 def reached_tests(root: Path, changed: Sequence[Path]) -> list[Path] | None:
     """Return the test files and pages that a change can reach, or None for all.
 
-    All are reached by a file that is neither Python nor a page: a build's settings, a lock, C++.
+    All are reached by a file that is gone, or is neither Python nor a page: a build's settings, a lock, C++.
     """
     files = _Files(root)
     if any(file not in files.texts and file.suffix != ".svg" for file in changed):
@@ -51,11 +55,13 @@ def reached_tests(root: Path, changed: Sequence[Path]) -> list[Path] | None:
         new = users.get(pending.pop(), set()) - reached
         reached |= new
         pending += new
-    return sorted(file for file in reached if file.exists() and _is_test(root, file))
+    return sorted(file for file in reached if _is_test(root, file, files.texts.get(file, "")))
 
 
-def _is_test(root: Path, file: Path) -> bool:
-    return file.suffix == ".md" or (file.is_relative_to(root / "tests") and file.name.startswith("test_"))
+def _is_test(root: Path, file: Path, text: str) -> bool:
+    if file.suffix == ".md":
+        return _BLOCK.search(text) is not None and str(file.relative_to(root)) not in _SKETCHES
+    return file.is_relative_to(root / "tests") and file.name.startswith("test_")
 
 
 class _Files:
@@ -65,7 +71,7 @@ class _Files:
         root: The repository.
 
     Attributes:
-        texts: The text of every file, also of one that was deleted: it is empty.
+        texts: The text of every file.
     """
 
     def __init__(self, root: Path) -> None:
@@ -95,7 +101,9 @@ class _Files:
             for node in ast.walk(tree):
                 yield from self._used_in(node)
         for folder in file.parents:
-            if (folder / "conftest.py") in self.texts and file.name.startswith("test_"):
+            if (folder / "conftest.py") in self.texts and (
+                file.suffix == ".md" or file.name.startswith("test_")
+            ):
                 yield folder / "conftest.py"
 
     def _trees(self, file: Path) -> Iterator[ast.AST]:
@@ -119,6 +127,10 @@ class _Files:
             case ast.Import(names=names):
                 for alias in names:
                     yield from self._files_of(alias.name)
+            case ast.Assign(targets=[ast.Name(id="pytest_plugins")], value=ast.List(elts=plugins)):
+                for plugin in plugins:
+                    if isinstance(plugin, ast.Constant):
+                        yield from self._files_of(str(plugin.value))
             case ast.ImportFrom(module=str(module), names=names):
                 for alias in names:
                     defined = self._exports.get(module, {}).get(alias.name, module)

@@ -2,13 +2,21 @@
 
 import math
 
+import pytest
 import torch
 
-from drivetrain_backends.gradients.multi_tensor import multiply, norms, stored_values, unscale_on_host
+from drivetrain_backends.gradients.multi_tensor import (
+    multiply,
+    multiply_by_device,
+    norms,
+    stored_values,
+    unscale_on_host,
+)
 from drivetrain_backends.gradients.snapshot import is_nonzero, versions_of
 
 
-def test_tensors_of_several_dtypes_are_multiplied_in_place_by_a_number_or_a_tensor() -> None:
+@pytest.mark.parametrize("multiply", [multiply, multiply_by_device])
+def test_tensors_of_several_dtypes_are_multiplied_in_place_by_a_number_or_a_tensor(multiply) -> None:
     tensors = [torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.ones(())]
     multiply(tensors, 3.0)
     multiply(tensors, torch.tensor(0.5, dtype=torch.float64))

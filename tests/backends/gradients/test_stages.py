@@ -89,7 +89,7 @@ def test_the_losses_of_a_window_are_added_up_and_the_next_window_begins_anew() -
     prepared.optimizers[0].zero_grad()
     single.window.begin()
     prepared.backward(model(torch.tensor(2.0)), count=7)
-    assert (prepared.group.losses.window, prepared.group.losses.num_items) == (2, 7)
+    assert (prepared.group.last_window, prepared.group.losses.num_items) == (2, 7)
 
 
 def test_the_norm_and_an_overflow_are_told_until_the_next_loss() -> None:

@@ -176,7 +176,9 @@ print("main ends", flush=True)
 def test_a_program_that_ends_waits_for_the_commit(
     run_ranks_script, tmp_path: Path, context: Context, num_processes: int
 ) -> None:
-    ranks = run_ranks_script(EXITS_AT_ONCE, str(tmp_path), num_processes=num_processes, timeout_seconds=60)
+    ranks = run_ranks_script(
+        EXITS_AT_ONCE, str(tmp_path), num_processes=num_processes, timeout_seconds=60, fresh=True
+    )
     assert [(rank.returncode, rank.stdout, rank.stderr) for rank in ranks] == [
         (0, "main ends\n", "")
     ] * num_processes

@@ -1,6 +1,7 @@
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -199,12 +200,10 @@ def test_after_a_kill_the_earlier_one_loads_and_the_next_save_tidies_up(
     assert checkpointer.load().step == 2
 
 
-def test_a_save_in_the_background_goes_on_while_the_program_ends(
-    python: str, make, s3_options: Options
-) -> None:
+def test_a_save_in_the_background_goes_on_while_the_program_ends(make, s3_options: Options) -> None:
     """What is begun then is no part of `concurrent.futures`, which takes no more calls."""
     checkpointer = make()
-    command = [python, "-c", ENDING, str(checkpointer.directory), json.dumps(s3_options)]
+    command = [sys.executable, "-c", ENDING, str(checkpointer.directory), json.dumps(s3_options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert [one.folder.name for one in find_checkpoints(checkpointer.directory)] == ["step-2"]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from drivetrain_weights.errors import WeightFilesError
 from drivetrain_weights.safetensors_layout import DTYPES, StoredEntry, bytes_of, read_header
-from drivetrain_weights.tensor_box import Box
 from drivetrain_weights.torch_file import TORCH_SUFFIXES, map_tensors
 
 
@@ -103,10 +102,6 @@ class MappedFile:
         """Return a string that differs after the file at this path is replaced or written to."""
         return ":".join(map(str, self._stamp))
 
-    def file_of(self, name: str) -> "MappedFile":  # noqa: ARG002 as the protocol has it
-        """Return the file whose pages a tensor is: this file."""
-        return self
-
     def divisible(self, name: str) -> bool:
         """Return whether a tensor can be copied piece by piece; `torch.save` also writes non-contiguous tensors."""
         return name in self._starts or self._tensors[name].is_contiguous()
@@ -151,10 +146,6 @@ class MappedFile:
         if name in self._starts and hasattr(os, "posix_fadvise"):
             begin = self._starts[name] + start * self._tensors[name].element_size()
             os.posix_fadvise(self._file, begin, size_bytes, os.POSIX_FADV_WILLNEED)
-
-    def copy_box(self, name: str, target: Tensor, box: Box) -> None:
-        """Copy a box of a tensor through the file's pages."""
-        target.copy_(self._tensors[name][box.slices()])
 
     def _fill(self, memory: memoryview, start: int) -> None:
         while memory:

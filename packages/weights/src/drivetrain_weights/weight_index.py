@@ -20,13 +20,9 @@ _USUAL = {
 _SUFFIXES = {SAFETENSORS_SUFFIX: (SAFETENSORS_SUFFIX,), ".bin": TORCH_SUFFIXES}
 # Also with a variant, such as another dtype: model.safetensors.index.fp16.json, model.fp16.safetensors.index.json.
 _INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
-_BIN_INDEX = re.compile(r".*\.bin\.index\..+")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)(\.[^.]+)?\.[^.]+$")
-_OWN = (
-    "converted-",
-    "offloaded-",
-    ".",
-)  # prefixes of files that drivetrain-dispatch writes, and of unfinished ones
+# Prefixes of files that drivetrain-dispatch writes, and of unfinished ones.
+_OWN = ("converted-", "offloaded-", ".")
 _NUM_SHOWN = 5
 
 
@@ -105,14 +101,13 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
     return dict.fromkeys(file.in_order, file)
 
 
-def open_indexed(path: Path, index: WeightIndex) -> dict[str, MappedFile]:
+def open_indexed(path: Path, index: WeightIndex, *, unlisted: bool = False) -> dict[str, MappedFile]:
     """Open the files of an index, and return the one that holds each tensor, in the order of the files.
-
-    A tensor of these files that the index leaves out is there too.
 
     Args:
         path: The path of the index.
         index: The index that `read_index` returned for it.
+        unlisted: Whether to return tensors of these files too that the index leaves out.
 
     Raises:
         WeightFilesError: A file is missing, damaged, or lacks a tensor.
@@ -135,7 +130,7 @@ def open_indexed(path: Path, index: WeightIndex) -> dict[str, MappedFile]:
         name: opened
         for file, opened in held.items()
         for name in opened.in_order
-        if places.get(name, file) == file
+        if places.get(name, file if unlisted else None) == file
     }
 
 
@@ -203,13 +198,28 @@ def _others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Path]]:
     files = [path for path in paths if path.suffix in _SUFFIXES[kind] and path.is_file()]
     indices: dict[Path, WeightIndex] = {}
     for path in paths:
-        is_bin = _BIN_INDEX.fullmatch(path.name) is not None
-        if _INDEX.fullmatch(path.name) and is_bin == (kind == ".bin"):
-            indices[path] = read_index(path)
+        if _INDEX.fullmatch(path.name) and (index := _index_of(path, kind)) is not None:
+            indices[path] = index
     listed = {file for index in indices.values() for file in index.weight_map.values()}
     rest = [path for path in files if path.name not in listed]
     shards = [path for path in rest if _is_part(path)]
     return [*indices, *(path for path in rest if path not in shards)], shards
+
+
+def _index_of(path: Path, kind: str) -> WeightIndex | None:
+    """Return an index of files of a kind; None for one of other files, such as TensorFlow's, or of something else.
+
+    Raises:
+        WeightFilesError: It is damaged, and its name says that it is of this kind.
+    """
+    try:
+        index = read_index(path)
+    except WeightFilesError:
+        if f"{kind}." in path.name:
+            raise
+        return None
+    suffixes = {Path(file).suffix for file in index.weight_map.values()}
+    return index if suffixes and suffixes <= set(_SUFFIXES[kind]) else None
 
 
 def _is_part(path: Path) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends.deepspeed import compat
-from drivetrain_backends.gradients.multi_tensor import multiply
+from drivetrain_backends.gradients.multi_tensor import multiply_by_device
 
 _CLIP_EPSILON = 1e-6  # torch's and DeepSpeed's own, added to the norm
 
@@ -40,7 +40,7 @@ class ReducedGradients:
 
     def correct(self, factor: float) -> None:
         """Multiply the gradients by `factor`, at the latest when they are used."""
-        multiply(compat.flat_gradients(self._optimizer), factor)
+        multiply_by_device(compat.flat_gradients(self._optimizer), factor)
 
     def norm(self) -> Tensor:
         """Return the global 2-norm, shape (); infinite or NaN if a gradient is. Called on all ranks."""
@@ -74,7 +74,7 @@ class FullGradients(ReducedGradients):
 
     def correct(self, factor: float) -> None:
         """Multiply the gradients in place; see `ReducedGradients.correct`."""
-        multiply(self._gradients(), factor)
+        multiply_by_device(self._gradients(), factor)
 
     def norm(self) -> Tensor:
         """Return the norm; see `ReducedGradients.norm`."""

@@ -11,7 +11,7 @@ from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.averaging import average
-from drivetrain_backends.gradients.multi_tensor import multiply, unscale_on_host
+from drivetrain_backends.gradients.multi_tensor import multiply_by_device, unscale_on_host
 from drivetrain_backends.gradients.reducer import ParameterGradients
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.state_dict.dtensor import local
@@ -98,7 +98,7 @@ class ShardedGradients(ParameterGradients):
         if self.scaler is not None:
             return self._unscale(self.scaler, gradients, 1.0 if factor is None else factor)
         assert factor is not None
-        multiply(gradients, factor)
+        multiply_by_device(gradients, factor)
         return False
 
     def _unscale(self, scaler: LossScaler, gradients: list[Tensor], factor: Tensor | float) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from drivetrain_backends.gradients.multi_tensor import multiply, norms
+from drivetrain_backends.gradients.multi_tensor import multiply_by_device, norms
 from drivetrain_backends.state_dict.dtensor import local
 
 
@@ -49,7 +49,7 @@ def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.dev
 def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> None:
     """Scale gradients so that their norm `total` becomes at most `norm`, as in torch's clipping."""
     factor = (norm / (total + 1e-6)).clamp(max=1.0)
-    multiply([local(gradient) for gradient in gradients], factor)
+    multiply_by_device([local(gradient) for gradient in gradients], factor)
 
 
 def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiply tensors in place by one factor, of shape (), in one kernel a device and dtype."""
+    """Multiply tensors in place by one factor, of shape () on their device."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateUsage]
+
+
+def multiply_by_device(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors of any devices in place by one factor, of shape (), in one kernel a device and dtype."""
     by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_kind[tensor.device, tensor.dtype].append(tensor)

@@ -37,14 +37,12 @@ class WindowLosses(NamedTuple):
     """The losses that gradients hold, as far as making them final depends on it.
 
     Attributes:
-        window: The number of the window of the last loss; -1 before the first.
         is_counted: Whether the losses are sums with counts, rather than means.
         num_items: The sum of this rank's counts.
         adds_to_used: Whether the losses were added to gradients that a step had used.
         is_bad: Whether a loss was not finite, of shape (); None if not recorded.
     """
 
-    window: int = -1
     is_counted: bool = False
     num_items: Tensor | float = 0.0
     adds_to_used: bool = False
@@ -81,6 +79,7 @@ class GradientGroup:
         optimizers: The users' optimizers that train the models.
         stage: The stage of the gradients; the events alone change it.
         losses: The losses that the gradients hold.
+        last_window: The number of the window of the last loss; -1 before the first.
         final: The properties of the gradients, once they are final.
     """
 
@@ -89,6 +88,7 @@ class GradientGroup:
         self.optimizers: list[Optimizer] = []
         self.stage: Stage = "empty"
         self.losses = _NO_LOSSES
+        self.last_window = -1
         self.final = _UNCHECKED
         self._cleared: set[int] = set()  # the optimizers cleared since the last loss
         self._num_failed = 0  # failed micro-batches that left nothing in these gradients
@@ -110,7 +110,7 @@ class GradientGroup:
                 normalised together with gradients that a step used.
         """
         window, losses, is_counted = self._tracker.window, self.losses, count is not None
-        if self.stage == "final" and losses.window == window.number and window.begun:
+        if self.stage == "final" and self.last_window == window.number and window.begun:
             raise AccumulationError(
                 "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
             )
@@ -125,12 +125,12 @@ class GradientGroup:
                 "cannot be added; pass count= for every loss of the window, or for none (and model= for each loss "
                 "where several models are prepared)"
             )
-        num_items = losses.num_items
         if count is not None:
-            num_items = num_items + (count.detach() if isinstance(count, Tensor) else count)
-        if is_bad is not None and losses.is_bad is not None:
-            is_bad = losses.is_bad | is_bad
-        self.losses = WindowLosses(window.number, is_counted, num_items, losses.adds_to_used, is_bad)
+            num_items = losses.num_items + (count.detach() if isinstance(count, Tensor) else count)
+            losses = losses._replace(is_counted=True, num_items=num_items)
+        if is_bad is not None:
+            losses = losses._replace(is_bad=is_bad if losses.is_bad is None else losses.is_bad | is_bad)
+        self.losses, self.last_window = losses, window.number
         self.stage, self.final = "open", _UNCHECKED
         self._cleared.clear()
 
@@ -235,11 +235,7 @@ class GradientGroup:
         Many loops call `zero_grad` before backward, which must keep the gradients of earlier micro-batches.
         """
         window = self._tracker.window
-        if (
-            self.stage != "open"
-            or self.losses.window != window.number
-            or self._num_failed != window.num_failed
-        ):
+        if self.stage != "open" or self.last_window != window.number or self._num_failed != window.num_failed:
             return False
         return not (window.closing and (window.length == 1 or self._tracker.last_backward == window.begun))
 
@@ -289,7 +285,7 @@ class GradientGroup:
             self._edits.accept()
             return True
         return self._edits.check_before_loss(
-            is_same_window=self.losses.window == self._tracker.window.number,
+            is_same_window=self.last_window == self._tracker.window.number,
             is_counted=self.losses.is_counted or is_counted,
         )
 
@@ -307,7 +303,7 @@ class GradientGroup:
     def _check_known(self) -> None:
         """Refuse gradients that come from no loss of this group; see `use`."""
         tracker = self._tracker
-        others_counted = tracker.was_counted_in_window and self.losses.window != tracker.window.number
+        others_counted = tracker.was_counted_in_window and self.last_window != tracker.window.number
         divided = tracker.window.num_micro_batches > 1 or tracker.scaler is not None
         if not (others_counted or divided) or all(p.grad is None for p in self.parameters()):
             return

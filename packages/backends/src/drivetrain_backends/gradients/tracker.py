@@ -68,7 +68,7 @@ class GradientTracker:
     def was_counted_in_window(self) -> bool:
         """True if a loss of any group was counted in the present window."""
         number = self.window.number
-        return any(group.losses.is_counted and group.losses.window == number for group in self.groups)
+        return any(group.losses.is_counted and group.last_window == number for group in self.groups)
 
     def backward(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
         """Add the gradients of a loss of some groups.
@@ -119,9 +119,7 @@ class GradientTracker:
     def move_scale(self) -> None:
         """Update the loss scale after a step, unless gradients of the present scale are still in use."""
         number, begun = self.window.number, self.window.begun
-        pending = begun and any(
-            g.stage in ("open", "final") and g.losses.window == number for g in self.groups
-        )
+        pending = begun and any(g.stage in ("open", "final") and g.last_window == number for g in self.groups)
         if self.scaler is not None and self.has_stepped and not pending:
             self.scaler.update()
             self.has_stepped = False
@@ -165,7 +163,7 @@ class GradientTracker:
 
     def _final(self, owners: Sequence[GradientGroup]) -> list[GradientGroup]:
         number = self.window.number
-        return [group for group in owners if group.stage == "final" and group.losses.window == number]
+        return [group for group in owners if group.stage == "final" and group.last_window == number]
 
     def _reference_of(self, count: Tensor | float) -> Tensor:
         if self.reducer.is_joined:

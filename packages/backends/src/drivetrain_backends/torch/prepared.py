@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.clipping import check_clip
@@ -79,16 +80,18 @@ class TorchPrepared:
             self._refuse_nonfinite((group,))
         group.use()
         self._watch.mark("optimizer step")
-        norm, overflowed, _ = group.final
-        if overflowed:
-            return StepResult(stepped=False, skipped=True, grad_norm=norm)
+        final = group.final
+        if final.overflowed:
+            return StepResult(stepped=False, skipped=True, grad_norm=final.norm)
         optimizer.step()
-        return STEPPED if norm is None else StepResult(stepped=True, skipped=False, grad_norm=norm)
+        return (
+            STEPPED if final.norm is None else StepResult(stepped=True, skipped=False, grad_norm=final.norm)
+        )
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clear one optimizer's gradients, except those accumulated in an open window."""
         group = self.group
-        if group.is_accumulating:
+        if group.stage == "open" and group.is_accumulating:  # a call less in most steps
             return
         optimizer.zero_grad(set_to_none)
         group.clear(optimizer)
@@ -133,7 +136,7 @@ class TorchPrepared:
 
     def unwrap(self) -> nn.Module:
         """Return the user's module without a wrapper; it still computes in the run's precision."""
-        return self.model.module if isinstance(self.model, StandIn) else self.model
+        return self.model.module if isinstance(self.model, StandIn | DistributedDataParallel) else self.model
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:

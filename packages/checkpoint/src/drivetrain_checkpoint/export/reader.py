@@ -100,7 +100,7 @@ def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> Ex
         if chosen.suffix == ".json":
             index = read_index(chosen)
             said, where = index.metadata.get(TIES, {}), "metadata"
-            stored = open_indexed(chosen, index)
+            stored = open_indexed(chosen, index, unlisted=True)
         else:
             file = MappedFile(chosen)
             said, where = file.metadata.get(TIES, "{}"), "header"

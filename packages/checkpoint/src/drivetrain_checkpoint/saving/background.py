@@ -60,6 +60,11 @@ class BackgroundSaves:
         self._thread, self._overlap = thread, staged.overlap
 
     @property
+    def is_busy(self) -> bool:
+        """True while a save is being written, or its thread ends."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def is_copying(self) -> bool:
         """True if `wait_for_copies` must be called before the saved tensors may change."""
         return self._overlap is not None

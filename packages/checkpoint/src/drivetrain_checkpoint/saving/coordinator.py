@@ -196,11 +196,9 @@ class SaveCoordinator:
             FolderNotSharedError: This rank does not see it.
         """
         rank = self._context.topology.rank
-        seen = storage_of(self._directory).folders_in(self._directory)
-        if token is None:
-            return  # an empty folder does not exist in an object store: only that this rank may list it is checked
-        check_shared(self._directory, token, rank)
-        if folder.name not in seen:
+        if token is not None:
+            check_shared(self._directory, token, rank)
+        if not storage_of(folder).sees(folder):
             raise FolderNotSharedError(
                 f"rank {rank} does not see {folder}, which rank 0 made: save into a folder that every host mounts"
             )

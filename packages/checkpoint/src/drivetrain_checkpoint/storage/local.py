@@ -127,6 +127,11 @@ def folders_in(directory: Path) -> list[str]:
         return []
 
 
+def sees(folder: Path) -> bool:
+    """Return whether a folder exists, by listing its parent: a network file system may have cached its absence."""
+    return folder.parent.is_dir() and folder.name in os.listdir(folder.parent)
+
+
 def is_folder(folder: Path) -> bool:
     """Return whether a folder exists."""
     return folder.is_dir()

@@ -84,6 +84,10 @@ class Storage(Protocol[Place]):
         """Return the names of the folders in a directory; empty if the directory does not exist."""
         ...
 
+    def sees(self, folder: Place) -> bool:
+        """Return whether this process sees a folder that another has just made, whatever a file system has cached."""
+        ...
+
     def is_folder(self, folder: Place) -> bool:
         """Return whether a folder exists; an object store has only those that hold something."""
         ...

@@ -119,6 +119,16 @@ def folders_in(directory: "UPath") -> list[str]:
     return [name for name, entry in _list(directory).items() if entry["type"] == "directory"]
 
 
+def sees(folder: "UPath") -> bool:
+    """Return True if this process can list the store; an empty folder does not exist there, so it cannot be checked.
+
+    Raises:
+        OSError: This process lacks the permission, or cannot reach the store.
+    """
+    _list(folder)
+    return True
+
+
 def is_folder(folder: "UPath") -> bool:
     """Return whether there is any object below a prefix."""
     return bool(_list(folder))

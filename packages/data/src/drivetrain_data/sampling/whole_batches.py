@@ -21,6 +21,8 @@ def cut_into_steps(batches: Iterator[Batch], length: int, even: UnevenPolicy) ->
     while step := list(islice(batches, length)):
         if len(step) == length or even != "drop":
             yield step
+        if len(step) < length:
+            return  # some loaders begin anew when they are asked again after their end
 
 
 def distribute(step: list[Batch], first: Sequence[Batch], sharding: DataSharding) -> list[Batch]:

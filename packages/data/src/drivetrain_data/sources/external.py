@@ -65,9 +65,11 @@ class ExternalSource(BatchSource):
         for (step, origin), is_last in look_ahead(steps):
             first = first or step
             held = distribute(step, first, self.sharding)
-            counts, plan = self._plan(held, num_new=len(step), is_last=is_last)
-            batches = [held[shard] for shard in self.sharding.readers(counts)]
-            yield plan, batches if self.sharding.for_all else batches[0], origin
+            plan = self._plan(held, num_new=len(step), is_last=is_last)
+            if self.sharding.for_all:  # also a batch without samples is its shard's own
+                yield plan, held if self.sharding.even == "pad" else held[: len(step)], origin
+            else:
+                yield plan, held[self.sharding.shard.index], origin
 
     def note_received(self, plan: BatchPlan, origin: StepOrigin) -> None:
         """Count the received batches, and keep the snapshot of the loader."""

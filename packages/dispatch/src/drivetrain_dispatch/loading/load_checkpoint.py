@@ -2,7 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TypeAlias
 
@@ -119,12 +119,7 @@ def load_checkpoint_in_model(
 def _open_and_load(
     layout: ModelLayout, path: Path, device_map: Mapping[str, Device] | None, options: WeightLoadOptions
 ) -> LoadReport:
-    sharded = [name for name, tensor in layout.parameters.items() if is_dtensor(tensor)]
-    if sharded and (device_map is not None or options.read_by != "each"):
-        raise ValueError(
-            f"{sharded[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
-            "nor read_by"
-        )
+    _check_sharded(layout, device_map, options)  # on all ranks alike, before one opens files for the others
     each = options.read_by == "each"
     reader = EachRank(options.num_threads) if each else Rank0Broadcast(options.process_group)
     opened = reader.open(path, lambda: open_checkpoint(layout, path, options))
@@ -148,6 +143,7 @@ def load_tensors(
         options: The options of the load.
         reader: Who reads; called on all ranks that it reads for.
     """
+    _check_sharded(layout, device_map, options)
     load = _Load(layout=layout, checkpoint=checkpoint, device_map=device_map, options=options, reader=reader)
     with load:
         plan = reader.together(load.plan)
@@ -157,6 +153,17 @@ def load_tensors(
         if plan.packed:
             refuse_to_save(layout.model)
         return load.report(plan)
+
+
+def _check_sharded(
+    layout: ModelLayout, device_map: Mapping[str, Device] | None, options: WeightLoadOptions
+) -> None:
+    sharded = [name for name, tensor in layout.parameters.items() if is_dtensor(tensor)]
+    if sharded and (device_map is not None or options.read_by != "each"):
+        raise ValueError(
+            f"{sharded[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
+            "nor read_by"
+        )
 
 
 @dataclass(kw_only=True)
@@ -212,7 +219,8 @@ class _Load:
                 raise WeightFilesError(
                     f"{opened.path} is not on this rank what it is on rank 0: copy it here again"
                 )
-            self.checkpoint = opened
+            # In rank 0's order, which all ranks read and broadcast in: here the tensors may lie in other files.
+            self.checkpoint = replace(opened, specs=self.checkpoint.specs)
             self.sources.update(opened.sources)
         return self.checkpoint
 

@@ -71,11 +71,11 @@ def dispatch_model(
         ValueError: The model lacks a named class or tensor, or a dtype is not a `torch.dtype`.
     """
     check_release(release_pages)
-    take_back(model)
     plan = plan_dispatch(
         model, device_map, main_device=main_device, write_back=write_back, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes, dtypes=dtypes,
     )  # fmt: skip
+    take_back(model)
     files = relocate(plan.layout.tensors, plan.placements, mapped or {}, offload_dir, write_back=write_back)
     dispatched = mark_dispatched(model)
     _fetch_at_use(dispatched, model, plan, files, device_map)

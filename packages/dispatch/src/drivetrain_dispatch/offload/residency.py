@@ -285,6 +285,7 @@ class Residency:
                 tensor.transfer = None
                 key = (tensor.request.device, None if transfer.used else transfer)
                 released[key] = released.get(key, 0) + tensor.request.device_bytes
+        transfer = None  # this name would keep the values of the last tensor
         # After all references to the values are gone: an accelerator's window records an event for their memory.
         for (device, unused), size_bytes in released.items():
             self._windows[device].release(size_bytes, None if unused is None else unused.completion())

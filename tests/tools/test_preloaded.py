@@ -1,0 +1,124 @@
+"""The program that stands for `python` does what Python does, but for the time that an import takes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from processes import rank_environment
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has it")
+
+ENVIRONMENT = rank_environment(0, 1, 0, {})
+
+
+def run(python: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # pyright: ignore[reportCallIssue]
+        [python, *arguments],
+        **{
+            "env": ENVIRONMENT,
+            "capture_output": True,
+            "text": True,
+            "check": False,
+            "timeout": 60,
+            **options,
+        },
+    )
+
+
+def same(python: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run both; they print the same and end alike."""
+    fresh, forked = (run(each, *arguments, **options) for each in (sys.executable, python))
+    assert (forked.returncode, forked.stdout, forked.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+    return forked
+
+
+def test_torch_is_there_before_the_first_line(python: str) -> None:
+    assert (
+        run(python, "-c", "import sys; print('torch' in sys.modules, sys.executable)").stdout
+        == f"True {python}\n"
+    )
+
+
+def test_a_script_has_its_arguments_folder_input_and_variables(python: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nprint(sys.argv, sys.path[0], __file__, __name__, os.getcwd(), sys.stdin.read())\n"
+        "print(os.environ['TEST_X'], 'no' if 'RANK' in os.environ else 'yes')"
+    )
+    variables = {name: value for name, value in ENVIRONMENT.items() if name != "RANK"} | {"TEST_X": "x"}
+    done = same(python, str(script), "a", "-b", cwd=tmp_path, input="said", env=variables)
+    assert done.stdout.endswith("said\nx yes\n")
+
+
+def test_modules_and_code_run_as_well(python: str, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("import sys; print(sys.argv[1:], sys.path[0], __name__)")
+    same(python, "-m", "module", "a", cwd=tmp_path)
+    same(python, "-c", "import sys; print(sys.argv, __name__)", "a")
+    same(python, "-u", "-c", "import os; print('written', end=''); os._exit(3)")
+
+
+def test_variables_of_a_search_path_are_searched(python: str, tmp_path: Path) -> None:
+    (tmp_path / "found.py").write_text("print('found')")
+    assert (
+        same(python, "-c", "import found", env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}).stdout
+        == "found\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "import sys; sys.exit(7)",
+        "import sys; sys.exit('said')",
+        "1 / 0",
+        "raise KeyboardInterrupt",
+        "import os; os.abort()",
+    ],
+)
+def test_a_process_ends_as_it_does_in_python(python: str, end: str) -> None:
+    same(python, "-c", end)
+
+
+def test_what_was_registered_runs_at_the_end(python: str) -> None:
+    code = "import atexit, threading, time\natexit.register(print, 'last')\n"
+    code += "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()"
+    assert same(python, "-c", code).stdout == "thread\nlast\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_handed_on(python: str, number: signal.Signals) -> None:
+    code = "import signal, time, sys\nfor n in (2, 15): signal.signal(n, lambda n, _: sys.exit(n))\n"
+    code += "print('ready', flush=True)\ntime.sleep(60)"
+    with subprocess.Popen(
+        [python, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(number)
+        assert process.wait(30) == number
+
+
+def test_a_process_is_killed_with_the_program_that_stands_for_it(python: str) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [python, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_flags_and_variables_of_an_import_get_a_fresh_interpreter(python: str) -> None:
+    code = "import sys; print('torch' in sys.modules, sys.flags.dev_mode)"
+    assert run(python, "-X", "dev", "-c", code).stdout == "False True\n"
+    assert run(python, "-c", code, env={**ENVIRONMENT, "MKL_NUM_THREADS": "1"}).stdout == "False False\n"
+    assert os.path.basename(python) == "python"
