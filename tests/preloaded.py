@@ -17,6 +17,7 @@ import fcntl
 import gc
 import importlib
 import importlib.util
+import io
 import marshal
 import os
 import runpy
@@ -193,8 +194,8 @@ def become(order: Order, executable: str) -> NoReturn:
     unbuffered = words[0] == "-u"
     words = words[unbuffered:]
     if unbuffered or order.environment.get("PYTHONUNBUFFERED"):
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)
+        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
+        sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0), errors="backslashreplace", write_through=True)
     try:
         _run(words)
     except SystemExit as end:

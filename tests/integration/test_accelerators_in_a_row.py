@@ -35,7 +35,7 @@ def fold(backend, fails_on=()):
 
 def test_three_in_a_row_meet_again_where_rank_0_hosts_the_store(run_ranks_script) -> None:
     source = FOLD + "print(len({fold('ddp') for _ in range(3)}), fold('fsdp') == fold('fsdp'))"
-    for done in run_ranks_script(source):
+    for done in run_ranks_script(source, fresh=True):
         assert (done.returncode, done.stdout, done.stderr) == (0, "1 True\n", ""), done
 
 

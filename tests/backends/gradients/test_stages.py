@@ -83,7 +83,12 @@ def test_the_losses_of_a_window_are_added_up_and_the_next_window_begins_anew() -
         single.window.begin()
         prepared.backward(model(torch.tensor(2.0)), count=count)
     held = prepared.group.losses
-    assert (held.window, held.is_counted, held.num_items, held.adds_to_used) == (1, True, 8, False)
+    assert (prepared.group.last_window, held.is_counted, held.num_items, held.adds_to_used) == (
+        1,
+        True,
+        8,
+        False,
+    )
     prepared.optimizers[0].step()
     assert prepared.group.losses is held
     prepared.optimizers[0].zero_grad()

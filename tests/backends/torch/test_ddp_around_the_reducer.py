@@ -403,7 +403,7 @@ for step in range(3):
 
 @pytest.mark.slow
 def test_a_gradient_that_one_rank_edits_is_a_wait_that_the_watchdog_names(run_ranks_script, tmp_path) -> None:
-    # The watchdog's limit and gloo's are the same 4 s: it is the watchdog that ends a rank while Python tears it down.
+    # The watchdog's limit and gloo's are both 4 s: the watchdog ends a rank while Python tears it down.
     zero, _ = run_ranks_script(f"import os; os.chdir({str(tmp_path)!r})\n" + EDIT_ON_ONE_RANK, fresh=True)
     assert zero.returncode == 124
     assert "Last progress: averaging gradients at the window's close" in zero.stderr

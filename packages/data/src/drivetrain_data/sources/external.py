@@ -120,8 +120,8 @@ class ExternalSource(BatchSource):
             load_plain_states(last.snapshot["generators"])
         return islice(batches, position - last.received, None)
 
-    def _plan(self, held: list[Any], *, num_new: int, is_last: bool) -> tuple[list[int], BatchPlan]:
-        """Return a step's real counts and plan, with sizes guessed from its batches."""
+    def _plan(self, held: list[Any], *, num_new: int, is_last: bool) -> BatchPlan:
+        """Return a step's plan, with sizes guessed from its batches."""
         guessed = [leading_size(batch) for batch in held]
         sizes = [size for size in guessed if size is not None]
         are_known = len(sizes) == len(held)
@@ -129,7 +129,7 @@ class ExternalSource(BatchSource):
             self._has_warned = True
             self._warn_of_unknown_size(held[guessed.index(None)])
         counts = [*(sizes if are_known else [1] * num_new)[:num_new], *[0] * (len(held) - num_new)]
-        return counts, plan_of_batches(
+        return plan_of_batches(
             counts,
             sizes if are_known else None,
             self.sharding,
