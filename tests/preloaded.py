@@ -269,7 +269,9 @@ def _show(
 if __name__ == "__main__":
     own_variables = dict(os.environ)  # torch._dynamo adds one
     for name in IMPORTS:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:  # a package may be tried alone
+        package = importlib.util.find_spec(name.partition(".")[0])
+        # A package may be tried alone. Folders of tests have names of packages too, without an __init__.py.
+        if package is not None and package.origin is not None:
             importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave this process's other threads behind"
     gc.collect()

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -172,15 +172,12 @@ class RankPool:
         """Call `function(*args)` on every rank and return the results in rank order."""
         if not self._connections:
             self._start()
+            self._answers(60)  # once they are joined
         where = (Path(function.__code__.co_filename), function.__module__, function.__name__)
         call = pickle.dumps((*where, pickle.dumps(args)))
         for connection in self._connections:
             connection.send_bytes(call)
-        answers = self._collect(time.monotonic() + timeout_seconds)
-        if any(answer is None or answer[0] == "raised" for answer in answers):
-            self.close()  # a group with a lost or failed rank is not one to go on with
-            raise AssertionError(self._report(answers, timeout_seconds))
-        return [answer[1] for answer in answers if answer is not None]
+        return self._answers(timeout_seconds)
 
     def close(self) -> None:
         """End every process of the pool."""
@@ -193,23 +190,27 @@ class RankPool:
 
     def _start(self) -> None:
         port = free_port()
-        with Listener(("127.0.0.1", 0), backlog=self.num_processes) as listener:
-            address = f"127.0.0.1:{listener.address[1]}"
-            for rank in range(self.num_processes):
-                # A pool waits between tests as long as it takes: that is no hang.
-                environment = rank_environment(
-                    rank, self.num_processes, port, {"DRIVETRAIN_STATE__WATCHDOG": "false"}
+        for rank in range(self.num_processes):
+            # A pool waits between tests as long as it takes: that is no hang.
+            environment = rank_environment(
+                rank, self.num_processes, port, {"DRIVETRAIN_STATE__WATCHDOG": "false"}
+            )
+            ours, theirs = socket.socketpair()
+            with theirs:  # a rank that ends before it is joined is heard at once
+                file = theirs.fileno()
+                command = [self._pythons[rank % len(self._pythons)], __file__, str(file), *self._arguments]
+                self._processes.append(
+                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[file])
                 )
-                command = [
-                    self._pythons[rank % len(self._pythons)],
-                    str(Path(__file__)),
-                    address,
-                    *self._arguments,
-                ]
-                self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
-            accepted = [listener.accept() for _ in range(self.num_processes)]
-        by_rank = {connection.recv(): connection for connection in accepted}
-        self._connections = [by_rank[rank] for rank in range(self.num_processes)]
+            self._connections.append(Connection(ours.detach()))
+
+    def _answers(self, timeout_seconds: float) -> list[object]:
+        """What each rank returned, in rank order; the pool ends if one raised, died or gave no answer."""
+        answers = self._collect(time.monotonic() + timeout_seconds)
+        if any(answer is None or answer[0] == "raised" for answer in answers):
+            self.close()  # a group with a lost or failed rank is not one to go on with
+            raise AssertionError(self._report(answers, timeout_seconds))
+        return [answer[1] for answer in answers if answer is not None]
 
     def _collect(self, deadline: float) -> list[tuple[str, object, str] | None]:
         answers: list[tuple[str, object, str] | None] = [None] * self.num_processes
@@ -253,19 +254,18 @@ def _load(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _serve(address: str, accelerated: str = "") -> None:
+def _serve(file: str, accelerated: str = "") -> None:
     """A pool's worker: join the group, then answer calls until the pool hangs up."""
     import torch.distributed as dist
 
-    host, port = address.split(":")
-    connection = Client((host, int(port)))
+    connection = Connection(int(file))
     if accelerated:
         from accelerator import device
 
         device.make()
     if not accelerated or os.environ["WORLD_SIZE"] != "1":
         dist.init_process_group(f"cpu:gloo,{device.NAME}:hccl" if accelerated else "gloo")
-    connection.send(int(os.environ["RANK"]))
+    connection.send_bytes(pickle.dumps(("returned", None, "")))
     num_modules = 0
     while True:
         try:

@@ -1,6 +1,7 @@
 """Saves while training goes on."""
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,16 @@ def test_memory_is_kept_for_the_next_save_and_given_back_at_the_end(tmp_path: Pa
 
 
 def test_only_one_runs_at_a_time(tmp_path: Path, context: Context) -> None:
-    checkpointer = Checkpointer(context, tmp_path, settings=IN_BACKGROUND)
-    save(checkpointer, 1, torch.ones(5_000_000))
+    checkpointer, go = Checkpointer(context, tmp_path, settings=IN_BACKGROUND), threading.Event()
+    ended: list[str] = []
+    checkpointer.after_commit.append(lambda folder: (go.wait(10), ended.append(folder.name)))
+    save(checkpointer, 1, torch.ones(3))  # comes back while its thread is held
+    assert ended == []
+    threading.Timer(0.2, go.set).start()
     path = save(checkpointer, 2, torch.ones(3))  # waits for the first
-    assert (tmp_path / "step-1" / "manifest.json").exists()
+    assert ended[:1] == ["step-1"]
     assert checkpointer.wait() == path
+    assert ended == ["step-1", "step-2"]
 
 
 def two_ranks(directory: str) -> list[int]:

@@ -96,6 +96,7 @@ def test_a_disk_and_a_store_do_the_same(tmp_path: Path, kind: str) -> None:
     assert (storage.folders_in(directory), storage.sizes_in(folder)) == ([], {})
     assert not storage.is_folder(folder)
     storage.make_folder(folder)
+    assert storage.sees(folder)
     with pytest.raises(FileNotFoundError):
         storage.read_whole(folder / "small")
     storage.put(folder / "small", b"12")

@@ -11,7 +11,9 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
-from drivetrain_data import Shard, ShardedLoader, shard_loader, skip_first_batches, trim
+from drivetrain_data import Shard, ShardedLoader, UnevenPolicy, shard_loader, skip_first_batches, trim
+from drivetrain_data.sampling.sharding import DataSharding
+from drivetrain_data.sources.external import ExternalSource
 
 
 class Ready:
@@ -46,6 +48,48 @@ def test_batches_are_dealt_out_in_turn(
     assert read.samples == list(range(2 * num_batches))
     assert len(read.plans) == len(shards[0])
     assert read.plans[-1].is_last
+
+
+@pytest.mark.parametrize("even", ["uneven", "pad"])
+def test_where_one_rank_reads_an_empty_batch_is_its_shards_own(even: UnevenPolicy) -> None:
+    batches = [torch.arange(3), torch.empty(0), torch.arange(2), torch.arange(1)]
+    sharding = DataSharding(
+        shard=Shard(0, 3), even=even, split=False, strategy="interleaved", num_blocks=1, seed=0, for_all=True
+    )
+    first, last = ExternalSource(batches, sharding).open(0, 0)
+    assert [len(batch) for batch in first[1]] == list(first[0].sizes or ()) == [3, 0, 2]
+    assert [len(batch) for batch in last[1]] == ([1] if even == "uneven" else [1, 3, 0])
+
+
+class Again:
+    """A loader whose iterator begins anew when it is asked after its end, as DALI's does."""
+
+    dataset = range(5)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return Round()
+
+
+class Round:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> "Round":
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.position = self.position % 6 + 1
+        if self.position == 6:
+            raise StopIteration
+        return torch.tensor([self.position])
+
+
+def test_a_loader_that_begins_anew_after_its_end_is_not_asked_again() -> None:
+    loader = shard_loader(Again(), Shard(0, 2), even="drop")
+    assert [batch.tolist() for _ in range(2) for batch in loader] == [[1], [3]] * 2
 
 
 def test_leftover_batches_can_be_dropped(make_shards, read_together) -> None:

@@ -1,3 +1,4 @@
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_a_rank_whose_files_are_others_is_told(
     )
     assert "is not on this rank what it is on rank 0: copy it here again" in both[1]["error"]
     assert both[0]["error"].startswith("LoadError: rank 1 could not load")
+
+
+def test_a_rank_that_has_the_same_in_other_files_gets_each_tensor_under_its_name(
+    run_ranks: Callable[..., list[object]], tmp_path: Path, values
+) -> None:
+    """Rank 1 opens its own files for the disk, where tensors of one size stand in another order."""
+    other = tmp_path / "other"
+    other.mkdir()
+    names = sorted(values, reverse=True)
+    places = {name: f"{number}.safetensors" for number, name in enumerate(names)}
+    for name, file in places.items():
+        save_file({name: values[name]}, other / file)
+    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    both = run_ranks(load, [str(tmp_path), str(other)], [CPU, {"": "cpu", "2": "disk"}], [ROWS, ROWS], None)
+    assert [found["mapped"] for found in both] == [[], ["2.bias", "2.weight"]]
+    for found in both:
+        for name, value in values.items():
+            wanted = value if name in found["mapped"] or not value.is_floating_point() else value.bfloat16()
+            assert torch.equal(found["values"][name], wanted), name
 
 
 def test_a_file_that_is_cut_meanwhile_ends_it_on_all_ranks(

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from drivetrain_dispatch.offload import residency as residency_module
 from drivetrain_dispatch.offload.residency import OffloadedTensor, Residency, TensorSlot
 from drivetrain_dispatch.offload.transfer import TransferRequest
+from drivetrain_dispatch.offload.transfer_window import TransferWindow
 
 CPU = torch.device("cpu")
 TENSOR_BYTES = 16
@@ -47,6 +49,25 @@ def test_a_tensor_goes_from_stored_to_in_use_and_back(module: nn.Module) -> None
     assert tensor.transfer is None
     assert not residency.in_use
     assert residency.fits([tensor])
+
+
+def test_a_window_is_told_of_room_when_the_values_are_gone(
+    module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone: list[bool] = []
+
+    class Window(TransferWindow):
+        def release(self, size_bytes: int, cancelled: object = None) -> None:
+            gone.append(values() is None)
+            super().release(size_bytes)
+
+    monkeypatch.setattr(residency_module, "TransferWindow", Window)
+    residency, tensor = Residency({CPU: TENSOR_BYTES}), offloaded(module, "tensor")
+    residency.request([tensor])
+    residency.acquire([tensor])
+    values = ref(tensor.transfer.wait()[tensor.index] if tensor.transfer else module.tensor)
+    residency.release([tensor])
+    assert gone == [True]
 
 
 def test_what_is_assigned_while_a_buffer_is_in_use_stays() -> None:

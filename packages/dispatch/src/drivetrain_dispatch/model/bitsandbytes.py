@@ -31,18 +31,26 @@ def made_anew(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
     return kind(data, requires_grad=False, **attributes)
 
 
-def has_no_values(tensor: Tensor) -> bool:
-    """Return whether a weight is not packed yet, as bitsandbytes packs it when it is moved to a device."""
-    return any(vars(tensor).get(name, tensor) is None for name in ("quant_state", "SCB"))
+def has_no_values(weight: Tensor, layer: nn.Module) -> bool:
+    """Return whether the weight of a layer is not packed yet, as bitsandbytes packs it when it is moved to a device."""
+    is_packed = all(vars(weight).get(name, weight) is not None for name in ("quant_state", "SCB"))
+    return not is_packed and _state_with_scales(layer) is None
 
 
-def take_back(model: nn.Module) -> None:
-    """Restore the attributes of 8-bit weights that a forward moved into their layers' state."""
-    for module in model.modules():
-        state, weight = module.__dict__.get("state"), module.__dict__["_parameters"].get("weight")
-        if state is not None and isinstance(weight, Tensor) and "CB" in vars(weight) and state.CB is not None:
+def restore_scales(model: nn.Module) -> None:
+    """Move the scales of 8-bit weights, which a forward took into their layers' state, back into the weights."""
+    for layer in model.modules():
+        if (state := _state_with_scales(layer)) is not None:
+            weight = layer.__dict__["_parameters"]["weight"]
             vars(weight).update(CB=weight.data, SCB=state.SCB)
             state.CB = state.SCB = None
+
+
+def _state_with_scales(layer: nn.Module) -> Any:
+    """Return the state of an 8-bit layer if a forward took the scales into it, else None."""
+    state, weight = layer.__dict__.get("state"), layer.__dict__["_parameters"].get("weight")
+    took = state is not None and isinstance(weight, Tensor) and "CB" in vars(weight) and state.CB is not None
+    return state if took else None
 
 
 def follow(weight: Tensor) -> None:

@@ -99,8 +99,8 @@ def size_in_bytes(tensor: Tensor) -> int:
     return sum(part.nbytes for part in parts_of(tensor))
 
 
-def why_unready(tensor: Tensor) -> str | None:
-    """Return why a packed weight cannot be offloaded, as the predicate of a sentence; None if it can."""
-    if tensor.requires_grad:
+def why_unready(weight: Tensor, layer: nn.Module) -> str | None:
+    """Return why the packed weight of a layer cannot be offloaded, as the predicate of a sentence; None if it can."""
+    if weight.requires_grad:
         return "learns"
-    return "has no quantised values yet" if has_no_values(tensor) else None
+    return "has no quantised values yet" if has_no_values(weight, layer) else None

@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from drivetrain_dispatch.model.bitsandbytes import KeptLayout, take_back
+from drivetrain_dispatch.model.bitsandbytes import KeptLayout, restore_scales
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.model.units import Unit, units_of
 from drivetrain_dispatch.offload.device_transfer import InputMover
@@ -75,7 +75,7 @@ def dispatch_model(
         model, device_map, main_device=main_device, write_back=write_back, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes, dtypes=dtypes,
     )  # fmt: skip
-    take_back(model)
+    restore_scales(model)
     files = relocate(plan.layout.tensors, plan.placements, mapped or {}, offload_dir, write_back=write_back)
     dispatched = mark_dispatched(model)
     _fetch_at_use(dispatched, model, plan, files, device_map)

@@ -116,7 +116,8 @@ def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement])
                 f"{name!r} was made in torch.inference_mode, where nothing tells when a tensor is written to: build "
                 "and load the model outside of it"
             )
-        if is_packed(tensor) and not tensor.is_meta and (reason := why_unready(tensor)):
+        layer = layout.modules[name.rpartition(".")[0]]
+        if is_packed(tensor) and not tensor.is_meta and (reason := why_unready(tensor, layer)):
             raise DeviceMapError(
                 f"{name!r} is a quantised weight that {reason}: quantise it and freeze it before the model is "
                 "dispatched, or load it with load_checkpoint_and_dispatch(quantization=...)"

@@ -283,15 +283,15 @@ class Residency:
             transfer = tensor.transfer
             if transfer is not None and not tensor.num_claims and not tensor.num_users:
                 tensor.transfer = None
-                key = (tensor.request.device, None if transfer.used else transfer)
+                key = (tensor.request.device, None if transfer.is_over else transfer)
                 released[key] = released.get(key, 0) + tensor.request.device_bytes
         transfer = None  # this name would keep the values of the last tensor
         # After all references to the values are gone: an accelerator's window records an event for their memory.
-        for (device, unused), size_bytes in released.items():
-            self._windows[device].release(size_bytes, None if unused is None else unused.completion())
+        for (device, pending), size_bytes in released.items():
+            self._windows[device].release(size_bytes, None if pending is None else pending.completion())
 
 
-# The bytes that are released, by device and, if nothing has used it, by transfer.
+# The bytes that are released, by device and, unless it is over, by transfer.
 _ReleasedBytes: TypeAlias = dict[tuple[torch.device, PendingTransfer | None], int]
 
 

@@ -99,9 +99,10 @@ class PendingTransfer:
             self._work.cancel()
 
     @property
-    def used(self) -> bool:
-        """True if anything has waited for the transfer."""
-        return self._waiting_streams is not None
+    def is_over(self) -> bool:
+        """True if a stream has waited for the copies, or the host has made them."""
+        copies = self._copies
+        return self._waiting_streams is not None or (copies is not None and copies.event is None)
 
     def completion(self) -> "TransferCompletion":
         """Return the completion of the copies, without a reference to their memory."""
