@@ -39,7 +39,9 @@ def watched(context: Context, turn: Callable[[], float]) -> Callable[[], float]:
     """The same turn while the watchdog runs, at its default of one look a second."""
 
     def with_watchdog() -> float:
-        watchdog = start_watchdog(topology=context.topology, settings=StateSettings(), watch=context.watch)
+        watchdog = start_watchdog(
+            topology=context.topology, settings=StateSettings(), record=context.progress
+        )
         try:
             return turn()
         finally:

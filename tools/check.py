@@ -43,7 +43,11 @@ CHECKS = (
     Check(name="lint", run=lint.check, looks_at="ruff's rules and formatting"),
     Check(name="types", run=types.check, looks_at="pyright, strict"),
     Check(name="floors", run=floors.check, looks_at="imports point down the floors of docs/design.md only"),
-    Check(name="sizes", run=sizes.check, looks_at="lengths and names of rooms, and what a room never does"),
+    Check(
+        name="sizes",
+        run=sizes.check,
+        looks_at="lengths of files and functions, module names, forbidden calls",
+    ),
     Check(
         name="english",
         run=english.check,

@@ -14,10 +14,11 @@ import torch
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, find_checkpoints, open_export
 from drivetrain_checkpoint.cli import list as listing
 from drivetrain_checkpoint.cli import merge, prune, show, verify
-from drivetrain_checkpoint.cli.printing import age_text, size_text, table
+from drivetrain_checkpoint.cli.printing import age_text, table
 from drivetrain_checkpoint.cli.progress import Progress
 from drivetrain_checkpoint.storage.place import locate, storage_of
 from drivetrain_state import Context
+from drivetrain_weights import format_size
 
 WEIGHTS = "weights-m.r0.safetensors"
 
@@ -82,7 +83,7 @@ class TestList:
         assert "state.json has 1 bytes" in two[6]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", nine[1])
         size = sum(path.stat().st_size for path in (runs / "step-7").iterdir())
-        assert seven == ["7", "-", "-", size_text(size), "-", "-", "not completed"]
+        assert seven == ["7", "-", "-", format_size(size, digits=1), "-", "-", "not completed"]
 
     def test_json_has_it_all(self, runs: Path, capsys) -> None:
         assert listed(runs, json=True) == 0
@@ -261,6 +262,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from drivetrain_checkpoint.saving.writer_lock import WriterLock
+from drivetrain_weights import format_size
 lock = WriterLock(Path(sys.argv[1]))
 lock.take()
 print("held", flush=True)
@@ -313,16 +315,6 @@ def test_urls_do_as_well(context: Context, tmp_path: Path, capsys) -> None:
     assert pruned(url, 1) == 0
     assert "memory://commands/run/step-2" in capsys.readouterr().out
     assert [one.folder.name for one in find_checkpoints(locate(url))] == ["step-2"]
-
-
-class TestPrinting:
-    @pytest.mark.parametrize(
-        ("size_bytes", "text"),
-        [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"),
-         (1_500_000_000, "1.5 GB"), (10**16, "10000.0 TB")],
-    )  # fmt: skip
-    def test_sizes(self, size_bytes: int, text: str) -> None:
-        assert size_text(size_bytes) == text
 
     @pytest.mark.parametrize(
         ("seconds", "text"),

@@ -31,7 +31,7 @@ def test_a_word_sets_the_field_that_means_the_same(
     for value in values:
         reading = read(**{word: value})
         assert {".".join(s): given for s, (_, given) in reading.settings.items()} == dict([setting])
-        assert (reading.told, reading.refused) == ({}, {})
+        assert (reading.notices, reading.refused) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_word_sets_the_field_that_means_the_same(
 def test_what_is_so_anyway_sets_nothing(word: str, values: tuple[Any, ...]) -> None:
     for value in values:
         reading = read(**{word: value})
-        assert (reading.settings, reading.told, reading.refused) == ({}, {}, {})
+        assert (reading.settings, reading.notices, reading.refused) == ({}, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_what_is_so_anyway_sets_nothing(word: str, values: tuple[Any, ...]) -> N
 )
 def test_what_is_met_in_another_way_is_told_where_it_asks_for_something(word: str, text: str) -> None:
     for stage in ({"zero_stage": 3}, {"deepspeed_config_file": "ds.json"}, {}):
-        assert text in read(**{word: True}, **stage).told[word]
-    assert read(**{word: True}, zero_stage="2").told == {}
+        assert text in read(**{word: True}, **stage).notices[word]
+    assert read(**{word: True}, zero_stage="2").notices == {}
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_word_sets_the_field_that_means_the_same(
 def test_what_is_so_anyway_sets_nothing(word: str, values: tuple[Any, ...]) -> None:
     for value in values:
         reading = read(**{word: value})
-        assert (reading.settings, reading.told, reading.refused) == ({}, {}, {})
+        assert (reading.settings, reading.notices, reading.refused) == ({}, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_so_anyway_sets_nothing(word: str, values: tuple[Any, ...]) -> N
 )
 def test_what_is_met_in_another_way_is_told(word: str, value: Any, text: str) -> None:
     reading = read(**{word: value})
-    assert text in reading.told[word]
+    assert text in reading.notices[word]
     assert (reading.settings, reading.refused) == ({}, {})
 
 

@@ -170,6 +170,7 @@ def test_a_mistake_is_told_also_where_another_layer_wins(tmp_path: Path) -> None
             "1",
             "^DRIVETRAIN_PROBE_SEED .* two underscores .* DRIVETRAIN_PROBE__SEED$",
         ),
+        ("DRIVETRAIN_SEED", "1", "^DRIVETRAIN_SEED .* sets nothing: .*DRIVETRAIN_PROBE__SEED"),
     ],
 )
 def test_a_mistake_in_a_variable_is_told_by_its_name(name: str, text: str, message: str) -> None:
@@ -177,9 +178,12 @@ def test_a_mistake_in_a_variable_is_told_by_its_name(name: str, text: str, messa
         Layers.of_process(sections=SECTIONS)
 
 
-def test_variables_of_others_are_left_alone() -> None:
+def test_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with environ.exported(DRIVETRAIN_CACHE="x", DRIVETRAIN_PROBE_OTHER="y"):
         assert Layers.of_process(sections=SECTIONS).entries == {}
+    assert caplog.messages == [
+        "DRIVETRAIN_PROBE_OTHER in the environment sets nothing: section 'probe' has no field 'other'"
+    ]
 
 
 def test_a_mistake_on_the_command_line_is_told_by_its_flag() -> None:

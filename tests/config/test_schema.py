@@ -59,7 +59,6 @@ def test_a_flag_says_all_a_parser_needs() -> None:
 
 def test_a_bool_is_a_switch_with_a_negative_form() -> None:
     assert [name for name, flag in FLAGS.items() if flag.is_switch] == ["shuffle", "verbose"]
-    assert FLAGS["shuffle"].negation == "--no-probe-shuffle"
     assert FLAGS["shuffle"].help == "50%% | more (default: true)"
 
 

@@ -15,9 +15,9 @@ from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 
 with connect(StateSettings(device="cpu"), needs_group=True) as context:
-    before = context.watch.count
+    before = context.progress.count
     DeepSpeedBackend(context, choose_policy("no", context.device), window=AccumulationWindow()).close()
-    print("marks", context.watch.count - before, context.watch.label)
+    print("marks", context.progress.count - before, context.progress.label)
 """
 
 

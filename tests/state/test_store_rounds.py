@@ -53,7 +53,9 @@ def test_a_question_is_asked_once_and_answered_by_each(clients: Clients) -> None
     eventually(lambda: first.answers(1, range(2)), {1: {"rank": 1, "idle_seconds": 61.0}})
     first.ask(1)
     second.answer(2, ["another"])
+    second.answer(3, ["a third"])
     eventually(lambda: first.answers(1, range(2)), {})  # nothing piles up in a run of weeks
+    assert first.answer_of(2, 1) == ["another"]  # which a rank may be reading
 
 
 def test_one_rank_concludes_and_all_learn_what_it_found(clients: Clients) -> None:

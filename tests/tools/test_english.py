@@ -68,6 +68,7 @@ class Reader:
         ("The file.", "at least 3 words"),
         ("Those of the file.", "name the thing"),
         ("It.", "at least 3 words"),
+        ("What is in the file.", "name the thing"),
     ],
 )
 def test_descriptions_say_something(description: str, told: str) -> None:

@@ -17,7 +17,7 @@ from check_distributions import main as check_built
 from checks.workspace import Package, read_packages
 from release import main
 from releasing.changelog import NO_CHANGES, cut
-from releasing.distributions import check_distributions, sdist_of, wheel_of
+from releasing.distributions import check_distributions, files_of, sdist_of, wheel_of
 from releasing.execution import ReleaseError, check_unchanged, commit_and_tag, publish, read_tree
 from releasing.plan import ReleasePlan, plan_release, publishing_order, read_texts
 
@@ -286,6 +286,16 @@ def test_good_distributions_pass_and_a_missing_one_is_found(tmp_path: Path) -> N
     (tmp_path / "built" / sdist_of(toy, "0.2.0")).unlink()
     [finding] = check_distributions(tmp_path, tmp_path / "built", [toy], "0.2.0")
     assert str(finding) == "toy_base-0.2.0.tar.gz: was not built"
+
+
+def test_the_files_of_a_package_stand_behind_those_that_it_depends_on() -> None:
+    order = publishing_order(TOYS.values())
+    assert files_of(order, "0.2.0") == [
+        "toy_base-0.2.0.tar.gz",
+        "toy_base-0.2.0-py3-none-any.whl",
+        "toy_all-0.2.0.tar.gz",
+        "toy_all-0.2.0-py3-none-any.whl",
+    ]
 
 
 @pytest.mark.parametrize(

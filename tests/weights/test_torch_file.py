@@ -6,8 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drivetrain_weights import MappedFile, UnsafePickleError, WeightFilesError, find_weights, read_torch_file
+from drivetrain_weights import MappedFile, UnsafePickleError, WeightFilesError, open_weights, read_torch_file
 from drivetrain_weights.torch_file import map_tensors
+
+
+def files_of(checkpoint: Path | str) -> dict[str, Path]:
+    return {name: file.path for name, file in open_weights(checkpoint).items()}
 
 
 class Runs:
@@ -73,9 +77,9 @@ def test_a_tensor_is_the_files_pages_and_the_file_is_never_written_to(tmp_path: 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth"])
 def test_one_file_and_its_folder_will_do_and_safetensors_are_preferred(tmp_path: Path, name: str) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / name)
-    assert find_weights(tmp_path) == find_weights(tmp_path / name) == {"w": tmp_path / name}
+    assert files_of(tmp_path) == files_of(tmp_path / name) == {"w": tmp_path / name}
     save_file({"v": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert find_weights(tmp_path) == {"v": tmp_path / "model.safetensors"}
+    assert files_of(tmp_path) == {"v": tmp_path / "model.safetensors"}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,6 @@ def test_a_file_that_is_cut_or_missing_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         WeightFilesError, match=r"model.pt is no whole file of .* \(.*\): it was cut or damaged"
     ):
-        find_weights(tmp_path)
+        files_of(tmp_path)
     with pytest.raises(WeightFilesError, match=r"gone.pt is missing"):
-        find_weights(tmp_path / "gone.pt")
+        files_of(tmp_path / "gone.pt")

@@ -6,8 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drivetrain_weights import SeveralWeightsError, WeightFilesError, find_weights, read_index
+from drivetrain_weights import SeveralWeightsError, WeightFilesError, open_weights, read_index
 from drivetrain_weights.weight_index import WeightIndex, choose_weights, open_indexed
+
+
+def files_of(checkpoint: Path | str) -> dict[str, Path]:
+    return {name: file.path for name, file in open_weights(checkpoint).items()}
 
 
 def write(path: Path, **tensors: torch.Tensor) -> Path:
@@ -27,38 +31,38 @@ def sharded(tmp_path: Path) -> Path:
 
 def test_one_file_an_index_and_their_folders_will_do(sharded: Path, tmp_path_factory) -> None:
     single = write(tmp_path_factory.mktemp("single") / "model.safetensors", a=torch.ones(1))
-    assert find_weights(single) == find_weights(str(single.parent)) == {"a": single}
+    assert files_of(single) == files_of(str(single.parent)) == {"a": single}
     places = {
         name: sharded / f"model-{number}.safetensors" for name, number in (("a", 1), ("b", 2), ("c", 2))
     }
-    assert find_weights(sharded) == find_weights(sharded / "model.safetensors.index.json") == places
+    assert files_of(sharded) == files_of(sharded / "model.safetensors.index.json") == places
 
 
 @pytest.mark.parametrize("name", ["model", "diffusion_pytorch_model"])
 def test_a_variant_is_taken_if_it_is_alone(sharded: Path, name: str) -> None:
     index = (sharded / "model.safetensors.index.json").rename(sharded / f"{name}.safetensors.index.fp16.json")
-    wanted = find_weights(index)
-    assert find_weights(sharded) == wanted
+    wanted = files_of(index)
+    assert files_of(sharded) == wanted
     assert wanted.keys() == {"a", "b", "c"}
     write(sharded / f"{name}.fp16.safetensors", a=torch.ones(1))
     with pytest.raises(
         SeveralWeightsError, match=rf"index.fp16.json, {name}.fp16.safetensors\): name one of"
     ):
-        find_weights(sharded)
+        files_of(sharded)
     usual = write(sharded / f"{name}.safetensors", a=torch.ones(1))
-    assert find_weights(sharded) == {"a": usual}
+    assert files_of(sharded) == {"a": usual}
 
 
 def test_of_two_variants_one_is_to_be_named(sharded: Path) -> None:
     index = (sharded / "model.safetensors.index.json").read_text()
     for variant in ("fp16", "bf16"):
         (sharded / f"model.safetensors.index.{variant}.json").write_text(index)
-    assert find_weights(sharded)  # the one without
+    assert files_of(sharded)  # the one without
     (sharded / "model.safetensors.index.json").unlink()
     with pytest.raises(
         WeightFilesError, match=r"holds several weights \(model.*bf16.json, model.*fp16.json\)"
     ):
-        find_weights(sharded)
+        files_of(sharded)
 
 
 @pytest.mark.parametrize(
@@ -94,22 +98,22 @@ def test_of_two_variants_one_is_to_be_named(sharded: Path) -> None:
 def test_what_is_damaged_is_named(sharded: Path, hurt, told: str) -> None:
     hurt(sharded)
     with pytest.raises(WeightFilesError, match=told):
-        find_weights(sharded)
+        files_of(sharded)
 
 
 def test_what_is_no_weights_is_told(tmp_path: Path) -> None:
     with pytest.raises(WeightFilesError, match=r"holds no weights, none of \*.safetensors, \*.bin"):
-        find_weights(tmp_path)
+        files_of(tmp_path)
     with pytest.raises(WeightFilesError, match=r"gone.safetensors is missing"):
-        find_weights(tmp_path / "gone.safetensors")
+        files_of(tmp_path / "gone.safetensors")
     with pytest.raises(WeightFilesError, match=r"model.onnx is no model's weights: name a .safetensors file"):
-        find_weights(tmp_path / "model.onnx")
+        files_of(tmp_path / "model.onnx")
     for name in ("x", "y"):
         write(tmp_path / f"{name}.safetensors", a=torch.ones(1))
     with pytest.raises(
         WeightFilesError, match=r"holds several weights \(x.safetensors, y.safetensors\): name one"
     ):
-        find_weights(tmp_path)
+        files_of(tmp_path)
 
 
 def test_an_index_of_another_librarys_files_is_passed_over(tmp_path: Path) -> None:

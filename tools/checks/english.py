@@ -33,6 +33,8 @@ _CLAUSES = frozenset(
     }
 )
 _PRONOUNS = frozenset({"this", "that", "these", "those", "it", "its", "they", "them", "their", "one", "such"})
+# Clauses that stand for the thing itself, as in "What the error says"; "Whether" and "How many" are the field's own.
+_VAGUE = frozenset({"what", "where", "which", "who", "whose", "why", "how"})
 _ARTICLES = frozenset({"the", "a", "an", "each", "every", "all", "some", "no", "nothing", "any"})
 _OTHERS = frozenset(
     {
@@ -97,7 +99,7 @@ def _of_items(text: str) -> Iterator[str]:
         words = description.split()
         if len(words) < _LEAST_WORDS:
             yield f"the description of {name} is {description!r}: give at least {_LEAST_WORDS} words"
-        elif words[0].strip(",.;:").lower() in _PRONOUNS:
+        elif words[0].strip(",.;:").lower() in _PRONOUNS | _VAGUE:
             yield f"the description of {name} begins with {words[0]!r}: name the thing"
 
 

@@ -7,46 +7,32 @@ from pathlib import Path, PurePosixPath
 from checks.findings import Finding
 from checks.sources import Source, read_sources
 
-# The same thing in several packages, or one of its kinds in each.
-CLASSES_MEANT = frozenset(
-    {"Command"}
-)  # a subcommand as the launcher takes it; dispatch cannot import the launcher
-FILES_MEANT = (
-    frozenset(
-        {
-            "errors",
-            "settings",
-            "arguments",
-            "protocol",
-            "registry",
-            "testing",
-            "_nested",
-        }  # one a package
-    )
-    | frozenset(
-        # One of each backend, and of each command beside what it does.
-        {
-            "applied",
-            "compat",
-            "backend",
-            "gradients",
-            "optimizer",
-            "prepared",
-            "state",
-            "merge",
-            "verify",
-            "plan",
-        }
-    )
-    | frozenset(
-        # The same concept in packages that do not know each other.
-        {
-            "collective_errors",
-            "meta_init",
-        }
-    )
-    | frozenset({"scatter", "shard"})
-)
+# Why a name may stand several times.
+CLASSES_MEANT = {
+    "Command": "a subcommand as the launcher takes it; dispatch cannot import the launcher",
+}
+_ONE_A_PACKAGE, _ONE_A_BACKEND = "the same concept, one a package", "the same part, one a backend"
+_OF_A_COMMAND = "a command beside what it does"
+FILES_MEANT = {
+    "errors": _ONE_A_PACKAGE,
+    "settings": _ONE_A_PACKAGE,
+    "arguments": _ONE_A_PACKAGE,
+    "protocol": _ONE_A_PACKAGE,
+    "registry": _ONE_A_PACKAGE,
+    "compat": _ONE_A_PACKAGE,
+    "_nested": "data and state walk nested batches, and know nothing of each other",
+    "meta_init": "dispatch and backends build on meta, and know nothing of each other",
+    "applied": _ONE_A_BACKEND,
+    "backend": _ONE_A_BACKEND,
+    "gradients": _ONE_A_BACKEND,
+    "optimizer": _ONE_A_BACKEND,
+    "prepared": _ONE_A_BACKEND,
+    "state": "the folder of a loader's state, and a backend's part",
+    "merge": _OF_A_COMMAND,
+    "verify": _OF_A_COMMAND,
+    "scatter": "the collective of state, and what data distributes from rank 0",
+    "shard": "a division of data, and the sharding of a model",
+}
 
 
 def check(root: Path) -> list[Finding]:
@@ -55,33 +41,40 @@ def check(root: Path) -> list[Finding]:
     return [*classes_twice(sources), *files_twice(sources)]
 
 
-def classes_twice(sources: Iterable[Source]) -> list[Finding]:
-    """Return the public classes whose name another class of the workspace has."""
+def classes_twice(sources: Iterable[Source], meant: Mapping[str, str] = CLASSES_MEANT) -> list[Finding]:
+    """Return the public classes whose name another has, except those `meant`, and those `meant` that none shares."""
     places: dict[str, list[str]] = {}
     for source in sources:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
-    return _twice("class", places, CLASSES_MEANT)
+    return _twice("class", places, meant)
 
 
-def files_twice(sources: Iterable[Source]) -> list[Finding]:
-    """Return the files whose name another file of the workspace has."""
+def files_twice(sources: Iterable[Source], meant: Mapping[str, str] = FILES_MEANT) -> list[Finding]:
+    """Return the files whose name another has, except those `meant`, and those `meant` that none shares."""
     places: dict[str, list[str]] = {}
     for source in sources:
         name = PurePosixPath(source.path).stem
         if name not in ("__init__", "__main__"):
             places.setdefault(name, []).append(source.path)
-    return _twice("file", places, FILES_MEANT)
+    return _twice("file", places, meant)
 
 
-def _twice(kind: str, places: Mapping[str, list[str]], meant: Iterable[str]) -> list[Finding]:
-    known = frozenset(meant)
+def _twice(kind: str, places: Mapping[str, list[str]], meant: Mapping[str, str]) -> list[Finding]:
+    twice = {name: where for name, where in places.items() if len(where) > 1}
     return [
         Finding(
             where=where[-1],
             message=f"a {kind} {name!r} stands in {where[0]} too: name one by its difference, or list it as meant",
         )
-        for name, where in places.items()
-        if len(where) > 1 and name not in known
+        for name, where in twice.items()
+        if name not in meant
+    ] + [
+        Finding(
+            where="tools/checks/names.py",
+            message=f"a {kind} {name!r} may stand several times ({reason}), and does not: take it from the list",
+        )
+        for name, reason in meant.items()
+        if name not in twice
     ]

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from packaging.metadata import Metadata
@@ -34,6 +34,11 @@ def wheel_of(package: Package, version: str) -> str:
 def sdist_of(package: Package, version: str) -> str:
     """Return the name of a package's sdist."""
     return f"{package.module}-{version}.tar.gz"
+
+
+def files_of(packages: Iterable[Package], version: str) -> list[str]:
+    """Return the names of the sdist and the wheel of each package, in the order of the packages."""
+    return [name(package, version) for package in packages for name in (sdist_of, wheel_of)]
 
 
 def check_distributions(root: Path, folder: Path, packages: Sequence[Package], version: str) -> list[Finding]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from checks.commands import captured
 from checks.findings import Finding
-from releasing.distributions import sdist_of, wheel_of
+from releasing.distributions import files_of
 from releasing.plan import ReleasePlan
 
 
@@ -117,9 +117,7 @@ def publish(plan: ReleasePlan, folder: Path, *, index: str | None) -> None:
     for number, package in enumerate(plan.packages):
         print(f"  {package.distribution}", flush=True)
         pending = plan.packages[number:]
-        files = [
-            str(folder / name(other, plan.version)) for other in pending for name in (sdist_of, wheel_of)
-        ]
+        files = [str(folder / name) for name in files_of(pending, plan.version)]
         done = ", ".join(other.distribution for other in plan.packages[:number]) or "nothing"
         advice = (
             f"Published: {done}. The working tree is as it was. Once the cause is repaired, upload the rest, then "

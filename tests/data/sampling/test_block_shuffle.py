@@ -267,11 +267,11 @@ class Stream(IterableDataset[int]):
             "strategy='block': 1 samples are fewer than 2 blocks",
         ),
         (DataLoader(torch.arange(4)), {"strategy": "node", "num_nodes": 4}, "2 shards over num_nodes=4"),
-        (DataLoader(Stream()), {"strategy": "block"}, "an iterable dataset is dealt out in turn"),
+        (DataLoader(Stream()), {"strategy": "block"}, "an iterable dataset is distributed in turn"),
         (
             DataLoader(torch.arange(4), batch_sampler=[[0, 1], [2, 3]]),
             {"strategy": "block"},
-            "the batches of list are dealt out whole",
+            "the batches of list are distributed whole",
         ),
         (
             DataLoader(torch.arange(4), sampler=WeightedRandomSampler([1.0] * 4, 4)),

@@ -58,9 +58,6 @@ def test_a_plan_tells_what_shards_hold(partition: Partition) -> None:
             whole = plan.advance == partition.stride
             assert plan.even == (whole or partition.even == "pad")
             assert not plan.even or held == [partition.batch_size] * partition.num_shards
-        assert partition.holders(step) == (
-            partition.num_shards if partition.even == "pad" else sum(count > 0 for count in plan.real_counts)
-        )
 
 
 @given(partitions())
@@ -76,8 +73,10 @@ def test_a_tail_is_balanced_and_a_shard_without_samples_holds_one(partition: Par
 @given(partitions(in_blocks=True))
 def test_shards_keep_to_their_block_and_what_all_have_read_is_a_prefix(partition: Partition) -> None:
     read: set[int] = set()
+    end = partition.start
     for step in range(partition.num_steps):
         plan = partition.plan(step, 0)
+        end += plan.advance
         held = layout(partition, step)
         assert tuple(map(len, held)) == plan.sizes
         for shard, (positions, count) in enumerate(zip(held, plan.real_counts, strict=True)):
@@ -87,7 +86,7 @@ def test_shards_keep_to_their_block_and_what_all_have_read_is_a_prefix(partition
             assert positions[:count] == sorted(positions[:count])
             assert read.isdisjoint(positions[:count])
             read.update(positions[:count])
-        assert read == set(range(partition.start, partition.position_after(step + 1)))
+        assert read == set(range(partition.start, end))
         assert max(plan.real_counts) <= partition.batch_size
     if partition.even != "drop":
         assert read == set(range(partition.start, partition.stop))
@@ -98,13 +97,6 @@ def test_full_steps_are_laid_out_at_once_as_one_by_one(partition: Partition) -> 
     for shard in range(partition.num_shards):
         together = partition.full_steps(0, partition.num_full_steps, shard).tolist()
         assert together == [layout(partition, step)[shard] for step in range(partition.num_full_steps)]
-
-
-@given(partitions(), st.integers(0, 50))
-def test_the_position_after_some_steps_is_what_they_read(partition: Partition, num_steps: int) -> None:
-    steps = min(num_steps, partition.num_steps)
-    read = sum(partition.plan(step, 0).advance for step in range(steps))
-    assert partition.position_after(steps) == partition.start + read
 
 
 @given(
@@ -128,7 +120,7 @@ def test_ten_thousand_ranks_and_a_million_million_samples() -> None:
     stop, ranks, batch_size = 10**12, 10_000, 32
     saved = Partition(start=0, stop=stop, num_shards=ranks, batch_size=batch_size, even="uneven")
     assert saved.num_steps == 3_125_000
-    position = saved.position_after(2_812_501)
+    position = 2_812_501 * saved.stride
     for new_ranks, new_size in [(10_000, 32), (7_777, 48), (1, 1), (12_288, 5)]:
         rest = Partition(start=position, stop=stop, num_shards=new_ranks, batch_size=new_size, even="uneven")
         assert rest.positions(0, 0)[0] == position
@@ -138,10 +130,8 @@ def test_ten_thousand_ranks_and_a_million_million_samples() -> None:
                     assert rest.positions(step, shard)[-1] + 1 == rest.positions(step, shard + 1)[0]
             if step + 1 < rest.num_full_steps:
                 assert rest.positions(step, new_ranks - 1)[-1] + 1 == rest.positions(step + 1, 0)[0]
-        assert rest.position_after(rest.num_steps) == stop
-        assert sum(rest.plan(rest.num_steps - 1, 0).real_counts) == stop - rest.position_after(
-            rest.num_steps - 1
-        )
+        last = rest.start + (rest.num_steps - 1) * rest.stride
+        assert sum(rest.plan(rest.num_steps - 1, 0).real_counts) == stop - last
 
 
 @given(st.integers(0, 10**6), st.integers(1, 1000))

@@ -111,11 +111,11 @@ def test_a_position_is_a_number_of_batches(make_shards, read_together) -> None:
 def test_what_a_loader_does_with_its_batches_is_kept(make_shards, read_together) -> None:
     shards = make_shards(lambda: Doubling(range(9), batch_size=2), 2)
     assert read_together(shards).samples == list(range(0, 18, 2))
-    assert "the batches of Doubling, dealt out in turn" in shards[0].order_source
+    assert "the batches of Doubling, distributed in turn" in shards[0].order_source
 
 
 def test_batches_of_another_loader_are_not_split() -> None:
-    with pytest.raises(ValueError, match="batches of Ready are dealt out whole"):
+    with pytest.raises(ValueError, match="batches of Ready are distributed whole"):
         shard_loader(Ready(3), Shard(0, 2), split_batches=True)
 
 

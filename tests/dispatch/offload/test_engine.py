@@ -176,11 +176,11 @@ def test_a_trace_tells_what_came_while_others_computed(stack: tuple[nn.Module, n
     with trace_offload(model) as trace:
         model(torch.randn(2, WIDTH))
     model(torch.randn(2, WIDTH))
-    assert [turn.name for turn in trace.turns] == [f"layers.{index}" for index in range(6)]
-    for turn in trace.turns:
-        assert turn.brought[0] <= turn.brought[1] <= turn.waited[1] == turn.computed[0] <= turn.computed[1]
-    for turn, later in pairwise(trace.turns):
-        assert later.brought[0] < turn.computed[1]  # on its way before the one in front was through
+    assert [use.name for use in trace.uses] == [f"layers.{index}" for index in range(6)]
+    for use in trace.uses:
+        assert use.fetched[0] <= use.fetched[1] <= use.waited[1] == use.computed[0] <= use.computed[1]
+    for use, later in pairwise(trace.uses):
+        assert later.fetched[0] < use.computed[1]  # on its way before the one in front was through
     picture = trace.svg()
     assert picture.count("<rect") >= 1 + 2 * 6
     assert "layers.3" in picture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_launcher.plan.plan import WORKER
+from drivetrain_launcher.plan.launch_plan import WORKER
 
 Work = Callable[..., subprocess.CompletedProcess[str]]
 

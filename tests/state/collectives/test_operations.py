@@ -379,7 +379,7 @@ def test_in_one_process_nothing_is_sent() -> None:
     assert torch.equal(broadcast(context, torch.ones(2)), torch.ones(2))
     assert torch.equal(reduce(context, torch.ones(2), "mean"), torch.ones(2))
     barrier(context)
-    assert context.watch.count == 0
+    assert context.progress.count == 0
 
 
 def _pad(dim: int, pad_first: bool) -> dict[str, object]:
@@ -439,9 +439,9 @@ def _marks() -> list[str]:
     labels: list[str] = []
     x = torch.ones(1)
     for call in (gather, reduce, broadcast, pad_across_processes, gather_object, broadcast_object):
-        before = context.watch.count
+        before = context.progress.count
         call(context, x)
-        labels.append(f"{context.watch.label} {context.watch.count - before}")
+        labels.append(f"{context.progress.label} {context.progress.count - before}")
     return labels
 
 

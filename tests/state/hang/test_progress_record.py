@@ -8,23 +8,23 @@ from drivetrain_state.hang.progress_record import ProgressRecord
 
 
 def test_a_new_watch_has_made_no_progress() -> None:
-    watch = ProgressRecord()
-    assert (watch.count, watch.label, watch.thread_id) == (0, "start", threading.get_ident())
+    record = ProgressRecord()
+    assert (record.count, record.label, record.thread_id) == (0, "start", threading.get_ident())
 
 
 def test_each_mark_counts_and_the_last_label_stays() -> None:
-    watch = ProgressRecord()
-    watch.mark("batch")
-    watch.mark("optimizer step")
-    assert (watch.count, watch.label) == (2, "optimizer step")
+    record = ProgressRecord()
+    record.mark("batch")
+    record.mark("optimizer step")
+    assert (record.count, record.label) == (2, "optimizer step")
 
 
 def test_the_thread_that_marks_is_the_one_that_is_watched() -> None:
-    watch = ProgressRecord()
-    thread = threading.Thread(target=watch.mark, args=("batch",))
+    record = ProgressRecord()
+    thread = threading.Thread(target=record.mark, args=("batch",))
     thread.start()
     thread.join()
-    assert watch.thread_id == thread.ident
+    assert record.thread_id == thread.ident
 
 
 def test_a_watch_holds_nothing_else() -> None:

@@ -26,7 +26,7 @@ timeout = float(os.environ.get("TEST_TIMEOUT", "100"))
 settings = StateSettings(device="cpu", hang_timeout_seconds=3, timeout_seconds=timeout)
 # setup
 context = connect(settings)
-rank, size, watch = context.topology.rank, context.topology.world_size, context.watch
+rank, size, watch = context.topology.rank, context.topology.world_size, context.progress
 
 def step():
     reduce(context, torch.ones(2))
@@ -57,7 +57,7 @@ topology = Topology(rank=rank, world_size=size, local_rank=rank, local_world_siz
 watch = ProgressRecord()
 shared = dist.PrefixStore("run", store)
 watchdog = start_watchdog(
-    topology=topology, settings=settings, watch=watch, store=shared, report_directory=Path(sys.argv[1])
+    topology=topology, settings=settings, record=watch, store=shared, report_directory=Path(sys.argv[1])
 )
 
 def meet(name, seconds=60):
@@ -333,7 +333,7 @@ before = threading.active_count()
 again = connect(settings)
 assert threading.active_count() == before
 for _ in range(50):
-    again.watch.mark("work")
+    again.progress.mark("work")
     time.sleep(0.1)
 again.close()
 again.close()

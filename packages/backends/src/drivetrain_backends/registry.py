@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -34,9 +35,11 @@ class BackendRegistry:
             return self.added[name]
         for point in entry_points(group=_GROUP, name=name):
             return point.load()
+        near = get_close_matches(name, self.names(), n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
         raise UnknownBackendError(
-            f"backend={name!r}: must be 'auto' or one of {', '.join(map(repr, self.names()))}; a backend of another "
-            f"package is found by its entry point {_GROUP!r} once that package is installed"
+            f"backend={name!r}: {meant}must be 'auto' or one of {', '.join(map(repr, self.names()))}; a backend of "
+            f"another package is found by its entry point {_GROUP!r} once that package is installed"
         )
 
 

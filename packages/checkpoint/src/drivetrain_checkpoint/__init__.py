@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.errors import OtherRankFailedError as OtherRankFailedError
     from drivetrain_checkpoint.errors import PickleNotAllowedError as PickleNotAllowedError
     from drivetrain_checkpoint.errors import StateError as StateError
+    from drivetrain_checkpoint.export.export_plan import ExportPlan as ExportPlan
+    from drivetrain_checkpoint.export.export_plan import TensorInfo as TensorInfo
+    from drivetrain_checkpoint.export.export_plan import plan_export as plan_export
+    from drivetrain_checkpoint.export.export_plan import tied_names as tied_names
     from drivetrain_checkpoint.export.load import ExportMatch as ExportMatch
     from drivetrain_checkpoint.export.load import IncompatibleNames as IncompatibleNames
     from drivetrain_checkpoint.export.load import load_model as load_model
     from drivetrain_checkpoint.export.load import match_export as match_export
     from drivetrain_checkpoint.export.merge import merge_shards as merge_shards
-    from drivetrain_checkpoint.export.plan import ExportPlan as ExportPlan
-    from drivetrain_checkpoint.export.plan import TensorInfo as TensorInfo
-    from drivetrain_checkpoint.export.plan import plan_export as plan_export
-    from drivetrain_checkpoint.export.plan import tied_names as tied_names
     from drivetrain_checkpoint.export.reader import ExportedTensors as ExportedTensors
     from drivetrain_checkpoint.export.reader import open_export as open_export
     from drivetrain_checkpoint.export.writer import save_model as save_model
@@ -64,7 +64,7 @@ _MODULES = {
     "CorruptCheckpointError": "errors",
     "CorruptRange": "loading.verify",
     "ExportMatch": "export.load",
-    "ExportPlan": "export.plan",
+    "ExportPlan": "export.export_plan",
     "ExportedTensors": "export.reader",
     "CheckpointLockedError": "errors",
     "FolderNotSharedError": "errors",
@@ -80,18 +80,18 @@ _MODULES = {
     "Replicated": "format.shards",
     "StateTree": "format.state_tree",
     "StateError": "errors",
-    "TensorInfo": "export.plan",
+    "TensorInfo": "export.export_plan",
     "find_accelerate_state": "interop.accelerate.folder",
     "find_checkpoints": "loading.discovery",
     "load_model": "export.load",
     "match_export": "export.load",
     "merge_shards": "export.merge",
     "open_export": "export.reader",
-    "plan_export": "export.plan",
+    "plan_export": "export.export_plan",
     "read_accelerate_state": "interop.accelerate.state",
     "read_manifest": "format.manifest",
     "save_model": "export.writer",
-    "tied_names": "export.plan",
+    "tied_names": "export.export_plan",
     "verify_checkpoint": "loading.verify",
     "write_export": "export.writer",
     "write_tensor_file": "export.writer",

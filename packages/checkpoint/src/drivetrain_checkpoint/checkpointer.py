@@ -93,8 +93,9 @@ class Checkpointer:
             plan: The effective plan of the run, without secrets: plain values, for the manifest.
             metrics: Metrics of the checkpoint by name, for `settings.keep_best`; the same on all ranks.
             background: Whether training continues while the checkpoint is written; None takes `settings.background`.
-            changes_in_step: A function that returns whether a tensor, by its name as in `load`, is unchanged until
-                `wait_for_copies`: `settings.staging="overlap"` copies it in the thread, and fails if it changes.
+            changes_in_step: A function that returns True for a tensor, given by its name as in `load`, that nothing
+                changes before `wait_for_copies`: `settings.staging="overlap"` copies it in the thread, and the save
+                fails if it changed.
 
         Returns:
             The checkpoint's folder, `DIRECTORY/step-STEP`.
@@ -142,7 +143,7 @@ class Checkpointer:
                 changes_in_step=changes_in_step if self.settings.staging == "overlap" else None,
             )
         else:
-            run_save(context, save, on_block=lambda: context.watch.mark("write a checkpoint"))
+            run_save(context, save, on_block=lambda: context.progress.mark("write a checkpoint"))
             self._call_back(save.folder)
         return save.folder
 

@@ -88,13 +88,13 @@ class Translation:
     Attributes:
         sections: The values of fields, by section.
         lines: The line of each field, by section and field.
-        told: The notices of options that drivetrain meets in another way, one line each.
+        notices: The notices of options that drivetrain meets in another way, one line each.
         refused: The keys without a counterpart, each with its place.
     """
 
     sections: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     lines: dict[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
-    told: list[str] = field(default_factory=list[str])
+    notices: list[str] = field(default_factory=list[str])
     refused: list[str] = field(default_factory=list[str])
 
 
@@ -175,7 +175,7 @@ def _read_family(found: Translation, key: str, data: Mapping[str, Any], path: Pa
     reading = read_words(family, {word: value for word, value in words.items() if word in family.words})
     for setting, (word, value) in reading.settings.items():
         _set(found, setting, value, places[word])
-    found.told.extend(f"{places[word]}: {words[word]}: {text}" for word, text in reading.told.items())
+    found.notices.extend(f"{places[word]}: {words[word]}: {text}" for word, text in reading.notices.items())
     for word, place in places.items():
         if word not in family.words:
             found.refused.append(f"{place}: {words[word]} ({_unknown(word, family.words)})")

@@ -19,20 +19,20 @@ class Meaning:
     Attributes:
         setting: The section and field that the option sets.
         value: The value of that field.
-        told: A notice of how drivetrain meets the option in another way, and what a script must do for it.
+        notice: A notice of how drivetrain meets the option in another way, and what a script must do for it.
         refused: The reason why the option cannot be honoured, and the way out.
     """
 
     setting: tuple[str, str] | None = None
     value: Any = None
-    told: str = ""
+    notice: str = ""
     refused: str = ""
 
 
 Reader = Callable[[Any], Meaning]
 Together = Callable[[Mapping[str, Any]], Mapping[str, Meaning]]
 
-SO_ANYWAY = Meaning()
+NO_CHANGE = Meaning()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +57,14 @@ class CombinedMeaning:
 
     Attributes:
         settings: The option and its value, by section and field.
-        told: The notices, by option.
+        notices: The notices, by option.
         refused: The reasons for refusals, by option.
     """
 
     settings: dict[tuple[str, str], tuple[str, Any]] = field(
         default_factory=dict[tuple[str, str], tuple[str, Any]]
     )
-    told: dict[str, str] = field(default_factory=dict[str, str])
+    notices: dict[str, str] = field(default_factory=dict[str, str])
     refused: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -80,8 +80,8 @@ def read_words(family: Family, given: Mapping[str, Any]) -> CombinedMeaning:
             reading.refused[word] = f"contradicts {first}={given[first]}; keep one of the two"
         elif meaning.setting is not None:
             reading.settings.setdefault(meaning.setting, (word, value))
-        if meaning.told:
-            reading.told[word] = meaning.told
+        if meaning.notice:
+            reading.notices[word] = meaning.notice
     return reading
 
 
@@ -90,19 +90,19 @@ def spelled(value: Any) -> str:
     return str(value).lower()
 
 
-def is_said(value: Any) -> bool:
+def is_set(value: Any) -> bool:
     """Return whether a value requests something, i.e. is not null or "auto" in any spelling."""
     return value is not None and spelled(value) not in _UNSAID
 
 
-def means(section: str, field: str, value: Any) -> Meaning:
+def set_field(section: str, field: str, value: Any) -> Meaning:
     """Return a meaning that sets a field."""
     return Meaning(setting=(section, field), value=value)
 
 
-def told(text: str) -> Meaning:
+def notice(text: str) -> Meaning:
     """Return a meaning that gives a notice."""
-    return Meaning(told=text)
+    return Meaning(notice=text)
 
 
 def refused(text: str) -> Meaning:
@@ -124,16 +124,16 @@ def one_of(meanings: Mapping[str, Meaning], otherwise: Meaning | None = None) ->
     return lambda value: known.get(spelled(value), unknown)
 
 
-def switch(*, on: Meaning, off: Meaning = SO_ANYWAY) -> Reader:
+def switch(*, on: Meaning, off: Meaning = NO_CHANGE) -> Reader:
     """Return the reader of a boolean option."""
     return one_of({"true": on, "false": off})
 
 
-def passed(section: str, field: str) -> Reader:
+def pass_through(section: str, field: str) -> Reader:
     """Return the reader of an option whose value is passed to a field unchanged."""
-    return lambda value: means(section, field, value) if is_said(value) else SO_ANYWAY
+    return lambda value: set_field(section, field, value) if is_set(value) else NO_CHANGE
 
 
 def unless_off(reason: str) -> Reader:
     """Return the reader of an option that is refused unless it requests nothing."""
-    return lambda value: refused(reason) if is_said(value) else SO_ANYWAY
+    return lambda value: refused(reason) if is_set(value) else NO_CHANGE

@@ -21,13 +21,13 @@ class Contents:
         path: The path of the file.
         data: The sections by name, not yet checked.
         lines: The lines of sections and fields; empty where the parser does not report them.
-        told: The notices of Accelerate's options that drivetrain meets in another way, one line each.
+        notices: The notices of Accelerate's options that drivetrain meets in another way, one line each.
     """
 
     path: Path
     data: Mapping[str, Any]
     lines: Lines
-    told: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     def where(self, section: str, field: str | None = None) -> str:
         """Return the file's path, with the line of a section or field if known."""
@@ -66,7 +66,7 @@ def read_file(path: Path) -> Contents:
     if not is_accelerate(contents.data):
         return contents
     meant = translate(contents.data, path, lines)
-    return Contents(path=path, data=meant.sections, lines=meant.lines, told=tuple(meant.told))
+    return Contents(path=path, data=meant.sections, lines=meant.lines, notices=tuple(meant.notices))
 
 
 def _parse(path: Path) -> tuple[Any, Lines]:

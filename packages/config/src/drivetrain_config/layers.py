@@ -144,18 +144,30 @@ def _of_environment(vocabulary: Vocabulary) -> list[_Found]:
         if mark:
             found.append((section, field, Entry(text, Source("environment", name))))
         else:
-            _check_underscores(name, words, vocabulary)
+            _check_words(name, words, vocabulary)
     return found
 
 
-def _check_underscores(name: str, words: str, vocabulary: Vocabulary) -> None:
-    """Refuse a variable such as DRIVETRAIN_RUN_SEED, which sets nothing; ignore those that name no field."""
+def _check_words(name: str, words: str, vocabulary: Vocabulary) -> None:
+    """Refuse a variable such as DRIVETRAIN_RUN_SEED or DRIVETRAIN_SEED, which sets nothing.
+
+    One that begins with a section's name is most likely misspelled, which is warned of; any other may be the user's.
+    """
+    if homes := vocabulary.sections_with(words):
+        meant = " or ".join(environ.override_name(section, words) for section in homes)
+        raise ConfigError(f"{name} in the environment sets nothing: a variable names its section, {meant}")
     for section in vocabulary.names():
         field = words.removeprefix(f"{section}_")
-        if field != words and field in field_types(vocabulary.section(section, Source("environment", name))):
+        if field == words:
+            continue
+        if field in field_types(vocabulary.section(section, Source("environment", name))):
             raise ConfigError(
                 f"{name} in the environment sets nothing: two underscores stand between section and field, "
                 f"{environ.override_name(section, field)}"
+            )
+        if _is_first():
+            logger.warning(
+                "%s in the environment sets nothing: section %r has no field %r", name, section, field
             )
 
 
@@ -163,8 +175,8 @@ def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
     if path is None:
         return []
     contents = read_file(path)
-    if environ.read("RANK") in (None, "0"):  # the launcher, a plain script, or rank 0 of the workers
-        for line in contents.told:
+    if _is_first():
+        for line in contents.notices:
             logger.warning("%s", line)
     found: list[_Found] = []
     for section, values in contents.data.items():
@@ -173,6 +185,11 @@ def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
             source = Source("file", contents.where(section, str(field)))
             found.append((section, str(field), Entry(value, source, file=path.absolute())))
     return found
+
+
+def _is_first() -> bool:
+    """Return whether this process warns: the launcher, a plain script, or rank 0 of the workers."""
+    return environ.read("RANK") in (None, "0")
 
 
 def _check_mapping(contents: Contents, section: str, values: object, vocabulary: Vocabulary) -> None:

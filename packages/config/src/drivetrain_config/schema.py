@@ -69,7 +69,7 @@ class Flag:
         name: The flag itself, such as "--num-processes".
         section: The section of the field.
         field: The field that the flag sets.
-        is_switch: Whether the field is a bool: the flag takes no value and has a negative form, `negation`.
+        is_switch: Whether the field is a bool: the flag takes no value and has a negative form, `--no-...`.
         choices: The allowed values, where the type is a closed list; else None.
         help: The description in one sentence; "%" is doubled, as argparse requires.
     """
@@ -80,11 +80,6 @@ class Flag:
     is_switch: bool
     choices: tuple[str, ...] | None
     help: str
-
-    @property
-    def negation(self) -> str:
-        """The negative form of a switch, such as "--no-cpu"."""
-        return flag_name(self.section, self.field, negated=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def check_computed(argument: str, dtype: torch.dtype, instead: str) -> None:
     Args:
         argument: The name of the argument in the error.
         dtype: The dtype to check.
-        instead: What the error suggests instead.
+        instead: The alternative that the error suggests.
 
     Raises:
         ValueError: The dtype is a storage format only.

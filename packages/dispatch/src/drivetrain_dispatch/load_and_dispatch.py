@@ -71,7 +71,7 @@ def load_checkpoint_and_dispatch(
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of module classes whose weights are fetched all at once.
         skip_keys: Keyword arguments of a forward that stay on their device.
-        quantization: How weights are packed, as for `load_checkpoint_in_model`; a planned map counts packed sizes.
+        quantization: The packing of weights, as for `load_checkpoint_in_model`; a planned map counts packed sizes.
 
     Raises:
         DeviceMapError: No map fits the budgets, or the map does not fit the model or the machine.

@@ -83,7 +83,7 @@ def load_pretrained(
         offload_folder: The folder for weights that the disk keeps in another form than the checkpoint; written once.
         release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
         offload_buffers: Whether buffers are offloaded too.
-        quantization: How weights are packed, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.
+        quantization: The packing of weights, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.
         model_options: Fields of the configuration, `attn_implementation` and `experts_implementation`.
 
     Raises:

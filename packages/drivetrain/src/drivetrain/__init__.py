@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator as Accelerator
+    from drivetrain.effective_plan import EffectivePlan as EffectivePlan
+    from drivetrain.effective_plan import PlanMismatchError as PlanMismatchError
+    from drivetrain.effective_plan import PlanRow as PlanRow
     from drivetrain.hooks import CheckpointHook as CheckpointHook
-    from drivetrain.plan import EffectivePlan as EffectivePlan
-    from drivetrain.plan import PlanMismatchError as PlanMismatchError
-    from drivetrain.plan import PlanRow as PlanRow
     from drivetrain.settings import RunSettings as RunSettings
     from drivetrain_backends import AccumulationError as AccumulationError
     from drivetrain_backends import BackendRegistry as BackendRegistry
@@ -74,14 +74,14 @@ _HOMES = {
     "Context": "drivetrain_state",
     "DDPSettings": "drivetrain_backends",
     "DataSettings": "drivetrain_data",
-    "EffectivePlan": "drivetrain.plan",
+    "EffectivePlan": "drivetrain.effective_plan",
     "JSONLTracker": "drivetrain_tracking",
     "Layers": "drivetrain_config",
     "PairingError": "drivetrain_backends",
     "ParallelDims": "drivetrain_state",
     "PeakMemory": "drivetrain_memory",
-    "PlanMismatchError": "drivetrain.plan",
-    "PlanRow": "drivetrain.plan",
+    "PlanMismatchError": "drivetrain.effective_plan",
+    "PlanRow": "drivetrain.effective_plan",
     "PrecisionError": "drivetrain_precision",
     "PrecisionSettings": "drivetrain_precision",
     "RunSettings": "drivetrain.settings",

@@ -111,8 +111,6 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         if parts is not None:
             parts.prepared.untie()
 
-    # Settings
-
     @property
     def settings(self) -> RunSettings:
         """The resolved settings of the run."""
@@ -122,8 +120,6 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
     def mixed_precision(self) -> str:
         """The precision in use, such as "bf16"."""
         return self._parts.policy.mode
-
-    # Preparing
 
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, optimizers, schedulers and loaders. Called on all ranks with the same kinds of objects.
@@ -181,8 +177,6 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
     def building(self) -> AbstractContextManager[None]:
         """Run the block so that models are constructed as the backend requires, directly on its device."""
         return self._parts.backend.building()
-
-    # The loop
 
     def accumulate(self, *models: nn.Module, last: bool | None = None) -> MicroBatch:
         """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.
@@ -309,8 +303,6 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
     def skip_first_batches(self, dataloader: ShardedLoader[Any], num_batches: int = 0) -> Any:
         """Return the rest of a loader's epoch, without reading the skipped batches."""
         return skip_first_batches(dataloader, num_batches)
-
-    # The end
 
     def end_training(self) -> None:
         """Finish saves and trackers, release the models and leave the process group. Called on all ranks.

@@ -38,9 +38,8 @@ class MicroBatch:
         self._reading = reading
         self._prepared = prepared
         self._held: ExitStack | None = None
-        self._ended: BatchPlan | None = (
-            None  # an iterator abandoned at its last batch closes one window, not every later one
-        )
+        # An iterator abandoned at its last batch closes one window, not every later one.
+        self._ended: BatchPlan | None = None
 
     def __enter__(self) -> None:
         ending = self._reading.ending

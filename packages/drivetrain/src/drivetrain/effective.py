@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from drivetrain.effective_plan import EffectivePlan, make_plan
 from drivetrain.parts import Parts
-from drivetrain.plan import EffectivePlan, make_plan
 from drivetrain.plan_summary import summarize
 from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain_data import ShardedLoader

@@ -143,9 +143,9 @@ def save(
             for _ in gathered:  # collective: all ranks finish gathering, even if the write failed
                 pass
 
-    context.watch.mark("export")
+    context.progress.mark("export")
     on_each_rank(context, write_on_main, doing=doing)
-    context.watch.mark("exported")
+    context.progress.mark("exported")
     return plan
 
 
@@ -198,7 +198,7 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
     incompatible = cast(
         "IncompatibleNames", on_all_ranks(context, match_names, doing=f"the load of {folder}")[0]
     )
-    context.watch.mark("load")
+    context.progress.mark("load")
     if is_live:
         kept = {name: full_tensor(state[name]).detach().cpu() for name in incompatible.missing_keys}
         load_full_state_dict(prepared, _joined(kept, found.get("here", {})), context)

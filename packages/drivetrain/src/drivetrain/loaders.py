@@ -36,7 +36,7 @@ def shard(loader: Any, parts: Parts, *, place: int) -> ShardedLoader[Any]:
         device=parts.context.device,
         group=parts.context.group,
         activity=parts.reading,
-        on_batch=partial(parts.context.watch.mark, "batch"),
+        on_batch=partial(parts.context.progress.mark, "batch"),
         seed_source=seed_source,
         **asked,
     )
@@ -48,9 +48,8 @@ def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:
     A loader's own generator takes precedence over the settings, as code does; then come the data section's seed, the
     run's, and torch's initial seed.
     """
-    own = (
-        None if isinstance(loader, ShardedLoader) else own_seed(loader)
-    )  # shard_loader refuses a sharded one
+    # shard_loader refuses a sharded one.
+    own = None if isinstance(loader, ShardedLoader) else own_seed(loader)
     asked, run_seed = parts.resolved["data"].value.seed, parts.settings.seed
     if own is not None:
         if asked is not None and parts.context.topology.is_main:

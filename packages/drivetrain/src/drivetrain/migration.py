@@ -55,7 +55,7 @@ def take_over(run: RunState, folder: Path) -> tuple[int, str]:
             nothing was applied.
         OtherRankFailedError: Another rank failed; the message holds its error.
     """
-    run.context.watch.mark(f"read {folder.name}")
+    run.context.progress.mark(f"read {folder.name}")
     own = [one.state_dict() for one in run.prepared]  # collective: all ranks gather before one can fail
     saved, states = on_each_rank(run.context, lambda: _read(run, folder, own), doing=f"the load of {folder}")
     for one, state in zip(run.prepared, states, strict=True):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from textwrap import wrap
 from typing import Any
 
-from drivetrain.plan import EffectivePlan, PlanRow
+from drivetrain.effective_plan import EffectivePlan, PlanRow
 
 _WIDTH = 110
 _MOST = 4  # choices shown; plan.json has all

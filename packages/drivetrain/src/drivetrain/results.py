@@ -9,8 +9,8 @@ from torch.profiler import ProfilerAction
 from torch.profiler import profile as torch_profile
 
 from drivetrain.effective import plan_of, store_plan
+from drivetrain.effective_plan import EffectivePlan
 from drivetrain.parts import HasParts
-from drivetrain.plan import EffectivePlan
 from drivetrain_memory import profile
 from drivetrain_tracking import Tracker
 

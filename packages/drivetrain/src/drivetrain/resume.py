@@ -101,7 +101,7 @@ def save(
         replicated["trained_only"] = True
     if own:
         replicated["per_rank"] = gathered_states(own, run.registered.per_rank, run.context)
-    run.context.watch.mark("save")
+    run.context.progress.mark("save")
     path = checkpointer.save(
         run.step,
         models=models,
@@ -112,7 +112,7 @@ def save(
         background=background,
         changes_in_step=_changes_in_step(run),
     )
-    run.context.watch.mark("saved")
+    run.context.progress.mark("saved")
     return path
 
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from drivetrain_launcher.errors import RankFailedError as RankFailedError
     from drivetrain_launcher.plan.host_detection import Host as Host
     from drivetrain_launcher.plan.host_detection import detect_host as detect_host
+    from drivetrain_launcher.plan.launch_plan import LaunchPlan as LaunchPlan
+    from drivetrain_launcher.plan.launch_plan import LaunchTarget as LaunchTarget
+    from drivetrain_launcher.plan.launch_plan import RankPlan as RankPlan
     from drivetrain_launcher.plan.launch_planner import plan_launch as plan_launch
-    from drivetrain_launcher.plan.plan import LaunchPlan as LaunchPlan
-    from drivetrain_launcher.plan.plan import LaunchTarget as LaunchTarget
-    from drivetrain_launcher.plan.plan import RankPlan as RankPlan
     from drivetrain_launcher.run.notebook import debug_launcher as debug_launcher
     from drivetrain_launcher.run.notebook import notebook_launcher as notebook_launcher
     from drivetrain_launcher.run.run import run_plan as run_plan
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _MODULES = {
     "Host": "plan.host_detection",
     "LaunchError": "errors",
-    "LaunchPlan": "plan.plan",
+    "LaunchPlan": "plan.launch_plan",
     "LaunchSettings": "settings",
     "RankFailedError": "errors",
-    "RankPlan": "plan.plan",
-    "LaunchTarget": "plan.plan",
+    "RankPlan": "plan.launch_plan",
+    "LaunchTarget": "plan.launch_plan",
     "debug_launcher": "run.notebook",
     "detect_host": "plan.host_detection",
     "notebook_launcher": "run.notebook",

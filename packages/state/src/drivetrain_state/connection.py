@@ -70,13 +70,12 @@ def connect(
     with ExitStack() as undo:
         needs_group = needs_group or plan is not None
         owns_group = _join(place, topology, launched, settings, needs_group=needs_group, undo=undo)
-        watch = ProgressRecord()
+        progress = ProgressRecord()
         if settings.watchdog and topology.world_size > 1:
             from drivetrain_state.hang.watchdog import start_watchdog  # not needed by a single process
 
             reports = settings.hang_report_directory
-            dog = start_watchdog(topology=topology, settings=settings, watch=watch, report_directory=reports)
-            undo.callback(dog.stop)
+            undo.callback(start_watchdog(topology, settings, progress, report_directory=reports).stop)
         if settings.deterministic:
             undo.enter_context(deterministic_algorithms())
         return Context(
@@ -84,7 +83,7 @@ def connect(
             device=place,
             mesh=build_mesh(plan, place.type) if plan is not None else None,
             settings=settings,
-            watch=watch,
+            progress=progress,
             owns_group=owns_group,
             _has_group=dist.is_initialized(),
             _on_close=undo.pop_all(),

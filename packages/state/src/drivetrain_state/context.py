@@ -29,7 +29,7 @@ class Context:
         device: The device that this process computes on.
         mesh: The mesh of the parallel dimensions, if any were requested.
         settings: The settings that `connect` used.
-        watch: The progress mark that the watchdog reads.
+        progress: The last progress, which the watchdog reads.
         owns_group: Whether `close` destroys the process group; False if the group existed before.
     """
 
@@ -37,7 +37,7 @@ class Context:
     device: torch.device
     mesh: DeviceMesh | None = None
     settings: StateSettings = field(default_factory=StateSettings)
-    watch: ProgressRecord = field(default_factory=ProgressRecord)
+    progress: ProgressRecord = field(default_factory=ProgressRecord)
     owns_group: bool = False
     _has_group: bool = False
     _on_close: ExitStack = field(default_factory=ExitStack, repr=False)

@@ -48,9 +48,13 @@ class StoreRounds:
             self.count("rounds", add=1)
 
     def answer(self, number: int, value: object) -> None:
-        """Publish this rank's answer to a round, and delete its answer to the previous one."""
+        """Publish this rank's answer to a round, and delete the one to the second round before it.
+
+        Another rank may be reading the answer to the previous round: if that went after its `check`, its `get` would
+        wait for the store's timeout.
+        """
         self.post(f"answer/{number}/{self.rank}", value)
-        self.delete(f"answer/{number - 1}/{self.rank}")
+        self.delete(f"answer/{number - 2}/{self.rank}")
 
     def answer_of(self, number: int, rank: int) -> Any:
         """Return the answer of a rank to a round, or None before it has answered."""

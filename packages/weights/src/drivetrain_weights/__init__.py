@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from drivetrain_weights.tied_parameters import retie_parameters as retie_parameters
     from drivetrain_weights.torch_file import read_torch_file as read_torch_file
     from drivetrain_weights.weight_index import WeightIndex as WeightIndex
-    from drivetrain_weights.weight_index import find_weights as find_weights
     from drivetrain_weights.weight_index import open_weights as open_weights
     from drivetrain_weights.weight_index import read_index as read_index
 
@@ -39,7 +38,6 @@ _MODULES = {
     "WeightIndex": "weight_index",
     "box_of_dtensor": "tensor_box",
     "find_tied_parameters": "tied_parameters",
-    "find_weights": "weight_index",
     "format_size": "byte_sizes",
     "open_weights": "weight_index",
     "parse_size": "byte_sizes",
@@ -48,35 +46,16 @@ _MODULES = {
     "retie_parameters": "tied_parameters",
     "write_aligned": "aligned_file",
 }
-__all__ = [
-    "Box",
-    "MappedFile",
-    "NoWeightsError",
-    "SeveralWeightsError",
-    "TiedParametersError",
-    "UnsafePickleError",
-    "WeightFilesError",
-    "WeightIndex",
-    "box_of_dtensor",
-    "find_tied_parameters",
-    "find_weights",
-    "format_size",
-    "open_weights",
-    "parse_size",
-    "read_index",
-    "read_torch_file",
-    "retie_parameters",
-    "write_aligned",
-]
 
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
 
-        return getattr(import_module(f"drivetrain_weights.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'drivetrain_weights' has no attribute {name!r}")
+            return getattr(import_module(f"drivetrain_weights.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_weights' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

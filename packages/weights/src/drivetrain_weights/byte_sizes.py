@@ -8,6 +8,7 @@ SIZE_UNITS = {"B": 1} | {
     for kind, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
+_DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB")
 _FACTORS = {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
 
 
@@ -28,9 +29,14 @@ def parse_size(size: int | str) -> int:
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 
-def format_size(size_bytes: int) -> str:
-    """Return a size in the largest unit of powers of 1000 that is not above it, such as "1.50 GB"."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.2f} {unit}"
-    return f"{size_bytes} B"
+def format_size(size_bytes: int, *, digits: int = 2) -> str:
+    """Return a size in the largest unit of powers of 1000 that keeps the number at 1 or above, such as "1.50 GB".
+
+    Args:
+        size_bytes: The size in bytes.
+        digits: The number of digits behind the point; bytes have none.
+    """
+    size, unit = float(size_bytes), 0
+    while unit < len(_DECIMAL_UNITS) - 1 and round(size, digits if unit else 0) >= 1000:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.{digits}f} {_DECIMAL_UNITS[unit]}" if unit else f"{size_bytes} B"

@@ -76,7 +76,7 @@ def box_of_dtensor(dtensor: Any, *, name: str = "a DTensor") -> Box:
 
     Args:
         dtensor: The DTensor to inspect.
-        name: What the message of an error calls it.
+        name: The name of the tensor in an error.
 
     Raises:
         ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk` cuts.

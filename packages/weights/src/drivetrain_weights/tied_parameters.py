@@ -31,7 +31,7 @@ def tied_groups(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor], 
 
     Args:
         named: The names and tensors, all of which stay alive meanwhile.
-        key: What is equal for the same tensor: `id` in a module, `memory_key` in a state dict.
+        key: A function whose result is equal for tied tensors: `id` in a module, `memory_key` in a state dict.
     """
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name, tensor in named:

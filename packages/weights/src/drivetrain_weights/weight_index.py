@@ -32,7 +32,7 @@ class WeightIndex:
 
     Attributes:
         weight_map: The name of each tensor's file, in the folder of the index.
-        metadata: What else the index says, such as `{"total_size": 1000}`.
+        metadata: The other entries of the index, such as `{"total_size": 1000}`.
     """
 
     weight_map: Mapping[str, str]
@@ -70,8 +70,8 @@ def read_index(path: Path) -> WeightIndex:
     return WeightIndex(weight_map=cast("Mapping[str, str]", files), metadata=metadata)
 
 
-def find_weights(checkpoint: Path | str) -> dict[str, Path]:
-    """Return the file that holds each tensor of a model's weights, in the order of the files.
+def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
+    """Open the files of a model's weights, and return the one that holds each tensor, in the order of the files.
 
     Args:
         checkpoint: A safetensors file, a file that `torch.save` wrote, an index of several files
@@ -81,11 +81,6 @@ def find_weights(checkpoint: Path | str) -> dict[str, Path]:
     Raises:
         WeightFilesError: The checkpoint is none of these, or one of its files is missing, damaged, or lacks a tensor.
     """
-    return {name: file.path for name, file in open_weights(checkpoint).items()}
-
-
-def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
-    """Open the files of `find_weights`, and return the one that holds each tensor."""
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         path = choose_weights(path)

@@ -165,14 +165,14 @@ class DeepSpeedBackend(TorchBackend):
             if optimizer is not None and stage:
                 check_elementwise(optimizer, stage, **parts_of(self.config, optimizer, self.context))
 
-    def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """End the engines that the failed call had started; see `TorchBackend.take_back`."""
-        super().take_back(placed, error)
+    def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
+        """End the engines that the failed call had started; see `TorchBackend.undo_prepare`."""
+        super().undo_prepare(placed, error)
         if not self._engines():
             self.window.fixed_because = None
 
-    def bring_along(self, optimizer: Optimizer) -> None:
-        """Do nothing, because an engine holds its optimizer's state; see `TorchBackend.bring_along`."""
+    def move_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Do nothing, because an engine holds its optimizer's state; see `TorchBackend.move_optimizer_state`."""
         del optimizer
 
     def pair(

@@ -178,9 +178,6 @@ def link_states(optimizer: Any) -> None:
             optimizer._lazy_init_hp_params_optimizer_state()
 
 
-# Gradients that were reduced
-
-
 def adds_up_flat(optimizer: Any) -> bool:
     """Return whether an optimizer is that of stage 1 with bf16, which adds gradients up in flat fp32 buffers."""
     return hasattr(optimizer, "fp32_groups_gradients_flat")

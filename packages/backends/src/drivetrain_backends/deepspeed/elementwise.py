@@ -233,13 +233,13 @@ def _compare(
 
 def _copied(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Any:
     """Return a copy of an optimizer over other parameters: for each of a group the new one at its position."""
-    stand_ins = {
+    small_parameters = {
         old: own[min(index, len(own) - 1)]
         for group, own in zip(optimizer.param_groups, parameters, strict=True)
         for index, old in enumerate(group["params"])
     }
     state = defaultdict(dict) if type(optimizer.state) is defaultdict else copy.deepcopy(optimizer.state)
-    return copied_over(optimizer, parameters, stand_ins, state)
+    return copied_over(optimizer, parameters, small_parameters, state)
 
 
 def _gradient(value: Tensor, scale: float, step: int, made: torch.Generator) -> Tensor:

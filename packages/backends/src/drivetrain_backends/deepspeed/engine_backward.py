@@ -26,7 +26,7 @@ class _TrainedModel:
         parameters: The parameters of the model.
         is_ready: Whether the last backward made the gradients ready for the step.
         left: The fingerprint of `.grad` after the last backward; None without one.
-        stand_in: A parameter and the zeros that stand in its `.grad`.
+        placeholder_gradient: A parameter and the zeros in its `.grad`.
         of_frozen: The hooks on frozen parameters.
         of_trained: The hooks on trained parameters.
     """
@@ -36,7 +36,7 @@ class _TrainedModel:
     parameters: list[Tensor]
     is_ready: bool = False
     left: list[tuple[int, int]] | None = None
-    stand_in: tuple[Tensor, Tensor] | None = None
+    placeholder_gradient: tuple[Tensor, Tensor] | None = None
     of_frozen: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
     of_trained: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 
@@ -46,12 +46,12 @@ class _TrainedModel:
         if trained and all(parameter.grad is None for parameter in trained):
             smallest = min(trained, key=Tensor.numel)
             smallest.grad = zeros = torch.zeros_like(smallest)
-            self.stand_in = smallest, zeros
+            self.placeholder_gradient = smallest, zeros
 
     def take_stand_in(self) -> None:
         """Remove the zeros."""
-        parameter, zeros = self.stand_in or (None, None)
-        self.stand_in = None
+        parameter, zeros = self.placeholder_gradient or (None, None)
+        self.placeholder_gradient = None
         if parameter is not None and parameter.grad is zeros:
             parameter.grad = None
 
@@ -232,9 +232,8 @@ def _hook(parameter: Tensor, call: Callable[[], None]) -> RemovableHandle:
         call()
 
     is_trained = parameter.requires_grad
-    parameter.requires_grad_(
-        True
-    )  # required by register_hook; the hook costs nothing while the parameter is frozen
+    # register_hook requires it; the hook costs nothing while the parameter is frozen.
+    parameter.requires_grad_(True)
     handle = parameter.register_hook(reached)
     parameter.requires_grad_(is_trained)
     return handle

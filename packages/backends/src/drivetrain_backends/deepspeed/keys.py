@@ -161,11 +161,6 @@ _ZERO = frozenset(
 )
 
 
-def known_keys(section: str) -> frozenset[str]:
-    """Return the keys of a section: "zero_optimization", "fp16" or another whose keys are checked."""
-    return _ZERO if section == "zero_optimization" else _ENGINE[section] or frozenset()
-
-
 def check_keys(given: Mapping[str, Any], where: str) -> None:
     """Refuse keys that DeepSpeed does not read.
 

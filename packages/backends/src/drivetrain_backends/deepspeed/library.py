@@ -89,7 +89,7 @@ def _progress(context: Context) -> Generator[None]:
         for _ in range(_LONGEST_COMPILATION // _WORTH_A_WORD):
             if done.wait(_WORTH_A_WORD):
                 return
-            context.watch.mark("DeepSpeed compiles an operator")
+            context.progress.mark("DeepSpeed compiles an operator")
 
     thread = Thread(target=tell, name="drivetrain-deepspeed-start", daemon=True)
     thread.start()

@@ -6,11 +6,11 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from drivetrain_backends.deepspeed.compat import call_before_backward
-from drivetrain_backends.modules.module_proxy import StandIn
+from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_backends.modules.outputs import tensors_in
 
 
-class EngineModel(StandIn):
+class EngineModel(ModuleProxy):
     """A wrapper whose forward runs through the engine while the model is trained, and around it while it is frozen.
 
     A frozen model that a loss merely passes through, such as a discriminator in the generator's step, must bypass its
@@ -33,7 +33,7 @@ class EngineModel(StandIn):
         self._on_gradient = on_gradient
         # Before the engine's own error, which names another cause.
         call_before_backward(engine, lambda: on_gradient(engine.module))
-        self.hand_on()
+        self.forward_attributes()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward, through the engine unless all parameters are frozen."""

@@ -91,9 +91,9 @@ class DeepSpeedPrepared(TorchPrepared):
         assert self._gradients is not None  # there is an optimizer
         assert self._reached is not None
         self._reached.check()
-        self._written.take_up()
+        self._written.copy_to_masters()
         group.use()
-        self._watch.mark("optimizer step")
+        self._progress.mark("optimizer step")
         self._known.look_now_and_then()
         if self._window.nonfinite_gradients != "ignore" and not self._is_norm_finite(self._gradients):
             self._gradients.discard()
@@ -155,7 +155,7 @@ class DeepSpeedPrepared(TorchPrepared):
         from deepspeed import zero
 
         parameters = list(self.unwrap().parameters())
-        self._written.take_up()
+        self._written.copy_to_masters()
         with zero.GatheredParameters(parameters, modifier_rank=0 if write else None):
             yield
             if write:
@@ -179,7 +179,7 @@ class DeepSpeedPrepared(TorchPrepared):
 
     def _read_state(self) -> dict[str, Any]:
         """Return the state of the model and its optimizer, with full fp32 tensors. Called on all ranks."""
-        self._written.take_up()
+        self._written.copy_to_masters()
         self._written.compare()
         return read_state(self.engine, self._parameter_names, self._parameter_groups)
 

@@ -30,9 +30,8 @@ class ReachedParameters:
         self._names = names
         self._stage = int(engine.zero_optimization_stage())
         self._positions = {id(parameter): index for index, parameter in enumerate(names)}
-        self._reached: dict[
-            int, set[int]
-        ] = {}  # the reached positions, by DeepSpeed's index of the backward in its window
+        # The reached positions, by DeepSpeed's index of the backward in its window.
+        self._reached: dict[int, set[int]] = {}
         self._is_last = False  # whether the last reduction of a backward is running
         self._is_offloaded = compat.offloads_gradients(engine)
         self._is_watching = False  # whether reductions run during backward

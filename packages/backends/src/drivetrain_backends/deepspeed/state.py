@@ -99,9 +99,8 @@ def load_state(
         return
     (saved,) = state["optimizers"]
     if not engine.zero_optimization():
-        groups = [
-            [names[p] for p in group["params"]] for group in engine.optimizer.param_groups
-        ]  # groups may have been added
+        # Groups may have been added.
+        groups = [[names[p] for p in group["params"]] for group in engine.optimizer.param_groups]
         check_named_state(engine.optimizer, names, saved)
         load_plain_state(engine.module, state["model"])
         load_named_state(engine.optimizer, dict(names), saved)

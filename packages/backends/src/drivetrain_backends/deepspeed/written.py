@@ -22,7 +22,7 @@ class WrittenValues:
     This one is for stage 0, where the optimizer steps the parameters themselves: there is nothing to record.
     """
 
-    def take_up(self) -> None:
+    def copy_to_masters(self) -> None:
         """Copy the written values into the masters, before a step. Called on all ranks.
 
         Raises:
@@ -66,8 +66,8 @@ class WrittenToFlat(WrittenValues):
         self._num_writes: Counter[str] = Counter()
         self.note()
 
-    def take_up(self) -> None:
-        """Copy changed elements to the masters; see `WrittenValues.take_up`."""
+    def copy_to_masters(self) -> None:
+        """Copy changed elements to the masters; see `WrittenValues.copy_to_masters`."""
         if self._versions != (versions := _versions(self._names)):
             self._num_writes.update(_changed(self._names, self._versions, versions))
             self._versions = versions
@@ -140,8 +140,8 @@ class WrittenOutsideGathered(WrittenValues):
 
         engine.load_checkpoint = load_checkpoint
 
-    def take_up(self) -> None:
-        """Refuse writes to parameters; see `WrittenValues.take_up`.
+    def copy_to_masters(self) -> None:
+        """Refuse writes to parameters; see `WrittenValues.copy_to_masters`.
 
         Raises:
             AccumulationError: A parameter was written.

@@ -151,10 +151,10 @@ class FSDPBackend(TorchBackend):
         for model in models:
             check_sources(unwrap_compiled(model))
 
-    def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
+    def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """Forget models, and add a note that torch cannot unshard them; see `TorchBackend`."""
         names = [class_name(unwrap_compiled(prepared.unwrap())) for prepared in placed]
-        super().take_back(placed, error)
+        super().undo_prepare(placed, error)
         for prepared in placed:
             del self._sharded[prepared.unwrap()]
             self._gradients.hooks.pop(prepared.unwrap(), None)
@@ -164,7 +164,7 @@ class FSDPBackend(TorchBackend):
             f"prepare() failed: {sharded}the model at fault may be sharded by now; build them anew"
         )
 
-    def bring_along(self, optimizer: Optimizer) -> None:
+    def move_optimizer_state(self, optimizer: Optimizer) -> None:
         """Point an optimizer and its state to the shards of its parameters."""
         repoint(optimizer, self._successors)
 

@@ -60,7 +60,10 @@ class CollectiveOrder:
         if self._context.topology.world_size == 1:
             return
         if self._group() is None:
-            self._group = ref(cast("ProcessGroup", dist.new_group(backend="gloo")))
+            made = cast("ProcessGroup", dist.new_group(backend="gloo"))
+            # A rank that closed the group at once would break connections that others are still making.
+            dist.barrier(made)
+            self._group = ref(made)
         names = [*model.plan.blocks, ""]
         kind = class_name(model.module)
         for name, block in zip(names, model.blocks, strict=True):
@@ -96,7 +99,7 @@ class CollectiveOrder:
         if group is None:
             return [news]
         if at_step:
-            self._context.watch.mark("comparing the order of blocks at the step")
+            self._context.progress.mark("comparing the order of blocks at the step")
         mine = torch.tensor([self._checksum, self._reductions, self._num_past, news], device="cpu")
         table = mine.new_empty(self._context.topology.world_size * 4)
         dist.all_gather_into_tensor(table, mine, group=group)
@@ -125,10 +128,10 @@ class CollectiveOrder:
         label = len(self._labels)
         self._labels.append(f"{kind} {what}")
         mark = f"{'gathering' if kind == 'gather' else 'reducing'} {what}"
-        watch, is_reduction = self._context.watch, kind == "reduce"
+        progress, is_reduction = self._context.progress, kind == "reduce"
 
         def note() -> None:
-            watch.mark(mark)
+            progress.mark(mark)
             self._past.append(label)
             self._num_past += 1
             self._checksum = (self._checksum * 1000003 + label + 1) & _MASK

@@ -163,12 +163,14 @@ def _stepped(
 
 def _copied(optimizer: Optimizer, groups: Sequence[list[nn.Parameter]]) -> Optimizer:
     """Return a copy of an optimizer over tiny parameters: for each of a group one with as many dims."""
-    stand_ins: dict[Tensor, nn.Parameter] = {}
+    small_parameters: dict[Tensor, nn.Parameter] = {}
     for group, tiny in zip(optimizer.param_groups, groups, strict=True):
         for parameter in group["params"]:
             same = [t for t in tiny if t.dim() == min(parameter.dim(), 4)]
-            stand_ins[parameter] = (same or tiny or [parameter])[0]
-    copied = copied_over(optimizer, groups, stand_ins, defaultdict(dict, _state(optimizer, stand_ins)))
+            small_parameters[parameter] = (same or tiny or [parameter])[0]
+    copied = copied_over(
+        optimizer, groups, small_parameters, defaultdict(dict, _state(optimizer, small_parameters))
+    )
     for group, tiny in zip(copied.param_groups, groups, strict=True):
         kinds = {isinstance(p, DTensor) for p in tiny}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
@@ -177,11 +179,11 @@ def _copied(optimizer: Optimizer, groups: Sequence[list[nn.Parameter]]) -> Optim
 
 
 def _state(
-    optimizer: Optimizer, stand_ins: Mapping[Tensor, Tensor]
+    optimizer: Optimizer, small_parameters: Mapping[Tensor, Tensor]
 ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield the state that an optimizer creates before its first step, in the shapes of the tiny parameters."""
     for parameter, state in optimizer.state.items():
-        tiny = stand_ins.get(parameter)
+        tiny = small_parameters.get(parameter)
         if tiny is None:
             continue
         yield (

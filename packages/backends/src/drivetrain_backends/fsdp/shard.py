@@ -226,8 +226,7 @@ def _shard(
         ignored_params={p for p in held if is_plain(p)},
     )
     for parameter in held:
-        if not is_plain(
-            parameter
-        ):  # an optimizer built before prepare() still holds it, which must not cost memory
+        if not is_plain(parameter):
+            # An optimizer built before prepare() still holds it, which must not cost memory.
             parameter.data = parameter.data.new_empty(0)
     return cast("FSDPModule", block)

@@ -1,4 +1,4 @@
-"""torch's kernels over many gradients at once, which are private as its own optimizers and clipping use them.
+"""torch's private kernels over many tensors at once, which its own optimizers and gradient clipping use.
 
 They are the same in torch 2.9 to 2.15; tests/backends/gradients/test_multi_tensor.py holds each to what is relied
 on, and docs/platforms.md lists them.

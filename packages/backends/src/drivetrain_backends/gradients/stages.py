@@ -115,7 +115,7 @@ class GradientGroup:
                 "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
             )
         is_new = self.stage in ("empty", "used") or (
-            self.stage == "open" and not self._keeps_edits(is_counted)
+            self.stage == "open" and not self._accept_or_refuse_edits(is_counted)
         )
         if is_new:
             losses = self._first_losses(is_counted=is_counted)
@@ -273,8 +273,8 @@ class GradientGroup:
             raise self._used_already("counted or scaled")
         return WindowLosses(adds_to_used=True)
 
-    def _keeps_edits(self, is_counted: bool) -> bool:
-        """Return whether open gradients stay open although other code may have changed them.
+    def _accept_or_refuse_edits(self, is_counted: bool) -> bool:
+        """Accept or refuse what other code changed in open gradients; return whether they stay open.
 
         Raises:
             AccumulationError: They were changed; see `EditWatch.check_before_loss`.

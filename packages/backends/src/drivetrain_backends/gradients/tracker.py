@@ -47,9 +47,8 @@ class GradientTracker:
         self.scaler = reducer.scaler
         is_watched = window.nonfinite_gradients == "raise"
         self.is_plain = self.scaler is None and type(reducer) is ParameterGradients and not is_watched
-        self._groups: list[
-            ref[GradientGroup]
-        ] = []  # weak: a group holds the tracker, and models are to be freed with their last reference
+        # Weak: a group holds the tracker, and models are to be freed with their last reference.
+        self._groups: list[ref[GradientGroup]] = []
         self.reference = ReferenceCount(context, window)
         self.first_losses = FirstLosses()
         self.last_backward = -1

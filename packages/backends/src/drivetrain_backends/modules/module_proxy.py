@@ -8,11 +8,11 @@ from torch import nn
 from drivetrain_backends.errors import ReplacedParameterError
 
 
-class StandIn(nn.Module):
+class ModuleProxy(nn.Module):
     """A module that forwards attributes it does not have to the user's module, once it is built.
 
-    A subclass sets `module`, and calls `hand_on` after its own attributes are set. A copy or pickle is one of the
-    user's module, as for a model that is not wrapped.
+    A subclass sets `module`, and calls `forward_attributes` after its own attributes are set. A copy or pickle is one
+    of the user's module, as for a model that is not wrapped.
 
     Attributes:
         module: The user's module.
@@ -20,20 +20,20 @@ class StandIn(nn.Module):
 
     module: nn.Module
 
-    def hand_on(self) -> None:
+    def forward_attributes(self) -> None:
         """Forward attribute reads that fail here, and attribute writes, to the user's module from now on."""
-        self.__dict__["_hands_on"] = True
+        self.__dict__["_forwards"] = True
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if not self.__dict__.get("_hands_on"):
+            if not self.__dict__.get("_forwards"):
                 raise
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not self.__dict__.get("_hands_on") or name in self.__dict__ or hasattr(type(self), name):
+        if not self.__dict__.get("_forwards") or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif isinstance(value, (nn.Module, nn.Parameter)):
             raise ReplacedParameterError(

@@ -40,9 +40,8 @@ class ScheduleGuard:
         """Record the rates and schedules at the start of a window, if there is a schedule."""
         self.has_begun = True
         self._rates = None
-        is_scheduled = any(
-            "initial_lr" in group for group in groups
-        )  # most schedulers record their initial rate
+        # Most schedulers record their initial rate.
+        is_scheduled = any("initial_lr" in group for group in groups)
         if is_scheduled is not self._looked_at:
             self._looked_at = is_scheduled
             self._schedulers = [] if self.is_prepared else self._found()

@@ -19,7 +19,7 @@ _SMALLEST_IN_HALF = 1.0  # in half precision, where rounding hides smaller movem
 def copied_over(
     optimizer: Optimizer,
     groups: Sequence[Sequence[nn.Parameter]],
-    stand_ins: Mapping[Tensor, nn.Parameter],
+    small_parameters: Mapping[Tensor, nn.Parameter],
     state: Any,
 ) -> Any:
     """Return an optimizer of the same class and settings over small parameters, at learning rates that move visibly.
@@ -30,11 +30,11 @@ def copied_over(
     Args:
         optimizer: The user's optimizer; it is not changed.
         groups: The small parameters of each group.
-        stand_ins: The small parameter in place of each of the optimizer's parameters.
+        small_parameters: The small parameter in place of each of the optimizer's parameters.
         state: The state of the copy.
     """
     copied = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(parameter): small for parameter, small in stand_ins.items()}
+    memo: dict[int, Any] = {id(parameter): small for parameter, small in small_parameters.items()}
     memo |= {id(optimizer): copied, id(optimizer.state): state}
     for group, small in zip(optimizer.param_groups, groups, strict=True):
         memo[id(group["params"])] = list(small)

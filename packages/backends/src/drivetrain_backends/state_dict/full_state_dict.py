@@ -15,12 +15,10 @@ def full_tensor(value: Any) -> Tensor:
     """
     if not hasattr(value, "full_tensor"):
         return value
-    if isinstance(
-        value, Tensor
-    ):  # a DTensor, which may be offloaded while its mesh communicates on another device
-        from drivetrain_backends.state_dict.dtensor import (
-            whole_of,  # importing DTensor takes as long as importing torch
-        )
+    if isinstance(value, Tensor):
+        # A DTensor, which may be offloaded while its mesh communicates on another device. Importing DTensor takes as
+        # long as importing torch.
+        from drivetrain_backends.state_dict.dtensor import whole_of
 
         return whole_of(value, torch.device(cast("Any", value).device_mesh.device_type))
     return value.full_tensor()
@@ -43,10 +41,8 @@ def _whole(value: Any, keep: bool, met: dict[int, Any]) -> Any:
     if hasattr(value, "full_tensor"):
         if id(value) not in met:
             gathered = value.full_tensor()
-            met[id(value)] = (
-                value,
-                gathered.detach().cpu() if keep else None,
-            )  # the value is kept alive, so that its id stays unique
+            # The value is kept alive, so that its id stays unique.
+            met[id(value)] = (value, gathered.detach().cpu() if keep else None)
         return met[id(value)][1]
     if isinstance(value, Mapping):
         return {key: _whole(one, keep, met) for key, one in cast("Mapping[Any, Any]", value).items()}

@@ -18,7 +18,7 @@ from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 from drivetrain_backends.modules.autocast_forward import PreparedForward, prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.meta_check import check_values
-from drivetrain_backends.modules.module_proxy import StandIn
+from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.optim.parameter_matching import owners
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
@@ -89,7 +89,7 @@ class TorchBackend:
         for model in models:
             check_values(model)
 
-    def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
+    def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """Restore the models of a failed `prepare` to their own classes.
 
         Args:
@@ -100,7 +100,7 @@ class TorchBackend:
         for prepared in placed:
             prepared.release()
 
-    def bring_along(self, optimizer: Optimizer) -> None:
+    def move_optimizer_state(self, optimizer: Optimizer) -> None:
         """Move state that an optimizer loaded earlier to where the parameters of its placed models are now."""
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())
@@ -133,7 +133,7 @@ class TorchBackend:
             touched: list[TorchPrepared] = self._prepared[len(before) :]
             for optimizer, model in pairs:
                 first = next(prepared for prepared in self._prepared if prepared.unwrap() is model)
-                self.bring_along(optimizer)
+                self.move_optimizer_state(optimizer)
                 first.add_optimizer(optimizer)
                 touched.append(first)
             self._regroup()
@@ -141,7 +141,7 @@ class TorchBackend:
             placed, self._prepared = self._prepared[len(before) :], [prepared for prepared, _ in before]
             for prepared, number in before:
                 del prepared.optimizers[number:]
-            self.take_back(placed, error)
+            self.undo_prepare(placed, error)
             raise
         for scheduler in schedulers:
             prepared, optimizer = self._trained_by(scheduler.optimizer)
@@ -265,7 +265,7 @@ def check_new(models: Sequence[nn.Module]) -> None:
     """
     for model in models:
         inner = unwrap_compiled(model)
-        wrapped = inner.module if isinstance(inner, StandIn) else inner
+        wrapped = inner.module if isinstance(inner, ModuleProxy) else inner
         if inner is not wrapped or isinstance(model, PreparedForward) or isinstance(inner, PreparedForward):
             raise ValueError(
                 f"{type(wrapped).__name__} is prepared already; prepare() a model once, or free_memory() and "

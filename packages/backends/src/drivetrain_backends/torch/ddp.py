@@ -102,9 +102,9 @@ class DDPBackend(TorchBackend):
             check_drift_every=self.settings.check_drift_every,
         )
 
-    def take_back(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """Forget the replicas too; see `TorchBackend.take_back`."""
-        super().take_back(placed, error)
+    def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
+        """Forget the replicas too; see `TorchBackend.undo_prepare`."""
+        super().undo_prepare(placed, error)
         for prepared in placed:
             self._gradients.forget(prepared.unwrap())
 
@@ -128,6 +128,9 @@ class DDPBackend(TorchBackend):
             return model
         device = self.context.device
         buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
+        # Before the replica, whose broadcast ends when all ranks are connected: a rank that closed the group earlier
+        # would break the connections that another is still making.
+        self._gradients.open()
         replica = Replica(
             model,
             at_close=at_close,
@@ -140,7 +143,6 @@ class DDPBackend(TorchBackend):
             static_graph=settings.static_graph,
         )
         _register_hook(replica, settings)
-        self._gradients.open()
         self._gradients.replicas[model] = replica
         return replica
 

@@ -60,9 +60,8 @@ def checksum(weight: Tensor) -> Tensor:
     if weight.is_complex():
         weight = torch.view_as_real(weight)
     integer = _INTEGERS[weight.element_size()]
-    if (
-        not weight.is_contiguous() or weight.data_ptr() % 8
-    ):  # possibly on this rank only; the clone keeps the sum
+    # Possibly on this rank only; the clone keeps the sum.
+    if not weight.is_contiguous() or weight.data_ptr() % 8:
         weight = weight.clone(memory_format=torch.contiguous_format)
     flat = weight.view(-1)
     whole = flat.numel() - flat.numel() % (8 // flat.element_size())

@@ -165,6 +165,6 @@ class ReplicatedGradients(ParameterGradients):
                 "step, --ddp-reduce at_close spares the reducer's own averaging",
                 names,
             )
-        self._context.watch.mark("averaging gradients at the window's close")
+        self._context.progress.mark("averaging gradients at the window's close")
         average(parameters, self._context.device, group=self._group, bucket_bytes=self._bucket_bytes)
-        self._context.watch.mark("gradients averaged")
+        self._context.progress.mark("gradients averaged")

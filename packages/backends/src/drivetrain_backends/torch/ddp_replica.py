@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_backends.errors import UnreducedGradientError
 from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
-from drivetrain_backends.modules.module_proxy import StandIn
+from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_backends.modules.parameter_guard import KnownParameters
 from drivetrain_backends.torch import compat
 
 
-class Replica(StandIn, DistributedDataParallel):
+class Replica(ModuleProxy, DistributedDataParallel):
     """A DDP wrapper that accepts a model frozen later, and names the parameters that got no gradient.
 
     DDP's reducer averages one backward after each forward of the wrapper: the first that reaches all parameters. The
@@ -44,7 +44,7 @@ class Replica(StandIn, DistributedDataParallel):
         self._known = KnownParameters(module)
         if at_close:
             compat.disable_reducer(self)
-        self.hand_on()
+        self.forward_attributes()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward; bypass DDP while the model is frozen, because DDP would wait for its gradients."""

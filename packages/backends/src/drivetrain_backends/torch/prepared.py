@@ -14,7 +14,7 @@ from drivetrain_backends.gradients.nonfinite import SMALLEST_LOSS_SCALE, nonfini
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.modules.compile import check_plain_state, load_plain_state, plain_state
-from drivetrain_backends.modules.module_proxy import StandIn
+from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_backends.modules.parameter_guard import KnownParameters
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.parameter_matching import parameter_names
@@ -50,7 +50,7 @@ class TorchPrepared:
         self.schedulers: list[PreparedScheduler] = []
         self.group = GradientGroup([self.unwrap()], tracker)
         self._context = context
-        self._watch = context.watch
+        self._progress = context.progress
         self._tracker = tracker
         self._window = tracker.window
         self._known = KnownParameters(self.unwrap())
@@ -79,7 +79,7 @@ class TorchPrepared:
             group.check_finite(optimizer)
             self._refuse_nonfinite((group,))
         group.use()
-        self._watch.mark("optimizer step")
+        self._progress.mark("optimizer step")
         final = group.final
         if final.overflowed:
             return StepResult(stepped=False, skipped=True, grad_norm=final.norm)
@@ -136,7 +136,9 @@ class TorchPrepared:
 
     def unwrap(self) -> nn.Module:
         """Return the user's module without a wrapper; it still computes in the run's precision."""
-        return self.model.module if isinstance(self.model, StandIn | DistributedDataParallel) else self.model
+        return (
+            self.model.module if isinstance(self.model, ModuleProxy | DistributedDataParallel) else self.model
+        )
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Generator[None]:

@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, directory_of, report_errors
-from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, size_text, table, time_text
+from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table, time_text
 from drivetrain_checkpoint.format.layout import step_of
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.storage.place import storage_of
 from drivetrain_config import Command
+from drivetrain_weights import format_size
 
 _HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
 
@@ -64,7 +65,7 @@ def _as_text(found: Sequence[CheckpointInfo], newest: CheckpointInfo | None, now
             said = (time_text(one.manifest.saved_at), age_text(one.manifest.saved_at, now))
             held = (str(one.manifest.world_size), ", ".join(one.manifest.models) or "-")
         state = _state(one) + (", newest" if one is newest else "")
-        rows.append((str(step_of(one.folder)), *said, size_text(_size_bytes(one)), *held, state))
+        rows.append((str(step_of(one.folder)), *said, format_size(_size_bytes(one), digits=1), *held, state))
     return table(_HEADER, rows)
 
 

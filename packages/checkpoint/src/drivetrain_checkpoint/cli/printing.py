@@ -1,19 +1,10 @@
-"""Format sizes, ages and tables for a terminal."""
+"""Format ages and tables for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from math import isfinite
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-
-
-def size_text(size_bytes: int) -> str:
-    """Format a size in the largest unit that keeps the number at 1 or above, by powers of 1000: "1.5 GB"."""
-    size, unit = float(size_bytes), 0
-    while size >= 999.95 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{size_bytes} B"
 
 
 def age_text(saved_at: str, now: datetime) -> str:

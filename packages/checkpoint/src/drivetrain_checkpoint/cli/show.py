@@ -12,7 +12,6 @@ from drivetrain_checkpoint.cli.printing import (
     age_text,
     counted,
     metrics_as_json,
-    size_text,
     table,
     time_text,
 )
@@ -20,6 +19,7 @@ from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, encode
 from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.place import Place
 from drivetrain_config import Command
+from drivetrain_weights import format_size
 
 _NUM_SHOWN = 10  # tensors per part, without --tensors
 
@@ -45,7 +45,7 @@ def run(arguments: ShowArguments) -> int:
         sys.stdout.write(f"{json.dumps(_as_json(folder, manifest, problem), indent=2, allow_nan=False)}\n")
         return 0
     sys.stdout.write(_summary(folder, manifest, problem))
-    files = [(record.name, size_text(record.size_bytes)) for record in manifest.files.values()]
+    files = [(record.name, format_size(record.size_bytes, digits=1)) for record in manifest.files.values()]
     sys.stdout.write("\n" + table(("file", "size"), files))
     for part, tensors in manifest.tensors.items():
         if tensors:
@@ -95,7 +95,7 @@ def _summary(folder: Place, manifest: Manifest, problem: str | None) -> str:
         "ranks": f"{manifest.world_size}{f', as {mesh}' if mesh else ''}",
         "models": ", ".join(manifest.models) or "none",
         "metrics": _pairs(manifest.metrics) or "none",
-        "size": f"{size_text(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}",
+        "size": f"{format_size(manifest.size_bytes, digits=1)} in {counted(len(manifest.files), 'file')}",
         "written by": ", ".join(f"{name} {version}" for name, version in manifest.libraries.items()),
         "state": f"not valid: {problem}" if problem else "valid: every file is there in its size",
     }
@@ -112,7 +112,7 @@ def _tensors(part: str, tensors: Mapping[str, StoredTensor], most: int | None) -
     rows = [(name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.pieces))) for name, tensor in shown]
     left = len(tensors) - len(shown)
     return (
-        f"{part}: {counted(len(tensors), 'tensor')}, {size_text(size_bytes)}\n"
+        f"{part}: {counted(len(tensors), 'tensor')}, {format_size(size_bytes, digits=1)}\n"
         + table(("name", "dtype", "shape", "pieces"), rows)
         + (f"... and {left} more; --tensors lists all\n" if left else "")
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain_checkpoint.export.plan import tied_names
+from drivetrain_checkpoint.export.export_plan import tied_names
 from drivetrain_checkpoint.export.reader import ExportedTensors, open_export
 
 

@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError
-from drivetrain_checkpoint.export.plan import ExportPlan, TensorInfo, plan_export
+from drivetrain_checkpoint.export.export_plan import ExportPlan, TensorInfo, plan_export
 from drivetrain_checkpoint.export.writer import write_export
 from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES
 from drivetrain_checkpoint.format.layout import model_part

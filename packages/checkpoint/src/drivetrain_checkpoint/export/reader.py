@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
-from drivetrain_checkpoint.export.plan import TensorInfo
+from drivetrain_checkpoint.export.export_plan import TensorInfo
 from drivetrain_checkpoint.export.writer import TIES
 from drivetrain_checkpoint.storage.place import on_disk
 from drivetrain_weights import MappedFile, NoWeightsError, SeveralWeightsError, WeightFilesError, read_index

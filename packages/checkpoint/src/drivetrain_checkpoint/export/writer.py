@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_checkpoint.export.plan import (
+from drivetrain_checkpoint.export.export_plan import (
     INDEX,
     SHARD_FILE,
     SINGLE_FILE,

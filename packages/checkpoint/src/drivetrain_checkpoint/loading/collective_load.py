@@ -204,7 +204,7 @@ def _read(context: Context, folder: Place, manifest: Manifest, how: LoadOptions)
         parts,
         like=lambda part, name: how.like(path) if (path := path_in_state(part, name)) else None,
         allow_pickle=how.allow_pickle,
-        on_block=lambda: context.watch.mark(f"read {folder.name}"),
+        on_block=lambda: context.progress.mark(f"read {folder.name}"),
     )
     return LoadResult(
         path=folder,

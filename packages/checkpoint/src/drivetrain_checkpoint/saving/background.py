@@ -44,8 +44,8 @@ class BackgroundSaves:
         Args:
             save: The save, as `SaveCoordinator.prepare` returned it.
             on_commit: A function to call with the checkpoint's folder once it is committed, in the thread.
-            changes_in_step: A function that returns whether a tensor, by its path in the state, is unchanged until
-                the next step, so that the thread copies it; None copies all tensors now.
+            changes_in_step: A function that returns True for a tensor, given by its path in the state, that only an
+                optimizer step changes: the thread copies it later. None copies all tensors now.
         """
         assert self._thread is None
         staged = stage_save(self._context, save, self._buffer, changes_in_step)
@@ -58,11 +58,6 @@ class BackgroundSaves:
         thread.start()
         # Only now, since start() may raise: nobody could wait for a thread that was not started.
         self._thread, self._overlap = thread, staged.overlap
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a save is being written, or its thread ends."""
-        return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_copying(self) -> bool:

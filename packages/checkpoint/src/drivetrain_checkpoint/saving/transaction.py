@@ -65,8 +65,8 @@ class Save:
 
         Args:
             buffer: The host memory for the copies.
-            changes_in_step: A function that returns whether a tensor, by its path in the state, is unchanged until
-                the next step, so that `write` copies it. None copies all tensors now.
+            changes_in_step: A function that returns True for a tensor, given by its path in the state, that only an
+                optimizer step changes: `write` copies it later. None copies all tensors now.
         """
         later: set[int] = set()
         if changes_in_step is not None:

@@ -63,7 +63,7 @@ def _order(sampler: Any, sharding: DataSharding, num_samples: int | None) -> Ind
 
 def _of_batches(batches: Any, sharding: DataSharding, num_samples: int | None) -> WholeBatchSampler:
     name = type(batches).__name__
-    sharding.check_interleaved(f"the batches of {name} are dealt out whole")
+    sharding.check_interleaved(f"the batches of {name} are distributed whole")
     check_undivided(batches)
     if sharding.split and sharding.even == "pad":
         raise ValueError(

@@ -142,17 +142,6 @@ class Partition:
         is_last = step == self.num_steps - 1
         return counted_plan(counts, self.batch_size, self.even, shard=shard, is_last=is_last)
 
-    def holders(self, step: int) -> int:
-        """Return how many shards, counted from shard 0, read samples of their own in a step; for a single block."""
-        if step < self.num_full_steps or self.even == "pad":
-            return self.num_shards
-        return min(self.tail, self.num_shards)
-
-    def position_after(self, num_steps: int) -> int:
-        """Return the first position that has not been read after `num_steps` steps."""
-        whole = self.start + num_steps * self.stride
-        return whole if num_steps <= self.num_full_steps else self.stop
-
     @property
     def _sharing(self) -> int:
         """The number of shards that share a block."""

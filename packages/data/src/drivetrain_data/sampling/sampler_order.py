@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import WeightedRandomSampler
 
-from drivetrain_data.collective_errors import Agree
 from drivetrain_data.errors import DataStateError
 from drivetrain_data.randomness.generators import KeyedDraws
+from drivetrain_data.sampling.draw_agreement import Agree
 from drivetrain_data.sampling.order import Order
 from drivetrain_data.state.sampler_copy import SamplerCopy, copy_of
 from drivetrain_data.state.sampler_parts import length_of, prepare_sampler

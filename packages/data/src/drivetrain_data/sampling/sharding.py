@@ -6,8 +6,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from drivetrain_data.collective_errors import Agree, check_agreement
 from drivetrain_data.sampling.block_shuffle import IndexFunction
+from drivetrain_data.sampling.draw_agreement import Agree, check_agreement
 from drivetrain_data.settings import ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
 

@@ -1,4 +1,4 @@
-"""Batches that a user made, held out whole among the shards, or each split among them."""
+"""Batches that a user made, distributed whole to the shards, or each split among them."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -32,8 +32,8 @@ class ExternalSource(BatchSource):
 
     def __init__(self, loader: Any, sharding: DataSharding) -> None:
         self._name = type(loader).__name__
-        sharding.check_unsplit(f"batches of {self._name} are dealt out whole")
-        sharding.check_interleaved(f"the batches of {self._name} are dealt out in turn")
+        sharding.check_unsplit(f"batches of {self._name} are distributed whole")
+        sharding.check_interleaved(f"the batches of {self._name} are distributed in turn")
         super().__init__(loader, sharding, stride=sharding.shard.count, batch_size=None)
         self._loader = loader
         self._stream: Any = self.dataset if isinstance(self.dataset, IterableDataset) else None
@@ -47,9 +47,7 @@ class ExternalSource(BatchSource):
         """The origin of the order, as a phrase for users."""
         if self.sharding.shard.count == 1:
             return f"the batches of {self._name} as they come"
-        return (
-            f"the batches of {self._name}, dealt out in turn; it must yield the same on every rank that reads"
-        )
+        return f"the batches of {self._name}, distributed in turn; it must yield the same on every rank that reads"
 
     def move_to(self, epoch: int, position: int) -> None:
         """Move to a position; snapshots of another epoch are of no use there."""

@@ -44,7 +44,7 @@ class IterableSource(BatchSource):
     """
 
     def __init__(self, loader: DataLoader[Any], sharding: DataSharding) -> None:
-        sharding.check_interleaved("an iterable dataset is dealt out in turn")
+        sharding.check_interleaved("an iterable dataset is distributed in turn")
         if loader.batch_size is None:
             sharding.check_unsplit("with batch_size=None there are no batches to split")
         size = None if loader.batch_size is None else sharding.size_on_each(loader.batch_size)

@@ -95,7 +95,7 @@ def load_checkpoint_in_model(
             `process_group`, all ranks of which must call this function. The other ranks then need the checkpoint only
             for tensors that stay on the disk.
         process_group: The process group that rank 0 reads for; None for all ranks.
-        quantization: How weights of linear layers are packed while read, on the device that computes them, one at a
+        quantization: The packing of linear layers' weights while they are read, on the device that computes, one at a
             time, so that only one is held in full. They are not trained. `StoredFP8()` keeps fp8 weights.
         offload_folder: The folder for packed and converted weights on the disk; its files are the user's to delete.
 
@@ -141,7 +141,7 @@ def load_tensors(
         checkpoint: The tensors of the checkpoint.
         device_map: A mapping from names to devices; None keeps each tensor on its device.
         options: The options of the load.
-        reader: Who reads; called on all ranks that it reads for.
+        reader: The reader of the files; called on all ranks that it reads for.
     """
     _check_sharded(layout, device_map, options)
     load = _Load(layout=layout, checkpoint=checkpoint, device_map=device_map, options=options, reader=reader)

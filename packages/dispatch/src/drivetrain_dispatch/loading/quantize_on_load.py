@@ -25,7 +25,7 @@ class QuantizeOnLoad:
     A load calls `allocate`, reads the values of that memory, and calls `pack`, one weight after the other.
 
     Args:
-        quantization: How weights are packed.
+        quantization: The packing of weights.
         devices: The device that computes with each tensor, by the model's names.
         folder: The folder for packed weights that stay on the disk.
 
@@ -83,7 +83,7 @@ def with_packed_sizes(
     Args:
         layout: The layout of the model, with the dtypes that its tensors get.
         stored: The tensors of the checkpoint.
-        quantization: How weights are packed; None if none is.
+        quantization: The packing of weights; None for none.
 
     Raises:
         ValueError: There is nothing to pack, or packing a weight fails.

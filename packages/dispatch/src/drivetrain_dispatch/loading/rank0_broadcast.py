@@ -106,7 +106,7 @@ class Rank0Broadcast:
             reading = begin(0) if pieces else None
             for index, piece in enumerate(pieces):
                 ended, reading = reading, begin(index + 1)
-                self._hand_on(piece, targets, buffers[index % 2][: piece.size_bytes + 1], ended)
+                self._broadcast_piece(piece, targets, buffers[index % 2][: piece.size_bytes + 1], ended)
                 if failure is None:
                     failure = _failure_of(progress, piece.size_bytes)
         if failure is not None:
@@ -118,7 +118,7 @@ class Rank0Broadcast:
         dist.all_gather_object(said, list(names), group=self._group)
         return {name for each in said for name in each}
 
-    def _hand_on(
+    def _broadcast_piece(
         self, piece: ReadRange, targets: Mapping[str, Tensor], content: Tensor, reading: Future[None] | None
     ) -> None:
         """Broadcast a piece, followed by a byte that tells whether it could be read."""

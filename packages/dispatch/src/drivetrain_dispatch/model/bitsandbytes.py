@@ -32,7 +32,7 @@ def made_anew(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
 
 
 def has_no_values(weight: Tensor, layer: nn.Module) -> bool:
-    """Return whether the weight of a layer is not packed yet, as bitsandbytes packs it when it is moved to a device."""
+    """Return whether a layer's weight is not packed yet; bitsandbytes packs it when it is moved to a device."""
     is_packed = all(vars(weight).get(name, weight) is not None for name in ("quant_state", "SCB"))
     return not is_packed and _state_with_scales(layer) is None
 

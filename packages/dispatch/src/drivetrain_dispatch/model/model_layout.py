@@ -61,10 +61,8 @@ class ModelLayout:
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
-        for (
-            outer,
-            module,
-        ) in modules.items():  # torch's own iterators would traverse all modules again for each
+        # Torch's own iterators would traverse all modules again for each.
+        for outer, module in modules.items():
             prefix = f"{outer}." if outer else ""
             for attribute, into in (("_parameters", parameters), ("_buffers", buffers)):
                 for name, tensor in getattr(module, attribute).items():

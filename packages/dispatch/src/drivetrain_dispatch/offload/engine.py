@@ -76,8 +76,6 @@ class OffloadEngine:
         self._unmark = finalize(self, _unmark, marked)
         self._unmark.atexit = False  # torch may be torn down by then, and nothing uses the tensors any more
 
-    # What the wrapped methods of the model and of its units call.
-
     def begin(self, method: str) -> None:
         """Begin a use of the whole model, by its forward or another method.
 
@@ -119,7 +117,7 @@ class OffloadEngine:
         start = perf_counter() if trace is not None else 0.0
         tensors = self._units[index]
         with self._lock:
-            recomputed = not thread.recorder.depth and self._is_in_backward()
+            recomputed = not thread.recorder.depth and self._join_or_end_backward()
             if recomputed:
                 self._cancel_stale(index)
             if not thread.take(index):
@@ -149,8 +147,6 @@ class OffloadEngine:
             if thread.viewed:
                 self._release_views(thread)
             thread.request_next()
-
-    # What operations call for offloaded tensors that no unit in use holds.
 
     def is_computing(self) -> bool:
         """Return whether this thread computes with the model."""
@@ -182,8 +178,6 @@ class OffloadEngine:
         """Return whether the device that stores a tensor also computes with it; its dtype may still differ."""
         request = self._offloaded[id(tensor)].request
         return request.device == request.stored.device
-
-    # What saved tensors call in the forward and the backward.
 
     def find_in_use(self, tensor: Tensor) -> OffloadedTensor | None:
         """Return the offloaded tensor in use whose values a tensor is a view of; None if there is none."""
@@ -254,8 +248,8 @@ class OffloadEngine:
             if self._backward_unit == unit:
                 self._cancel_backward_unit()
 
-    def _is_in_backward(self) -> bool:
-        """Return whether this thread is in a backward; if not, end the last one."""
+    def _join_or_end_backward(self) -> bool:
+        """Await the end of the backward that this thread is in, and return True; if in none, end the last one."""
         try:
             self._await_backward_end()
         except RuntimeError:  # torch accepts callbacks only in a backward
@@ -283,8 +277,8 @@ class OffloadEngine:
 
     def _record_use(self, trace: OffloadTrace, index: int, waited: tuple[float, float]) -> None:
         transfer = self._units[index][0].transfer
-        brought = waited if transfer is None else transfer.span()
-        trace.turns.append(UnitUse(self._names[index], brought, waited, (waited[1], perf_counter())))
+        fetched = waited if transfer is None else transfer.span()
+        trace.uses.append(UnitUse(self._names[index], fetched, waited, (waited[1], perf_counter())))
 
 
 class _ThreadState:

@@ -109,9 +109,8 @@ class BackwardOrder:
         self.forward = ExecutionOrder()
         self._recorder = OrderRecorder()
         self._learnt = ExecutionOrder()
-        self._learnt_after: tuple[int, ...] | None = (
-            None  # the order of the forward before the learnt backward
-        )
+        # The order of the forward before the learnt backward.
+        self._learnt_after: tuple[int, ...] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -128,9 +127,8 @@ class BackwardOrder:
         recorder = self._recorder
         if not self.is_running:
             recorder.begin(self._learnt)
-        if (
-            not recorder.used or recorder.used[-1] != unit
-        ):  # autograd asks for each weight of a unit by itself
+        # Autograd asks for each weight of a unit by itself.
+        if not recorder.used or recorder.used[-1] != unit:
             recorder.use(unit)
         if self._learnt_after is self.forward.units and self._learnt.expects(unit):
             return self._learnt.units, recorder.position

@@ -111,7 +111,7 @@ def _is_own_data(tensor: Tensor, value: Tensor, fetcher: TensorFetcher) -> bool:
 
 
 def _fetched(tensor: Tensor, fetcher: TensorFetcher) -> Tensor:
-    """Return what a forward computes with in place of a tensor, to look at."""
+    """Return the fetched values of a tensor, for reading their metadata only."""
     (fetched,) = fetcher.acquire([tensor])
     fetcher.release([tensor], None)
     return fetched

@@ -145,12 +145,12 @@ class OffloadStats:
         num_used: The number of times that a unit was used.
         num_missed: The number of times that its transfer had not begun by then, because it was not expected or the
             window had no room: the forward stalled.
-        bytes_brought: The total of bytes that were fetched.
+        bytes_fetched: The total of bytes that were fetched.
     """
 
     num_used: int = 0
     num_missed: int = 0
-    bytes_brought: int = 0
+    bytes_fetched: int = 0
 
 
 class Residency:
@@ -219,7 +219,7 @@ class Residency:
             tensor.transfer, tensor.index = transfer, index
             tensor.requested_version = tensor.version
             self._windows[tensor.request.device].reserve(tensor.request.device_bytes)
-            self.stats.bytes_brought += tensor.request.size_bytes
+            self.stats.bytes_fetched += tensor.request.size_bytes
         return True
 
     def cancel(self, tensors: Sequence[OffloadedTensor]) -> None:

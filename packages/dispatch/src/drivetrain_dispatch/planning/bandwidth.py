@@ -1,4 +1,4 @@
-"""Measure this machine's link, disk and compute rates in less than a second, and cache them."""
+"""Measure this machine's link and disk rates in less than a second, and cache them."""
 
 import mmap
 import os
@@ -10,10 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from drivetrain_dispatch.planning.bandwidth_cache import default_cache, remembered
-from drivetrain_dispatch.planning.cost_model import ComputeRate
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 
 _SECONDS = 0.15  # for each measurement
@@ -21,8 +19,6 @@ _COPIED_BYTES = 64 * 2**20  # more than processor caches hold
 _WRITTEN_BYTES = 32 * 2**20
 _PIECE_BYTES = 4 * 2**20  # of a file per read
 _NUM_READERS = 4  # a disk is fastest with several requests in flight
-_LARGEST = 8192  # the most rows of the multiplied matrices
-_NUM_STARTS = 50
 
 
 def measure_rates(
@@ -59,28 +55,6 @@ def measure_rates(
     return Bandwidths(to_device=link, from_disk=read)
 
 
-def measure_compute(
-    device: torch.device | str | int, dtype: torch.dtype = torch.float32, *, cache: Path | None = None
-) -> ComputeRate:
-    """Measure how fast a device multiplies matrices, accesses its memory and launches operations.
-
-    Args:
-        device: The device to measure.
-        dtype: The dtype of the multiplied matrices.
-        cache: The file that caches the rates; None for one in the user's cache folder.
-
-    Raises:
-        ValueError: The device does not multiply matrices of that dtype.
-    """
-    place = torch.device(device)
-    names = ["flops_per_second", "bytes_per_second", "operation_seconds"]
-    what = ("compute", *_machine(place), str(dtype))
-    flops, size_bytes, start = remembered(
-        cache or default_cache(), what, names, lambda: _compute(place, dtype)
-    )
-    return ComputeRate(flops_per_second=flops, bytes_per_second=size_bytes, operation_seconds=start)
-
-
 def _machine(device: torch.device) -> tuple[str, ...]:
     """Return the properties of a machine and device that its rates depend on, as part of the cache's key."""
     name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
@@ -98,52 +72,11 @@ def _link(device: torch.device) -> float:
     return _COPIED_BYTES / _shortest(lambda: target.copy_(source, non_blocking=pinned), device)
 
 
-def _compute(device: torch.device, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Return FLOPs per second, bytes read and written per second, and the launch overhead in seconds."""
-    rows = 128
-    while True:
-        matrix = _ones((rows, rows), device, dtype)
-        seconds = _shortest(lambda matrix=matrix: matrix @ matrix, device, most_seconds=_SECONDS / 10)
-        if seconds > _SECONDS / 50 or rows == _LARGEST:
-            break
-        rows *= 2
-    seconds = _shortest(lambda: matrix @ matrix, device)
-    source = torch.ones(
-        4 * _COPIED_BYTES if device.type != "cpu" else _COPIED_BYTES, dtype=torch.uint8, device=device
-    )
-    target = torch.zeros_like(source)
-    copied = _shortest(lambda: target.copy_(source), device)
-    small = torch.zeros(1, device=device)
-
-    def start() -> None:
-        for _ in range(_NUM_STARTS):
-            small.add_(1)
-
-    return 2 * rows**3 / seconds, 2 * source.numel() / copied, _shortest(start, device) / _NUM_STARTS
-
-
-def _ones(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a matrix of ones that the device can multiply.
-
-    Raises:
-        ValueError: The device cannot multiply matrices of that dtype.
-    """
-    try:
-        matrix = torch.ones(shape, dtype=torch.float32, device=device).to(dtype)
-        _ = matrix @ matrix
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"dtype={dtype}: {device} does not multiply matrices of it ({error}): measure with the dtype it computes "
-            "in, such as torch.bfloat16"
-        ) from error
-    return matrix
-
-
-def _shortest(work: Callable[[], object], device: torch.device, *, most_seconds: float = _SECONDS) -> float:
+def _shortest(work: Callable[[], object], device: torch.device) -> float:
     """Return the shortest of several run times, in seconds; the first run warms up and does not count."""
     taken: list[float] = []
     begun = time.perf_counter()
-    while len(taken) < 2 or time.perf_counter() - begun < most_seconds:
+    while len(taken) < 2 or time.perf_counter() - begun < _SECONDS:
         start = time.perf_counter()
         work()
         if device.type != "cpu":

@@ -45,7 +45,7 @@ class Bandwidths:
             rate: object = getattr(self, name)
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
                 raise ValueError(
-                    f"Rates: {name}={rate!r}: must be a number of bytes a second above 0, such as 25e9"
+                    f"Bandwidths: {name}={rate!r}: must be a number of bytes a second above 0, such as 25e9"
                 )
 
 

@@ -43,7 +43,7 @@ def add_meanings(written: Mapping[str, tuple[str, str]], said: Said) -> None:
             if str(other) != str(value):
                 flag = flag_name(section, field)
                 refused.append(f"{' '.join(written[word])}: contradicts {flag} {other}; keep one of the two")
-        for word, text in reading.told.items():
+        for word, text in reading.notices.items():
             say(f"{' '.join(written[word])}: {text}")
     if refused:
         raise UsageError("; ".join(refused))

@@ -1,6 +1,7 @@
 """Build a parser from a command's dataclass, and parse a command line into the dataclass.
 
-A command's arguments are a frozen dataclass. Each field becomes a flag, like the fields of a section, except that:
+A command's arguments are a frozen dataclass. Each field becomes a flag, like the fields of a section, whose names
+`drivetrain_config.schema.flag_name` makes, except that:
 
 - a field of type `Layers` provides the flags of every installed section, and `--config FILE`;
 - a field with metadata `{"positional": True}` is a positional argument;
@@ -157,7 +158,9 @@ class CommandParser:
         else:
             value = text if equals else _next(written, waiting, flag)
         if flag.choices is not None and value not in flag.choices:
-            raise UsageError(f"{written} {value}: say one of {', '.join(flag.choices)}")
+            near = get_close_matches(str(value), flag.choices, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise UsageError(f"{written} {value}: {meant}say one of {', '.join(flag.choices)}")
         said.setdefault(flag.section, {})[flag.field] = "" if (name, value) == ("--devices", "all") else value
 
     def _unknown(self, written: str) -> str:

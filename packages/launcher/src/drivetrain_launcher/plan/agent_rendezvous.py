@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from drivetrain_launcher.plan.plan import LaunchPlan
+from drivetrain_launcher.plan.launch_plan import LaunchPlan
 
 
 def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
-from drivetrain_launcher.plan.plan import LaunchPlan, LaunchTarget
+from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
 from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
 
 

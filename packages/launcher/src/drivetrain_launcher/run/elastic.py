@@ -26,7 +26,7 @@ from drivetrain_config import environ
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
-from drivetrain_launcher.plan.plan import LaunchPlan
+from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.failures import (
     RESUME_EXIT_CODE,
     RankFailure,
@@ -137,7 +137,7 @@ class Agent(LocalElasticAgent):
         pids = start(worker_group)
         # torch installs its own signal handlers when it starts processes, so replace them afterwards.
         self._signals.take_over()
-        self._signals.hand_on(pids.values())
+        self._signals.forward_user_signals(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -16,7 +16,7 @@ from drivetrain_config import environ
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.plan.host_detection import detect_host
-from drivetrain_launcher.plan.plan import LaunchPlan, LaunchTarget
+from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
 from drivetrain_launcher.run.failures import describe_root, read_process_failure
 from drivetrain_launcher.run.parent_watch import watch_launcher
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from drivetrain_config import environ
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.plan import ANY_PORT, LaunchPlan
+from drivetrain_launcher.plan.launch_plan import ANY_PORT, LaunchPlan
 from drivetrain_launcher.run.runpy_main import run_as_main
 
 

@@ -27,7 +27,7 @@ class StopSignals:
             if getattr(handler, "__module__", "").startswith("torch.distributed.elastic"):
                 signal.signal(number, self._raise)
 
-    def hand_on(self, pids: Collection[int]) -> None:
+    def forward_user_signals(self, pids: Collection[int]) -> None:
         """Forward SIGUSR1 and SIGUSR2, with which batch systems request a save, to the ranks.
 
         Outside the main thread, which alone can handle signals, this does nothing.
@@ -38,7 +38,7 @@ class StopSignals:
         if current_thread() is not main_thread():
             return
 
-        def hand(number: int, frame: FrameType | None) -> None:
+        def forward(number: int, frame: FrameType | None) -> None:
             del frame
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -46,7 +46,7 @@ class StopSignals:
 
         for name in ("SIGUSR1", "SIGUSR2"):
             if hasattr(signal, name):  # not on Windows
-                signal.signal(getattr(signal, name), hand)
+                signal.signal(getattr(signal, name), forward)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         del frame

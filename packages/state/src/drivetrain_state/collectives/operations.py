@@ -65,9 +65,9 @@ def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors))
-    context.watch.mark("gather")
+    context.progress.mark("gather")
     gathered = rebuild(data, map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket)))
-    context.watch.mark("gather done")
+    context.progress.mark("gather done")
     return gathered
 
 
@@ -91,7 +91,7 @@ def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
         single = [tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors]
         counts = [torch.tensor([tensor.shape[0]]) for tensor in single]
         return rebuild(data, iter(single)), rebuild(data, iter(counts))
-    context.watch.mark("gather")
+    context.progress.mark("gather")
     shapes = _shapes_by_rank(context, tensors)
     if all(of_rank == shapes[0] for of_rank in shapes):
         results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
@@ -99,7 +99,7 @@ def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
         _check_trailing_sizes(data, shapes)
         results = map_buckets(tensors, lambda bucket: _gather_uneven(context, tensors, bucket, shapes))
     gathered = rebuild(data, results)
-    context.watch.mark("gather done")
+    context.progress.mark("gather done")
     by_tensor = zip(*shapes, strict=True)
     return gathered, rebuild(data, (torch.tensor([shape[0] for shape in shapes]) for shapes in by_tensor))
 
@@ -180,10 +180,10 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
         _check_reducible(tensor.dtype, op)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
-    context.watch.mark("reduce")
+    context.progress.mark("reduce")
     results = map_buckets(tensors, lambda bucket: _reduce_bucket(context, tensors, bucket, op))
     reduced = rebuild(data, results)
-    context.watch.mark("reduce done")
+    context.progress.mark("reduce done")
     return reduced
 
 
@@ -241,10 +241,10 @@ def broadcast(context: Context, data: Data, src: int = 0) -> Data:
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
-    context.watch.mark("broadcast")
+    context.progress.mark("broadcast")
     results = map_buckets(tensors, lambda bucket: _broadcast_bucket(context, tensors, bucket, src))
     received = rebuild(data, results)
-    context.watch.mark("broadcast done")
+    context.progress.mark("broadcast done")
     return received
 
 
@@ -273,7 +273,7 @@ def pad_across_processes(
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
         return data
-    context.watch.mark("pad_across_processes")
+    context.progress.mark("pad_across_processes")
     mine = torch.tensor(
         [t.shape[dim] if -t.dim() <= dim < t.dim() else 0 for t in tensors], dtype=torch.int64
     )
@@ -285,7 +285,7 @@ def pad_across_processes(
             for tensor, size in zip(tensors, longest, strict=True)
         ),
     )
-    context.watch.mark("pad_across_processes done")
+    context.progress.mark("pad_across_processes done")
     return padded
 
 
@@ -302,11 +302,11 @@ def gather_object(context: Context, value: Value) -> list[Value]:
     """Gather `value` from all ranks into a list, in rank order, by pickling. Must be called on all ranks."""
     if context.topology.world_size == 1:
         return [value]
-    context.watch.mark("gather_object")
+    context.progress.mark("gather_object")
     check_agreement(context, "gather_object")
     values: list[Value | None] = [None] * context.topology.world_size
     dist.all_gather_object(values, value, group=context.group)
-    context.watch.mark("gather_object done")
+    context.progress.mark("gather_object done")
     return cast("list[Value]", values)
 
 
@@ -315,11 +315,11 @@ def broadcast_object(context: Context, value: Value, src: int = 0) -> Value:
     check_rank(context, src)
     if context.topology.world_size == 1:
         return value
-    context.watch.mark("broadcast_object")
+    context.progress.mark("broadcast_object")
     check_agreement(context, f"broadcast_object(src={src})")
     values = [value]
     dist.broadcast_object_list(values, src=src, group=context.group)
-    context.watch.mark("broadcast_object done")
+    context.progress.mark("broadcast_object done")
     return values[0]
 
 
@@ -327,11 +327,11 @@ def barrier(context: Context) -> None:
     """Block until all ranks reach this call. Must be called on all ranks."""
     if context.topology.world_size == 1:
         return
-    context.watch.mark("barrier")
+    context.progress.mark("barrier")
     check_agreement(context, "barrier")
     on_cuda = context.device.type == "cuda"
     dist.barrier(group=context.group, device_ids=[context.device.index] if on_cuda else None)
-    context.watch.mark("barrier done")
+    context.progress.mark("barrier done")
 
 
 def check_rank(context: Context, src: int) -> None:

@@ -28,7 +28,7 @@ def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
     check_rank(context, src)
     if context.topology.world_size == 1:
         return rebuild(cast("Data", data), (tensor.detach() for tensor in tensors_in(data)))
-    context.watch.mark("scatter")
+    context.progress.mark("scatter")
     check_agreement(context, f"scatter(src={src})")
     is_source = context.topology.rank == src
     plan = _scatter_plan(data, context.topology.world_size) if is_source else None
@@ -39,7 +39,7 @@ def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
     parts = tensors_in(plan)
     results = map_buckets(parts, lambda bucket: _scatter_bucket(context, parts, whole, bucket, src))
     received = rebuild(cast("Data", plan), results)
-    context.watch.mark("scatter done")
+    context.progress.mark("scatter done")
     return received
 
 

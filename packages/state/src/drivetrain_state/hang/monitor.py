@@ -21,11 +21,11 @@ HANG_EXIT_CODE = 124  # the exit code of GNU `timeout`
 
 
 class IdleTimer:
-    """A poller of this process's watches that measures the time since any of them made progress."""
+    """A poller of this process's records that measures the time since any of them made progress."""
 
-    def __init__(self, watch: ProgressRecord, *, longest_gap_seconds: float) -> None:
-        self.watches: tuple[ProgressRecord, ...] = (watch,)
-        self.latest = watch
+    def __init__(self, record: ProgressRecord, *, longest_gap_seconds: float) -> None:
+        self.records: tuple[ProgressRecord, ...] = (record,)
+        self.latest = record
         self.num_changes = 0
         self._counts: dict[ProgressRecord, int] = {}
         self._longest_gap_seconds = longest_gap_seconds
@@ -37,7 +37,7 @@ class IdleTimer:
         return monotonic() - self._progressed_at
 
     def look(self) -> float:
-        """Check whether a watch was marked since the last check.
+        """Check whether a record was marked since the last check.
 
         Returns:
             The seconds for which this process was stopped or its host asleep, usually 0; they do not count as idle.
@@ -46,11 +46,11 @@ class IdleTimer:
         gap, self._looked_at = now - self._looked_at, now
         stopped_seconds = gap if gap > self._longest_gap_seconds else 0.0
         self._progressed_at += stopped_seconds
-        for watch in self.watches:
-            count = watch.count
-            if count != self._counts.get(watch, 0):
-                self._counts[watch] = count
-                self.latest = watch
+        for record in self.records:
+            count = record.count
+            if count != self._counts.get(record, 0):
+                self._counts[record] = count
+                self.latest = record
                 self.num_changes += 1
                 self._progressed_at = now
         return stopped_seconds
@@ -60,7 +60,7 @@ class HangMonitor(threading.Thread):
     """A thread that measures idle time, and ends the process if it is stuck beyond the group's timeout."""
 
     def __init__(
-        self, *, topology: Topology, settings: StateSettings, watch: ProgressRecord, store: Store
+        self, *, topology: Topology, settings: StateSettings, record: ProgressRecord, store: Store
     ) -> None:
         super().__init__(name="drivetrain-hang-monitor", daemon=True)
         self.topology = topology
@@ -69,7 +69,7 @@ class HangMonitor(threading.Thread):
         # Thousands of ranks may poll one store, which answers about ten thousand requests a second.
         self.poll_seconds = max(min(hang / 20, 1.0), topology.world_size / 2000)
         self.answer_seconds = min(max(hang / 2, 3.0), 15.0)
-        self.timer = IdleTimer(watch, longest_gap_seconds=max(5.0, 10 * self.poll_seconds))
+        self.timer = IdleTimer(record, longest_gap_seconds=max(5.0, 10 * self.poll_seconds))
         self.stopping = threading.Event()
         self.ending = "finished"
         self._verdict: Verdict | None = None
@@ -88,17 +88,17 @@ class HangMonitor(threading.Thread):
         for thread in self._threads:
             thread.start()
 
-    def adopt(self, watch: ProgressRecord, store: Store) -> bool:
-        """Poll another watch too; return False if it belongs to another store or this thread is stopping."""
+    def adopt(self, record: ProgressRecord, store: Store) -> bool:
+        """Poll another record too; return False if it belongs to another store or this thread is stopping."""
         if store is not self._store or self.stopping.is_set():
             return False
-        self.timer.watches = (*self.timer.watches, watch)
+        self.timer.records = (*self.timer.records, record)
         return True
 
-    def release(self, watch: ProgressRecord) -> None:
-        """Stop polling a watch; releasing the last one ends both threads."""
-        self.timer.watches = tuple(other for other in self.timer.watches if other is not watch)
-        if not self.timer.watches and not self.stopping.is_set():
+    def release(self, record: ProgressRecord) -> None:
+        """Stop polling a record; releasing the last one ends both threads."""
+        self.timer.records = tuple(other for other in self.timer.records if other is not record)
+        if not self.timer.records and not self.stopping.is_set():
             self.stopping.set()
             atexit.unregister(self._end_with_process)
             for thread in self._threads:
@@ -106,9 +106,10 @@ class HangMonitor(threading.Thread):
             self._threads, self._store = [], None  # drop the references, which frees the store's port
 
     def run(self) -> None:
-        """Poll the watches until the last one is released."""
+        """Poll the records until the last one is released."""
         while not self.stopping.wait(self.poll_seconds):
-            self.heard_at += self.timer.look()
+            if stopped_seconds := self.timer.look():
+                self.heard_at += stopped_seconds
             idle = self.timer.idle_seconds
             if idle < self.settings.hang_timeout_seconds / 2:
                 self._stack, self._verdict = (), None
@@ -184,8 +185,8 @@ class HangMonitor(threading.Thread):
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.ending = f"ended by {type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        for watch in self.timer.watches:
-            self.release(watch)
+        for record in self.timer.records:
+            self.release(record)
 
 
 def say(text: str) -> None:

@@ -10,12 +10,12 @@ class ProgressRecord:
         count: The number of marks. The watchdog records when it sees the count change, so that a mark reads no
             clock.
         label: The last progress, such as `"optimizer step"`.
-        thread_id: The thread that made the last mark (or created the watch), whose stack is shown for a hang.
+        thread_id: The thread that made the last mark (or created the record), whose stack is shown for a hang.
 
     Example:
-        >>> watch = ProgressRecord()
-        >>> watch.mark("optimizer step")
-        >>> watch.count, watch.label
+        >>> record = ProgressRecord()
+        >>> record.mark("optimizer step")
+        >>> record.count, record.label
         (1, 'optimizer step')
     """
 

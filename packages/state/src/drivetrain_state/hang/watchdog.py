@@ -21,44 +21,44 @@ from drivetrain_state.topology import Topology
 class Watchdog:
     """A handle on the watchdog of one `ProgressRecord`, as returned by `start_watchdog`."""
 
-    def __init__(self, monitor: HangMonitor, watch: ProgressRecord) -> None:
+    def __init__(self, monitor: HangMonitor, record: ProgressRecord) -> None:
         self._monitor = monitor
-        self._watch = watch
+        self._record = record
 
     def stop(self) -> None:
-        """Release the watch; with the last one, announce the departure in the store and end the threads.
+        """Release the record; with the last one, announce the departure in the store and end the threads.
 
         Call it before destroying the process group, whose store this process may host. A second call does nothing.
         """
-        self._monitor.release(self._watch)
+        self._monitor.release(self._record)
 
 
 def start_watchdog(
-    *,
     topology: Topology,
     settings: StateSettings,
-    watch: ProgressRecord,
+    record: ProgressRecord,
+    *,
     store: Store | None = None,
     report_directory: Path | None = None,
 ) -> Watchdog:
     """Start to watch for hangs, without waiting for other ranks.
 
     Must be called on all ranks, once the process group exists. A second call in one process, for the same store,
-    adds its watch to the running threads: progress on either watch counts, and the first call's settings apply.
+    adds its record to the running threads: progress on either counts, and the first call's settings apply.
 
     Args:
         topology: The rank of this process and the world size.
         settings: The settings, with the same `hang_timeout_seconds` and `timeout_seconds` on all ranks.
-        watch: The progress mark that the training loop sets.
+        record: The record that the training loop marks.
         store: The store that all ranks share; by default that of the default process group.
         report_directory: The folder for the full stacks; by default the working directory.
     """
     shared = _get_default_store() if store is None else store
     for thread in threading.enumerate():
-        if isinstance(thread, HangMonitor) and thread.adopt(watch, shared):
-            return Watchdog(thread, watch)
-    monitor = HangMonitor(topology=topology, settings=settings, watch=watch, store=shared)
+        if isinstance(thread, HangMonitor) and thread.adopt(record, shared):
+            return Watchdog(thread, record)
+    monitor = HangMonitor(topology=topology, settings=settings, record=record, store=shared)
     # A connection of its own: a main thread that waits on `shared` holds its lock.
     rounds = StoreRounds(PrefixStore("drivetrain_watchdog", shared.clone()), rank=topology.rank)
     monitor.begin(HangReporter(monitor, rounds, directory=report_directory or Path.cwd()))
-    return Watchdog(monitor, watch)
+    return Watchdog(monitor, record)

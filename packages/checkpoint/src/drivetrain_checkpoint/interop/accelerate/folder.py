@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, ForeignStateError
-from drivetrain_checkpoint.export.plan import INDEX
+from drivetrain_checkpoint.export.export_plan import INDEX
 from drivetrain_checkpoint.format.layout import MANIFEST, step_folders
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, ForeignStateError
-from drivetrain_checkpoint.export.plan import INDEX
+from drivetrain_checkpoint.export.export_plan import INDEX
 from drivetrain_checkpoint.export.reader import checkpoint_errors, open_export, open_tensor_file
 from drivetrain_checkpoint.interop.accelerate.folder import (
     PICKLED_INDEX,

@@ -12,8 +12,8 @@ from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import detect_host
+from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
-from drivetrain_launcher.plan.plan import LaunchTarget
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 

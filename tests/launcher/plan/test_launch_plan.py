@@ -1,7 +1,7 @@
 import sys
 
 from drivetrain_launcher import LaunchPlan, LaunchTarget
-from drivetrain_launcher.plan.plan import WORKER
+from drivetrain_launcher.plan.launch_plan import WORKER
 
 
 def test_a_plan_prints_what_will_happen() -> None:

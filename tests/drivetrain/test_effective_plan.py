@@ -2,7 +2,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from drivetrain.plan import PlanMismatchError, make_plan
+from drivetrain.effective_plan import PlanMismatchError, make_plan
 from drivetrain.plan_summary import summarize
 from drivetrain_config import Resolved, Source
 
