@@ -127,4 +127,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert "backend='signed': must be 'auto' or one of" in run(script, python=python, folder=tmp_path)
+    assert (
+        "must be 'auto' or one of 'ddp', 'deepspeed', 'fsdp', 'single'; a backend of another package"
+        in run(script, python=python, folder=tmp_path)
+    )

@@ -35,7 +35,7 @@ class BackendRegistry:
             return self.added[name]
         for point in entry_points(group=_GROUP, name=name):
             return point.load()
-        near = get_close_matches(name, self.names(), n=1)
+        near = get_close_matches(name, self.names(), n=1, cutoff=0.65)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise UnknownBackendError(
             f"backend={name!r}: {meant}must be 'auto' or one of {', '.join(map(repr, self.names()))}; a backend of "
