@@ -48,6 +48,8 @@ def make_package(root: Path, room: str) -> None:
     (folder / "src" / "drivetrain_toy" / "__init__.py").write_text("")
     (folder / "src" / "drivetrain_toy" / "settings.py").write_text("import dataclasses\n")
     (folder / "src" / "drivetrain_toy" / "room.py").write_text(room)
+    (root / "docs").mkdir()
+    (root / "docs" / "platforms.md").write_text("")
 
 
 def test_a_clean_tree_has_no_finding(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from checks.backend_branches import backend_branches
 from checks.findings import Finding
 from checks.forbidden import RULES
+from checks.private_names import TABLE, private_names
 from checks.settings_rooms import foreign_imports, unimportable_settings
 from checks.sources import Source, read_sources
 from checks.workspace import read_packages
@@ -23,6 +24,7 @@ def check(root: Path) -> list[Finding]:
     found = [finding for source in [*rooms, *beside] for finding in lengths_and_names(source)]
     found += [finding for source in rooms for rule in RULES for finding in rule(source)]
     found += backend_branches(rooms, known.values())
+    found += private_names(rooms, (root / TABLE).read_text())
     found += [finding for source in rooms for finding in foreign_imports(source)]
     found += unimportable_settings(root, known.values())
     return found

@@ -1,10 +1,11 @@
 """The length of schedules in optimizer steps, compared with the length of training."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import ceil
 from typing import Any, cast
 
+from drivetrain.compat import milestones_of, schedulers_in
 from drivetrain.parts import HasParts, Parts
 from drivetrain_backends import PreparedScheduler
 from drivetrain_data import ShardedLoader
@@ -79,8 +80,7 @@ def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
 
 def total_of(scheduler: Any) -> int | None:
     """Return the number of steps that a scheduler is made for; None if it does not expose them."""
-    parts: Sequence[Any] = getattr(scheduler, "_schedulers", ())  # torch has no public attribute for them
-    milestones: Sequence[int] = getattr(scheduler, "_milestones", ())
+    parts, milestones = schedulers_in(scheduler), milestones_of(scheduler)
     if parts and milestones:
         last = total_of(parts[-1])
         return None if last is None else milestones[-1] + last

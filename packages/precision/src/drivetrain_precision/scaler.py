@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from drivetrain_precision.compat import unscale, update_scale
 from drivetrain_precision.settings import PrecisionSettings
 
 
@@ -57,7 +58,7 @@ class LossScaler:
                     "mixed_precision='fp16': a parameter is fp16 itself; keep the parameters in fp32 "
                     "(model.float()) and let autocast compute in fp16"
                 )
-            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
+            unscale(group, found_inf, inverse)
         self._found_inf = torch.maximum(self._found_inf, found_inf)
         self._unscaled = True
         return found_inf
@@ -85,13 +86,13 @@ class LossScaler:
         if not self._unscaled:
             return
         s = self.settings
-        torch.ops.aten._amp_update_scale_(
+        update_scale(
             self._scale,
             self._growth_tracker,
             self._found_inf,
-            s.growth_factor,
-            s.backoff_factor,
-            s.growth_interval,
+            growth_factor=s.growth_factor,
+            backoff_factor=s.backoff_factor,
+            growth_interval=s.growth_interval,
         )
         self._found_inf.zero_()
         self._unscaled = False

@@ -5,6 +5,8 @@ from typing import Literal
 
 import torch
 
+from drivetrain_precision.compat import has_bf16_units
+
 MODES = ("no", "fp16", "bf16")
 Level = Literal["native", "emulated", "none"]
 
@@ -87,12 +89,10 @@ def _cuda(capability: tuple[int, int], name: str) -> dict[str, Support]:
 
 
 def _cpu() -> dict[str, Support]:
-    # Torch's only query about a CPU's bf16 units; builds for other architectures lack it.
-    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
     slow = "this processor has no {} units: correct, but slower than fp32"
     bf16 = (
         Support(level="native", reason="this processor has bf16 instructions")
-        if has_bf16
+        if has_bf16_units()
         else Support(level="emulated", reason=slow.format("bf16"))
     )
     return {"fp16": Support(level="emulated", reason=slow.format("fp16")), "bf16": bf16}

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
+from drivetrain_state.compat import default_store
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.settings import StateSettings
@@ -103,4 +103,4 @@ def control_store(context: Context, prefix: str) -> Store | None:
         return None
     if context.group is None:
         raise ConnectError("there is no process group whose store the ranks share: use connect()")
-    return PrefixStore(prefix, _get_default_store().clone())
+    return PrefixStore(prefix, default_store().clone())

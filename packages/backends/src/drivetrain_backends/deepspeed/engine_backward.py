@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from drivetrain_backends.compat import version_of
 from drivetrain_backends.deepspeed.compat import close_window
 from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_of
 from drivetrain_backends.deepspeed.library import accumulates
@@ -209,7 +210,7 @@ class EngineReducer:
 
 def _fingerprint(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return values that change whenever a gradient in `.grad` changes."""
-    return [(id(gradient), gradient._version) for p in parameters if (gradient := p.grad) is not None]
+    return [(id(gradient), version_of(gradient)) for p in parameters if (gradient := p.grad) is not None]
 
 
 def _refuse_unfrozen(name: str) -> None:

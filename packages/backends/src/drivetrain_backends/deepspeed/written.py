@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain_backends.compat import version_of
 from drivetrain_backends.deepspeed.compat import flat_groups
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_state import Context, gather_object
@@ -178,7 +178,7 @@ def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -
 
 
 def _versions(parameters: Mapping[Tensor, str]) -> list[int]:
-    return list(map(attrgetter("_version"), parameters))
+    return list(map(version_of, parameters))
 
 
 def _changed(parameters: Mapping[Tensor, str], before: list[int], now: list[int]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain_backends.compat import buffers_in, version_of
 from drivetrain_state import Context, broadcast
 
 _MOST_MODELS = 60  # with a bit each in one integer; models beyond share the last bit
@@ -61,7 +62,7 @@ class _Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: list[tuple[dict[str, Any], str]] = [
-            (module._buffers, name)  # pyright: ignore[reportPrivateUsage] read at every step
+            (buffers_in(module), name)
             for module in model.modules()
             for name, _ in module.named_buffers(recurse=False)
         ]
@@ -92,4 +93,4 @@ class _Buffers:
 
     def _versions(self) -> list[tuple[int, int]]:
         # A tensor created under inference_mode has no version: only its replacement is detected.
-        return [(id(b), 0 if b.is_inference() else b._version) for b in self._now()]
+        return [(id(b), 0 if b.is_inference() else version_of(b)) for b in self._now()]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-_OWN_WAYS = ("reset_parameters", "_reset_parameters")
+from drivetrain_backends.compat import RESET_METHODS
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
         return
     fillable: set[Tensor] = set()
     for module in model.modules():
-        if any(callable(getattr(module, name, None)) for name in _OWN_WAYS):
+        if any(callable(getattr(module, name, None)) for name in RESET_METHODS):
             fillable.update(tensors_of(module).values())
     for prefix, module in model.named_modules():
         for attribute, tensor in tensors_of(module).items():
@@ -145,7 +145,7 @@ def _depth(name: str) -> int:
 
 
 def _fill(module: nn.Module, ways: Sequence[Callable[[nn.Module], Any]]) -> None:
-    for name in _OWN_WAYS:
+    for name in RESET_METHODS:
         own = getattr(module, name, None)
         if callable(own):
             own()

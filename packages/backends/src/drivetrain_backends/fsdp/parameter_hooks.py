@@ -7,14 +7,12 @@ the parameter itself. The hooks therefore run there, before ranks average, with 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
+from drivetrain_backends.compat import Hooks, parameters_with_hooks, take_hooks
 from drivetrain_backends.errors import UnshardedParameterError
 from drivetrain_backends.fsdp.compat import gathered_parameter
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
-
-_Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own dict, from which a handle removes its hook
 
 
 class ParameterHooks:
@@ -56,26 +54,18 @@ class ParameterHooks:
             )
 
     def _set_on_shards(self) -> list[Tensor]:
-        # Otherwise reading attributes of a DTensor goes through Python, which takes 8 times as long.
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            return [
-                p
-                for p in self._carriers
-                if p._backward_hooks or p._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-            ]
+        return parameters_with_hooks(self._carriers)
 
     def _take_up(self, source: Any, shard: Tensor) -> None:
-        of_gradient, of_parameter = source._backward_hooks, source._post_accumulate_grad_hooks
+        of_gradient, of_parameter = take_hooks(source)
         if not of_gradient and not of_parameter:
             return
         carried = self._carried.setdefault(shard, _Carried(self._carriers[shard]))
         if of_gradient:
             # Drop a dict whose hooks were all removed: a loop may register and remove one at each step.
             carried.of_gradient[:] = [*filter(None, carried.of_gradient), of_gradient]
-            source._backward_hooks = None
         if of_parameter:  # torch would run a shard's hooks after the reduction, on part of the gradient
             carried.of_parameter[:] = [*filter(None, carried.of_parameter), of_parameter]
-            source._post_accumulate_grad_hooks = None
 
 
 class _Carried:
@@ -83,8 +73,8 @@ class _Carried:
 
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
-        self.of_gradient: list[_Hooks] = []
-        self.of_parameter: list[_Hooks] = []
+        self.of_gradient: list[Hooks] = []
+        self.of_parameter: list[Hooks] = []
         self._is_attached = False
 
     @property
@@ -112,7 +102,7 @@ class _Carried:
             hook(parameter)
 
 
-def _all_of(registered: list[_Hooks]) -> Iterator[Callable[[Tensor], Any]]:
+def _all_of(registered: list[Hooks]) -> Iterator[Callable[[Tensor], Any]]:
     return (hook for hooks in registered for hook in list(hooks.values()))
 
 

@@ -1,8 +1,4 @@
-"""torch's private kernels over many tensors at once, which its own optimizers and gradient clipping use.
-
-They are the same in torch 2.9 to 2.15; tests/backends/gradients/test_multi_tensor.py holds each to what is relied
-on, and docs/platforms.md lists them.
-"""
+"""Multiply, measure and unscale many gradients at once, with the kernels of torch's own optimizers and clipping."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,11 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drivetrain_backends.compat import foreach_multiply, foreach_norm, foreach_unscale, values_of_sparse
+
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiply tensors in place by one factor, of shape () on their device."""
     if tensors:
-        torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateUsage]
+        foreach_multiply(list(tensors), factor)
 
 
 def multiply_by_device(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
@@ -24,12 +22,12 @@ def multiply_by_device(tensors: Sequence[Tensor], factor: Tensor | float) -> Non
         by_kind[tensor.device, tensor.dtype].append(tensor)
     for (device, _), together in by_kind.items():
         there = factor.to(device) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_(together, there)  # pyright: ignore[reportPrivateUsage]
+        foreach_multiply(together, there)
 
 
 def norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
     """Return the norm of each of some tensors on one device, of shape ()."""
-    return tuple(torch._foreach_norm(list(tensors), norm_type))  # pyright: ignore[reportPrivateUsage]
+    return tuple(foreach_norm(list(tensors), norm_type))
 
 
 def unscale_on_host(gradients: Sequence[Tensor], inverse: Tensor) -> Tensor:
@@ -40,10 +38,10 @@ def unscale_on_host(gradients: Sequence[Tensor], inverse: Tensor) -> Tensor:
         inverse: The factor, a tensor of shape () in fp32.
     """
     found = torch.zeros(())
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, inverse)
+    foreach_unscale(list(gradients), found, inverse)
     return found
 
 
 def stored_values(gradient: Tensor) -> Tensor:
     """Return the values that a gradient stores: itself, or the nonzero rows of a sparse one, without a copy."""
-    return gradient._values() if gradient.is_sparse else gradient
+    return values_of_sparse(gradient) if gradient.is_sparse else gradient

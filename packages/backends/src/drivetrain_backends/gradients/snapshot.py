@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from drivetrain_backends.compat import LOCAL_SHARD, version_of
 from drivetrain_backends.gradients.multi_tensor import stored_values
 
 # The sample of shards to compare: large enough that part of it is nonzero.
@@ -125,14 +126,14 @@ def versions_of(parameters: Sequence[Tensor]) -> GradientVersions:
     gradients = [p.grad for p in parameters]
     return GradientVersions(
         [None if g is None else ref(g) for g in gradients],
-        [None if g is None else g._version for g in gradients],
+        [None if g is None else version_of(g) for g in gradients],
     )
 
 
 @torch.no_grad()
 def _sample_of(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return values of this rank's shards of some gradients, of shape (values,); None without shards."""
-    parts = (getattr(p.grad, "_local_tensor", None) for p in parameters)
+    parts = (getattr(p.grad, LOCAL_SHARD, None) for p in parameters)
     held = (part for part in parts if part is not None and part.numel() and not part.is_sparse)
     first = [part.reshape(-1)[:_SAMPLED_VALUES] for part in islice(held, _SAMPLED_GRADIENTS)]
     alike = [part for part in first if part.dtype == first[0].dtype and part.device == first[0].device]
@@ -142,5 +143,5 @@ def _sample_of(parameters: Sequence[Tensor]) -> Tensor | None:
 @torch.no_grad()
 def is_nonzero(gradient: Tensor) -> bool:
     """Return whether this rank's part of a gradient has nonzero values."""
-    part: Tensor = getattr(gradient, "_local_tensor", gradient)
+    part: Tensor = getattr(gradient, LOCAL_SHARD, gradient)
     return bool(stored_values(part).count_nonzero())

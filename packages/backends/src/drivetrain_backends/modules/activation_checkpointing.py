@@ -17,6 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from drivetrain_backends.compat import ATTENTION_AND_FP8
+
 Checkpointing = Literal["none", "full", "selective"]
 _ATEN = torch.ops.aten
 _SAVED = (
@@ -29,11 +31,7 @@ _SAVED = (
             "baddbmm",
             "linear",
             "convolution",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_mm",
+            *ATTENTION_AND_FP8,
         )
         if (operation := getattr(_ATEN, name, None)) is not None
     )

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] SyncBatchNorm's own base
+
+from drivetrain_backends.compat import BatchNorm
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _WITHOUT = ("cpu", "mps")  # torch 2.9 to 2.15 has no SyncBatchNorm kernels there
@@ -13,7 +14,7 @@ _WITHOUT = ("cpu", "mps")  # torch 2.9 to 2.15 has no SyncBatchNorm kernels ther
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every batch normalisation layer of a model with its name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm))
 
 
 def check_batch_norms(model: nn.Module, device: torch.device) -> None:

@@ -9,24 +9,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_WRAPPED = "_orig_mod"
+from drivetrain_backends.compat import COMPILED_MODULE, has_load_hooks
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
     """Return the module inside a `torch.compile` wrapper; a module without one is returned as it is."""
     # Not by isinstance: importing the wrapper's type loads the whole compiler.
-    return getattr(model, _WRAPPED) if _WRAPPED in dict(model.named_children()) else model
+    return getattr(model, COMPILED_MODULE) if COMPILED_MODULE in dict(model.named_children()) else model
 
 
 def strip_wrapper_prefix(name: str) -> str:
     """Return the name of a parameter or buffer without the parts that torch.compile adds."""
-    return name.replace(f"{_WRAPPED}.", "")
+    return name.replace(f"{COMPILED_MODULE}.", "")
 
 
 def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
     """Return a model's `state_dict` under plain names; with `keep_vars` the parameters themselves."""
     state = model.state_dict(keep_vars=keep_vars)
-    if not any(_WRAPPED in name for name in state):
+    if not any(COMPILED_MODULE in name for name in state):
         return state
     return {strip_wrapper_prefix(name): value for name, value in state.items()}
 
@@ -48,7 +48,7 @@ def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     own, saved = plain_state(model), {strip_wrapper_prefix(name): value for name, value in state.items()}
     kind = type(unwrap_compiled(model)).__name__
-    if own.keys() != saved.keys() and not any(map(_translates_names, model.modules())):
+    if own.keys() != saved.keys() and not any(map(has_load_hooks, model.modules())):
         missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
         raise ValueError(
             f"the checkpoint is not of this {kind}: missing {missing[:5]}, unexpected {unexpected[:5]}; build the "
@@ -60,8 +60,3 @@ def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{kind}: {name} is of shape {tuple(value.shape)}, in the checkpoint {tuple(there.shape)}"
             )
-
-
-def _translates_names(module: nn.Module) -> bool:
-    """Return whether a module has a load hook, which may accept other names."""
-    return bool(module._load_state_dict_pre_hooks)  # pyright: ignore[reportPrivateUsage] no public API

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.compat import modules_in, parameters_in
 from drivetrain_backends.errors import PairingError, ReplacedParameterError, first_of
 
 # A look at a model of 200 parameters takes about 25 us: less than 2 us a step at one look in 16 steps.
@@ -83,9 +84,7 @@ class KnownParameters:
         """Record the parameters and submodules that every module holds now."""
         modules = list(self._model.modules())
         self._slots: list[dict[str, Any]] = [
-            held
-            for module in modules
-            for held in (module._parameters, module._modules)  # pyright: ignore[reportPrivateUsage] 4x faster
+            held for module in modules for held in (parameters_in(module), modules_in(module))
         ]
         self._held: list[Any] = list(chain.from_iterable(map(dict[str, Any].values, self._slots)))
         self._known = {id(parameter): name for name, parameter in self._model.named_parameters()}

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from drivetrain_backends.compat import version_of
 from drivetrain_backends.errors import SchedulerError
 
 
@@ -95,7 +96,7 @@ class ScheduleGuard:
 def _rates_of(groups: Sequence[dict[str, Any]]) -> list[object]:
     """Return values that identify the rates without reading a tensor, which may be on a device."""
     rates = [group["lr"] for group in groups if "lr" in group]
-    return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
+    return [(id(rate), version_of(rate)) if isinstance(rate, Tensor) else rate for rate in rates]
 
 
 def _shown(rates: Sequence[object]) -> str:

@@ -1,6 +1,5 @@
 """Trials of an optimizer on small parameters: a copy over them, visible learning rates and uncompiled steps."""
 
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from drivetrain_backends.compat import OPTIMIZER_HOOKS, is_compiler_imported
 
 _SMALLEST = 0.05
 _SMALLEST_IN_HALF = 1.0  # in half precision, where rounding hides smaller movements
@@ -42,7 +43,7 @@ def copied_over(
             memo[id(group["param_names"])] = [str(index) for index in range(len(small))]
     held = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
     for name, value in held.items():
-        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
+        if name.startswith(OPTIMIZER_HOOKS) and isinstance(value, OrderedDict):
             memo[id(value)] = OrderedDict()
     vars(copied).update(deepcopy(held, memo))
     set_visible_rates(copied.param_groups)
@@ -72,4 +73,4 @@ def run_eagerly() -> AbstractContextManager[object]:
 
     Does nothing unless the compiler is imported: importing it takes seconds, and a compiled optimizer has done so.
     """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_compiler_imported() else nullcontext()

@@ -18,6 +18,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain_backends.compat import changes_states
 from drivetrain_backends.errors import OptimizerStateError
 
 # Options that schedulers add, and that optimizers fill in if a state from another version lacks them.
@@ -257,8 +258,7 @@ def _names_by_key(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[
 
 def _loads_as_torch(optimizer: Optimizer) -> bool:
     """Return whether only torch's own loading handles a state, which drops unknown entries."""
-    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ())  # no public API
-    return type(optimizer).load_state_dict is Optimizer.load_state_dict and not hooks
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict and not changes_states(optimizer)
 
 
 def _form(state: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain_checkpoint.compat import version_of
 from drivetrain_checkpoint.errors import ChangedWhileCopiedError
 
 _ALIGNMENT = 64  # bytes; at least the alignment of any dtype
@@ -80,7 +81,7 @@ class Overlap:
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._parts = list(parts)
         tensors = [tensor for _, tensor in parts]
-        self._versions = [_version(tensor) for tensor in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
         self._streams = {device: _side_stream(device) for device in _accelerators(parts)}
         self._samples = [self._on_stream(tensor, _sample) for tensor in tensors]
         self._is_over = Event()
@@ -128,7 +129,7 @@ class Overlap:
             ChangedWhileCopiedError: The version or a sample of the elements of a tensor changed.
         """
         for (copy, tensor), version, sample in zip(self._parts, self._versions, self._samples, strict=True):
-            changed = _version(tensor) != version
+            changed = version_of(tensor) != version
             if not changed and sample is not None:
                 changed = not torch.equal(_bytes(_sample(copy)), _bytes(sample.cpu()))
             if changed:
@@ -157,11 +158,6 @@ def _is_accelerated(tensor: Tensor) -> bool:
         return False
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and tensor.device.type == accelerator.type
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the number of in-place changes to a tensor; -1 for an inference tensor, which does not count them."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _sample(tensor: Tensor) -> Tensor | None:

@@ -5,6 +5,8 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain_data.compat import ITERATOR_METHODS
+
 
 def is_stock(loader: Any) -> bool:
     """Return whether a loader reads as torch's DataLoader does, so that it can be rebuilt with another sampler."""
@@ -14,7 +16,7 @@ def is_stock(loader: Any) -> bool:
     if kind.__module__.startswith("torchdata.stateful_dataloader"):
         return not isinstance(cast("Any", loader).dataset, IterableDataset)
     own = set(kind.__mro__[: kind.__mro__.index(DataLoader)])
-    return not any({"__iter__", "_get_iterator"} & set(vars(one)) for one in own)
+    return not any(ITERATOR_METHODS & set(vars(one)) for one in own)
 
 
 def rebuild(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.compat import without_torch_function
 from drivetrain_weights import Box, MappedFile
 
 _PIECE_BYTES = 8 << 20
@@ -99,7 +100,7 @@ class LazyTensor(Tensor):
     ) -> Any:
         """Apply an operation on the meta device, and record it."""
         given = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage] torch's documented name
+        with without_torch_function():
             result = func(*_map(args, _plain), **_map(given, _plain))
             if isinstance(result, Tensor):
                 return _lazy(result, Operation(func, args, given, None))
@@ -292,7 +293,7 @@ def _lazy(meta: Tensor, origin: Origin) -> LazyTensor:
 
 
 def _plain(tensor: LazyTensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage] torch's documented name
+    with without_torch_function():
         return tensor.as_subclass(Tensor)
 
 

@@ -10,6 +10,8 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from drivetrain_dispatch.compat import PARAMETERS
+
 
 def is_of_bitsandbytes(tensor: Tensor) -> bool:
     """Return whether a weight is quantised by bitsandbytes."""
@@ -41,14 +43,14 @@ def restore_scales(model: nn.Module) -> None:
     """Move the scales of 8-bit weights, which a forward took into their layers' state, back into the weights."""
     for layer in model.modules():
         if (state := _state_with_scales(layer)) is not None:
-            weight = layer.__dict__["_parameters"]["weight"]
+            weight = layer.__dict__[PARAMETERS]["weight"]
             vars(weight).update(CB=weight.data, SCB=state.SCB)
             state.CB = state.SCB = None
 
 
 def _state_with_scales(layer: nn.Module) -> Any:
     """Return the state of an 8-bit layer if a forward took the scales into it, else None."""
-    state, weight = layer.__dict__.get("state"), layer.__dict__["_parameters"].get("weight")
+    state, weight = layer.__dict__.get("state"), layer.__dict__[PARAMETERS].get("weight")
     took = state is not None and isinstance(weight, Tensor) and "CB" in vars(weight) and state.CB is not None
     return state if took else None
 

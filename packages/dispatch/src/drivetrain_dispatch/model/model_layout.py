@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
 from drivetrain_dispatch.model.tensor_subclass import is_packed, size_in_bytes
 
 NORMS = (
@@ -64,7 +65,7 @@ class ModelLayout:
         # Torch's own iterators would traverse all modules again for each.
         for outer, module in modules.items():
             prefix = f"{outer}." if outer else ""
-            for attribute, into in (("_parameters", parameters), ("_buffers", buffers)):
+            for attribute, into in ((PARAMETERS, parameters), (BUFFERS, buffers)):
                 for name, tensor in getattr(module, attribute).items():
                     if tensor is not None:
                         into[prefix + name] = tensor

@@ -10,8 +10,8 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from drivetrain_dispatch.compat import call_after_backward
 from drivetrain_dispatch.offload.execution_order import BackwardOrder, ExecutionOrder, OrderRecorder
 from drivetrain_dispatch.offload.parameter import make_ordinary, mark_offloaded
 from drivetrain_dispatch.offload.prefetch import Prefetcher
@@ -259,8 +259,7 @@ class OffloadEngine:
 
     def _await_backward_end(self) -> None:
         """Have torch call `_end_backward` when this backward is over, in the way of DistributedDataParallel."""
-        engine = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
-        engine.queue_callback(partial(self._end_backward, completed=True))
+        call_after_backward(partial(self._end_backward, completed=True))
 
     def _end_backward(self, *, completed: bool = False) -> None:
         """End the backward and give up its claims, as an optimizer may change the weights now."""

@@ -6,7 +6,6 @@ undo their work when an earlier hook fails, and cover no method but the forward.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from functools import WRAPPER_ASSIGNMENTS
 from types import MethodType
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain_dispatch.compat import is_compiler_imported
 from drivetrain_dispatch.errors import OffloadedError
 
 FORWARD = "forward"
@@ -231,8 +231,8 @@ class _UnitCallbacks:
 
     def hide_from_compiler(self) -> None:
         """Hide the callbacks from torch.compile, which would trace them."""
-        # torch.compiler.disable imports torch._dynamo, which takes seconds: wait until it is imported.
-        if not self._hidden and "torch._dynamo" in sys.modules:
+        # torch.compiler.disable imports the compiler, which takes seconds: wait until it is imported.
+        if not self._hidden and is_compiler_imported():
             self._hidden = True
             self.enter = cast("Callable[[int], None]", torch.compiler.disable(self.enter))
             self.leave = cast("Callable[[int], None]", torch.compiler.disable(self.leave))

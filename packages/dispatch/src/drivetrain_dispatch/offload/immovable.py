@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.compat import APPLY
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 from drivetrain_dispatch.offload.parameter import CANNOT_BE_CHANGED, is_offloaded, kind_in_use
-
-_APPLY = "_apply"  # the method of each module that to, cuda, half, ... call
 
 
 def keep_in_place(model: nn.Module, offloaded: Collection[str]) -> list[MethodWrapper]:
@@ -36,7 +35,7 @@ def keep_in_place(model: nn.Module, offloaded: Collection[str]) -> list[MethodWr
         for outer in [*enclosing_modules(name), name] if found else ():
             holds_packed[modules[outer]] = holds_packed.get(modules[outer], False) or any(found)
     return [
-        MethodWrapper(module, _APPLY, _refuse if has_packed else _refuse_changes)
+        MethodWrapper(module, APPLY, _refuse if has_packed else _refuse_changes)
         for module, has_packed in holds_packed.items()
     ]
 

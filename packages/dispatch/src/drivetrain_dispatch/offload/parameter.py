@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.compat import READ_VERSION
 from drivetrain_dispatch.errors import OffloadedError
 
 # The attributes and methods of a tensor that need none of its values.
@@ -25,9 +26,9 @@ _METADATA = frozenset(
         "is_leaf",
         "layout",
         "grad_fn",
-        "_version",
     )
 ) | {
+    READ_VERSION,
     Tensor.size,
     Tensor.dim,
     Tensor.numel,

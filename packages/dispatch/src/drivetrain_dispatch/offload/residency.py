@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.compat import BUFFERS, PARAMETERS, version_of
 from drivetrain_dispatch.model.bitsandbytes import lend_state, return_state
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.parameter import call_plainly
@@ -101,7 +102,7 @@ class OffloadedTensor:
         shown = self.shown = (_with_gradient if tracked else _without_gradient)(self.tensor, value)
         for slot in self.slots:
             attributes = slot.attributes()
-            tensors = attributes.get("_buffers" if slot.is_buffer else "_parameters", {})
+            tensors = attributes.get(BUFFERS if slot.is_buffer else PARAMETERS, {})
             if tensors.get(slot.name) is not self.tensor:
                 continue  # the module got another tensor since
             # An attribute hides the parameter of its name. A buffer is replaced: a forward may assign a new one.
@@ -118,7 +119,7 @@ class OffloadedTensor:
     def _restore_slots(self) -> None:
         for slot in self.slots:
             attributes = slot.attributes()
-            seen = attributes.get("_buffers", {}) if slot.is_buffer else attributes
+            seen = attributes.get(BUFFERS, {}) if slot.is_buffer else attributes
             if seen.get(slot.name) is not self.shown:
                 continue  # the forward assigned another one
             if slot.is_buffer:
@@ -328,8 +329,3 @@ def _without_gradient(tensor: Tensor, values: Tensor) -> Tensor:
     """Return the values with the tensor's `requires_grad`."""
     # F.linear sums non-contiguous inputs in another order if it is set, even under no_grad (torch 2.15).
     return values.detach().requires_grad_() if tensor.requires_grad else values
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return torch's count of the in-place writes to a tensor."""
-    return tensor._version  # pyright: ignore[reportPrivateUsage] torch has no other name for it

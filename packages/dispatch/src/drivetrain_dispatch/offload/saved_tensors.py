@@ -7,8 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from drivetrain_dispatch.compat import version_of
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.offload.residency import OffloadedTensor, version_of
+from drivetrain_dispatch.offload.residency import OffloadedTensor
 
 
 class _SavedWeight(NamedTuple):

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from drivetrain_dispatch.compat import GROUPED_PRODUCT, TorchDispatchMode
 
 # Operations that touch only the selected rows, not the whole table.
 _PICKING = frozenset({"embedding", "gather", "index", "index_select"})
 _PUTTING = frozenset({"index_copy_", "index_put_", "scatter_", "slice_scatter_"})
-_GROUPED = "_grouped_mm"  # each expert's rows times its matrix; torch 2.15 does not count its FLOPs
 _NO_MEMORY = -1
 
 
@@ -142,7 +142,7 @@ class OpRecorder(TorchDispatchMode):
         if any(tensor.is_meta for tensor in outputs):
             name = func.__name__.partition(".")[0]
             flops = self._flops.get_total_flops() - before
-            if name == _GROUPED and not flops:
+            if name == GROUPED_PRODUCT and not flops:  # torch 2.15 does not count them
                 flops = 2 * inputs[0].shape[0] * prod(inputs[1].shape[-2:])
             self.note(inputs, outputs, flops=flops, size_bytes=_touched(name, inputs, outputs))
         return result
@@ -213,7 +213,7 @@ def _touched(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> 
     if name in _PUTTING:
         return 2 * sum(map(_size_bytes, inputs[1:]))
     sizes = [_size_bytes(tensor) for tensor in inputs]
-    if name == _GROUPED:  # reads only the matrices of experts that have rows
+    if name == GROUPED_PRODUCT:  # reads only the matrices of experts that have rows
         sizes[1] = int(sizes[1] * min(1, inputs[0].shape[0] / inputs[1].shape[0]))
     there = {id(tensor.untyped_storage()) for tensor in inputs}
     is_view = not name.endswith("_") and all(id(tensor.untyped_storage()) in there for tensor in outputs)

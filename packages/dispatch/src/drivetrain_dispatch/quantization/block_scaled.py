@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.compat import TO_COPY, is_write, make_wrapper
 from drivetrain_dispatch.errors import OffloadedError
 
 BLOCK = 128  # rows and columns of a block, in every published checkpoint of this format
@@ -52,9 +53,7 @@ class BlockScaledTensor(Tensor):
         """Create the tensor around its two parts."""
         made = cast(
             "BlockScaledTensor",
-            Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage] torch's documented name
-                cls, values.shape, dtype=dtype, device=values.device, requires_grad=False
-            ),
+            make_wrapper(cls, values.shape, dtype=dtype, device=values.device, requires_grad=False),
         )
         made.values, made.scales = values, scales
         return made
@@ -86,7 +85,7 @@ class BlockScaledTensor(Tensor):
     ) -> Any:
         """Apply moves, copies and selections to the parts; dequantise for any other operation."""
         given = dict(kwargs or {})
-        if func._schema.is_mutable and isinstance(args[0], BlockScaledTensor):
+        if is_write(func) and isinstance(args[0], BlockScaledTensor):
             raise OffloadedError(
                 "a weight that is kept in fp8 cannot be written to: load the model without quantization=StoredFP8()"
             )
@@ -133,7 +132,7 @@ _ON_PARTS: dict[object, Callable[..., BlockScaledTensor | None]] = {
     _ATEN.detach.default: _same,
     _ATEN.alias.default: _same,
     _ATEN.clone.default: _cloned,
-    _ATEN._to_copy.default: _moved,
+    TO_COPY: _moved,
     _ATEN.select.int: _selected,
 }
 

@@ -8,9 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -19,10 +18,15 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drivetrain_config import environ
+from drivetrain_launcher.compat import (
+    HAS_SHUTDOWN_TIMEOUT,
+    exit_codes,
+    forgo_restarts,
+    remaining_restarts,
+)
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
@@ -130,7 +134,7 @@ class Agent(LocalElasticAgent):
         self._root: RankFailure | None = None
         self._signals = StopSignals()
 
-    # torch decorates both methods with a timer, whose type hides their signatures.
+    # The methods of compat.OVERRIDDEN. torch decorates the first two with a timer, whose type hides their signatures.
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._root = None
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
@@ -166,15 +170,12 @@ class Agent(LocalElasticAgent):
         except SignalException:
             say("killing the ranks: what they were saving is left uncommitted")
             self._stop(signal.SIGKILL, seconds)
-        handlers: Mapping[int, SubprocessHandler] = getattr(self._pcontext, "subprocess_handlers", {})
-        codes = [handler.proc.returncode for handler in handlers.values()]
-        self.has_saved = RESUME_EXIT_CODE in codes
-        if self._worker_group.state is not WorkerState.SUCCEEDED:
-            _kill_leftovers(self._worker_group)
+        self.has_saved = RESUME_EXIT_CODE in exit_codes(self)
+        if (worker_group := self.get_worker_group()).state is not WorkerState.SUCCEEDED:
+            _kill_leftovers(worker_group)
 
     def _stop(self, death_sig: signal.Signals, seconds: float) -> None:
-        # torch 2.9 has no timeout parameter, and waits 30 s.
-        if "timeout" in signature(LocalElasticAgent._shutdown).parameters:
+        if HAS_SHUTDOWN_TIMEOUT:
             super()._shutdown(death_sig, max(1, round(seconds)))
         else:
             super()._shutdown(death_sig)
@@ -208,7 +209,8 @@ class Agent(LocalElasticAgent):
         # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
             say(_SAVED)
-            self.exit_code, self._remaining_restarts = RESUME_EXIT_CODE, 0
+            self.exit_code = RESUME_EXIT_CODE
+            forgo_restarts(self)
             return
         # torch 2.9 omits ranks that failed while they were being stopped.
         failures += [each for each in self._recorded(worker_group) if each.rank not in result.failures]
@@ -220,8 +222,8 @@ class Agent(LocalElasticAgent):
         self._root = root
         sys.stderr.write(describe_others(root, failures))
         self.exit_code = root.shell_code
-        if self._remaining_restarts > 0:
-            attempt = self._plan.max_restarts - self._remaining_restarts + 1
+        if (remaining := remaining_restarts(self)) > 0:
+            attempt = self._plan.max_restarts - remaining + 1
             say(f"restarting all ranks ({attempt} of {self._plan.max_restarts})")
             self.exit_code = 0
 

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
+from drivetrain_state.compat import default_store
 from drivetrain_state.hang.monitor import HangMonitor
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.hang.reporter import HangReporter
@@ -53,7 +53,7 @@ def start_watchdog(
         store: The store that all ranks share; by default that of the default process group.
         report_directory: The folder for the full stacks; by default the working directory.
     """
-    shared = _get_default_store() if store is None else store
+    shared = default_store() if store is None else store
     for thread in threading.enumerate():
         if isinstance(thread, HangMonitor) and thread.adopt(record, shared):
             return Watchdog(thread, record)

@@ -1,0 +1,73 @@
+"""Each private name of torch's agent is what the launcher relies on: these tests tell when torch changes one."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+# A rank that fails once, then ends well, under torch's own agent with its overridden methods noted.
+RUN = """
+import json, sys
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from drivetrain_launcher import compat
+from drivetrain_launcher.plan.agent_rendezvous import OneNode
+
+forgoes = sys.argv[2] == "forgo"
+seen = {"calls": [], "remaining": [], "codes": []}
+
+class Noting(LocalElasticAgent):
+    pass
+
+def noted(name):
+    def call(self, *args, **kwargs):
+        if name not in seen["calls"][-1:]:
+            seen["calls"].append(name)
+        result = getattr(super(Noting, self), name)(*args, **kwargs)
+        if name == "_monitor_workers" and result.is_failed():
+            seen["remaining"].append(compat.remaining_restarts(self))
+            if forgoes:
+                compat.forgo_restarts(self)
+        if name == "_shutdown" and seen["codes"][-1:] != [codes := compat.exit_codes(self)]:
+            seen["codes"].append(codes)
+        return result
+    return call
+
+for name in compat.OVERRIDDEN:
+    setattr(Noting, name, noted(name))
+rank = "import pathlib, sys; mark = pathlib.Path(sys.argv[1]); had = mark.exists(); mark.touch(); sys.exit(not had)"
+spec = WorkerSpec(
+    role="default", local_world_size=1, rdzv_handler=OneNode("127.0.0.1", 0, "run"), entrypoint=sys.executable,
+    args=("-c", rank, sys.argv[1]), max_restarts=1, monitor_interval=0.05,
+)
+agent = Noting(spec, logs_specs=DefaultLogsSpecs())
+agent.run()
+seen["remaining"].append(compat.remaining_restarts(agent))
+agent._shutdown(15, *[5] * compat.HAS_SHUTDOWN_TIMEOUT)  # what has ended is stopped again without an error
+print(json.dumps(seen))
+"""
+ATTEMPT = ["_start_workers", "_monitor_workers", "_shutdown"]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "calls", "remaining", "codes"),
+    [("take", [*ATTEMPT, *ATTEMPT], [1, 0], [1, 0]), ("forgo", ATTEMPT, [1, 0], [1])],
+)
+def test_the_agent_calls_what_is_overridden_and_tells_exit_codes_and_restarts(
+    python: str, tmp_path: Path, restarts: str, calls: list[str], remaining: list[int], codes: list[int]
+) -> None:
+    finished = subprocess.run(
+        [python, "-c", RUN, str(tmp_path / "failed"), restarts],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    seen = json.loads(finished.stdout)
+    assert seen["calls"] == calls
+    assert seen["remaining"] == remaining
+    assert seen["codes"] == [[code] for code in codes]

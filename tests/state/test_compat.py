@@ -1,0 +1,25 @@
+"""The private name of torch is what state relies on: these tests tell when a new torch changes it."""
+
+import pytest
+import torch.distributed as dist
+
+from drivetrain_state import StateSettings, compat, connect
+
+
+def written() -> list[str]:
+    """What each rank finds in the store, over a connection of its own."""
+    with connect(StateSettings(device="cpu", watchdog=False)) as context:
+        rank = context.topology.rank
+        store = compat.default_store().clone()
+        store.set(f"of_rank_{rank}", str(rank))
+        return [store.get(f"of_rank_{each}").decode() for each in range(context.topology.world_size)]
+
+
+def test_the_ranks_of_the_default_group_share_its_store(run_ranks) -> None:
+    assert run_ranks(written) == [["0", "1"]] * 2
+
+
+def test_there_is_no_store_without_a_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        compat.default_store()
