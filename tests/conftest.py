@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,19 @@ _COMPILE = (
 )
 
 
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Begin to compile DeepSpeed's operator, which takes a minute the first time, while the lanes run other tests."""
+    if find_spec("deepspeed") and any(
+        Path(name).name in ("tests", "deepspeed_backend") for name in config.args
+    ):
+        command = [sys.executable, "-c", _COMPILE]
+        compiler = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        config.add_cleanup(compiler.wait)
+
+
 @pytest.fixture(scope="session")
 def deepspeed_operators() -> None:
-    """DeepSpeed's operator, compiled before any test waits for an answer: a minute the first time, then seconds."""
+    """DeepSpeed's operator, compiled before any test waits for an answer; tells why if it does not compile."""
     subprocess.run([sys.executable, "-c", _COMPILE], check=True, timeout=170, capture_output=True)
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def test_what_was_registered_runs_at_the_end(python: str) -> None:
     assert same(python, "-c", code).stdout == "thread\nlast\n"
 
 
+@pytest.fixture
+def hears_interrupts() -> Iterator[None]:
+    """Let what a test starts hear SIGINT, which a shell has its background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_handed_on(python: str, number: signal.Signals) -> None:
     code = "import signal, time, sys\nfor n in (2, 15): signal.signal(n, lambda n, _: sys.exit(n))\n"
