@@ -1,30 +1,10 @@
 """Phases of a step, such as forward and backward, nested or not, each with its exact peaks."""
 
-from dataclasses import dataclass
-
 from drivetrain_memory.peaks.peak_record import PeakRecord
+from drivetrain_memory.tracker.rank_summary import PhaseUse
 
 _MOST_PHASES = 64  # names that differ; the others count as one
 OTHER_PHASES = "(other)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseUse:
-    """All runs of one phase.
-
-    Attributes:
-        count: The number of runs.
-        seconds: The time of all of them.
-        host_peak_bytes: The largest peak of the process in any of them.
-        host_added_bytes: The most that a run had above its beginning.
-        device_peak_bytes: The largest peak of tensors on all accelerators together; 0 without one.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-    host_peak_bytes: int = 0
-    host_added_bytes: int = 0
-    device_peak_bytes: int = 0
 
 
 class PhaseStack:

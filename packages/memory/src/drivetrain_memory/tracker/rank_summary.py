@@ -7,12 +7,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain_memory.breakdown.model_memory import MemoryBreakdown, ModuleMemory
-from drivetrain_memory.tracker.phases import PhaseUse
+from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown, ModuleMemory
 from drivetrain_memory.tracker.timeline import Timeline
 
 _VERSION = 1
 _PREFIX = "memory-rank-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseUse:
+    """All runs of one phase.
+
+    Attributes:
+        count: The number of runs.
+        seconds: The time of all of them.
+        host_peak_bytes: The largest peak of the process in any of them.
+        host_added_bytes: The most that a run had above its beginning.
+        device_peak_bytes: The largest peak of tensors on all accelerators together; 0 without one.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    host_peak_bytes: int = 0
+    host_added_bytes: int = 0
+    device_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

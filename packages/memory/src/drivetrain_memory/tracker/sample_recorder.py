@@ -6,9 +6,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from drivetrain_memory.breakdown.model_memory import MemoryBreakdown
-from drivetrain_memory.tracker.phases import PhaseUse
-from drivetrain_memory.tracker.rank_summary import RankSummary, SampledPeak
+from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown
+from drivetrain_memory.tracker.rank_summary import PhaseUse, RankSummary, SampledPeak
 from drivetrain_memory.tracker.ring import SampleRing
 from drivetrain_memory.tracker.sample_stream import SampleStream
 from drivetrain_memory.tracker.timeline import TimelineBuilder
