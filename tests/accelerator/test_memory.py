@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from accelerator import device
-from drivetrain_memory import PeakMemory, find_executable_batch_size, free_memory
+from drivetrain_memory import find_executable_batch_size, free_memory, record_peak
 
 MB = 2**20
 
 
 def measures() -> None:
     place = torch.device(device.NAME, 0)
-    with PeakMemory() as memory:
+    with record_peak() as memory:
         before = memory.device_before_bytes
         assert before is not None
         block = torch.ones(3 * MB, dtype=torch.uint8, device=place)
         del block
-        with PeakMemory() as inner:
+        with record_peak() as inner:
             torch.ones(MB, dtype=torch.uint8, device=place)
         assert inner.device_bytes is not None
         assert MB <= inner.device_bytes - before < 2 * MB
