@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from drivetrain_memory import MemoryGuard, memory_breakdown
-from drivetrain_memory.usage.cgroup import CGROUP_ROOT
+from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT
 
 MB = 2**20
 LIMIT = 1000 * MB
@@ -28,7 +28,9 @@ class Group:
         self.hold(0, 0)
 
     def hold(self, held: int, cache: int) -> None:
-        stat = f"active_file {cache * MB}\ninactive_file 0\nfile_dirty 0\nfile_writeback 0\nslab_reclaimable 0\n"
+        stat = (
+            f"active_file {cache * MB}\ninactive_file 0\nfile_dirty 0\nfile_writeback 0\nslab_reclaimable 0\n"
+        )
         (self.root / "job" / "memory.stat").write_text(stat)
         (self.root / "job" / "memory.current").write_text(str((held + cache) * MB))
 
@@ -43,8 +45,15 @@ def group(tmp_path: Path) -> Group:
 
 @pytest.mark.parametrize(
     ("held", "cache", "warns", "stops"),
-    [(100, 0, False, False), (100, 890, False, False), (899, 101, False, False)]
-    + [(900, 0, True, False), (900, 100, True, False), (949, 0, True, False), (950, 50, True, True)],
+    [
+        (100, 0, False, False),
+        (100, 890, False, False),
+        (899, 101, False, False),
+        (900, 0, True, False),
+        (900, 100, True, False),
+        (949, 0, True, False),
+        (950, 50, True, True),
+    ],
 )
 def test_only_what_the_kernel_cannot_drop_counts(
     group: Group, caplog: pytest.LogCaptureFixture, held: int, cache: int, warns: bool, stops: bool

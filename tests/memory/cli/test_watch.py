@@ -57,7 +57,7 @@ def test_what_is_not_there_is_a_plain_error(tmp_path: Path, capfd: pytest.Captur
     assert lines[0] == "drivetrain: error: no process 4194305: `ps` lists those that run"
     assert lines[1].startswith("drivetrain: error: no program 'no-such-program'")
     assert lines[2].endswith("Permission denied: " + repr(str(tmp_path)))
-    with pytest.raises(ValueError, match="--interval 0: give 0.001 to 3600 seconds"):
+    with pytest.raises(ValueError, match=r"--interval 0: give 0\.001 to 3600 seconds"):
         WatchArguments(target="1", interval=0)
 
 

@@ -190,7 +190,9 @@ def test_a_child_counts_from_the_start_of_the_block(start_child: Callable[[], Ch
 
 
 @resettable
-def test_a_child_that_begins_in_the_block_counts_with_its_whole_life(start_child: Callable[[], Child]) -> None:
+def test_a_child_that_begins_in_the_block_counts_with_its_whole_life(
+    start_child: Callable[[], Child],
+) -> None:
     with record_peak() as outer:
         child = start_child()
         child.tell("take 120")

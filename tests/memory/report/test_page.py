@@ -20,7 +20,7 @@ from drivetrain_memory import (
 )
 from drivetrain_memory.report.chart import Line, line_chart
 from drivetrain_memory.report.page import render_page
-from drivetrain_memory.report.units import bytes_text, number_text, seconds_text
+from drivetrain_memory.report.quantities import bytes_text, number_text, seconds_text
 from drivetrain_memory.tracker.rank_summary import PhaseUse, SampledPeak
 from drivetrain_memory.tracker.timeline import Timeline
 

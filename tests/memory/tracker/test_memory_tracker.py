@@ -103,7 +103,9 @@ def test_what_cannot_be_merged_or_read_is_named(tracked: tuple[Path, RankSummary
     with pytest.raises(FileNotFoundError, match=r"has no memory-rank-\*\.json"):
         read_summaries(tmp_path)
     (tmp_path / "memory-rank-00000.json").write_text('{"version": 9}')
-    with pytest.raises(ValueError, match=r"memory-rank-00000.json is no summary of memory: a summary of version 9"):
+    with pytest.raises(
+        ValueError, match=r"memory-rank-00000.json is no summary of memory: a summary of version 9"
+    ):
         read_summaries(tmp_path)
 
 
@@ -146,7 +148,7 @@ def test_names_without_end_count_as_one_phase() -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    with pytest.raises(ValueError, match="interval_seconds=0: give 0.001 to 3600"):
+    with pytest.raises(ValueError, match=r"interval_seconds=0: give 0\.001 to 3600"):
         MemoryTracker(None, interval_seconds=0)
     with pytest.raises(ValueError, match="rank=-1: must be 0 or more"):
         MemoryTracker(None, rank=-1)
@@ -155,7 +157,10 @@ def test_mistakes_are_refused() -> None:
     with MemoryTracker(None) as tracker:
         with pytest.raises(RuntimeError, match="was started before"):
             tracker.start()
-        with pytest.raises(ValueError, match="phase 'a/b': give a name without a slash"), tracker.phase("a/b"):
+        with (
+            pytest.raises(ValueError, match="phase 'a/b': give a name without a slash"),
+            tracker.phase("a/b"),
+        ):
             pass
 
 

@@ -1,4 +1,4 @@
-"""Vendors' libraries work with a device alone: here stand modules of the same form, beside the real ones without one."""
+"""Vendors' libraries need a device: modules of the same form stand in, beside the real ones without one."""
 
 import time
 from types import SimpleNamespace

@@ -8,8 +8,14 @@ from types import TracebackType
 from typing import Self
 
 from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown
-from drivetrain_memory.report.units import bytes_text
-from drivetrain_memory.usage.cgroup import CGROUP_ROOT, CgroupFiles, CgroupUsage, find_cgroups, read_cgroup
+from drivetrain_memory.report.quantities import bytes_text
+from drivetrain_memory.usage.memory_cgroup import (
+    CGROUP_ROOT,
+    CgroupFiles,
+    CgroupUsage,
+    find_cgroups,
+    read_cgroup,
+)
 from drivetrain_memory.usage.process_tree import PROC
 
 _logger = logging.getLogger(__name__)
@@ -21,8 +27,8 @@ class MemoryGuard:
     """A thread that watches the limit of this job's control group.
 
     Near the limit it warns with what holds memory; on request it raises `should_stop`, which a training loop reads at
-    each step, at the cost of an attribute, to save a checkpoint and end before the kernel kills it. What the kernel can
-    drop does not count:
+    each step, at the cost of an attribute, to save a checkpoint and end before the kernel kills it. What the kernel
+    can drop does not count:
 
         held = current - (active_file + inactive_file - dirty - writeback + slab_reclaimable)
 
@@ -130,7 +136,9 @@ class MemoryGuard:
         while not self._ended.wait(self._interval_seconds):
             try:
                 self.check()
-            except Exception:  # the user's `describe` may fail in the midst of a step; the flag must still come
+            except (
+                Exception
+            ):  # the user's `describe` may fail in the midst of a step; the flag must still come
                 _logger.warning("describing what holds memory failed", exc_info=True)
 
 
@@ -150,10 +158,14 @@ def describe_usage(usage: CgroupUsage, breakdown: MemoryBreakdown | None) -> str
 
 def _breakdown_lines(breakdown: MemoryBreakdown) -> Sequence[str]:
     kinds = sorted(breakdown.totals.items(), key=lambda item: -item[1])
-    modules = [f"{module.name or '(the model)'} {bytes_text(module.total)}" for module in breakdown.largest(_NUM_NAMED)]
+    modules = [
+        f"{module.name or '(the model)'} {bytes_text(module.total)}"
+        for module in breakdown.largest(_NUM_NAMED)
+    ]
     host = breakdown.by_device.get("cpu", {})
     return (
-        "  tensors: " + ", ".join(f"{kind.replace('_', ' ')} {bytes_text(size)}" for kind, size in kinds if size),
+        "  tensors: "
+        + ", ".join(f"{kind.replace('_', ' ')} {bytes_text(size)}" for kind, size in kinds if size),
         f"  of these on the host: {bytes_text(sum(host.values()))}",
         f"  largest modules: {', '.join(modules) or 'none'}",
     )

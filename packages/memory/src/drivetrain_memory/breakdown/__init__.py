@@ -1,1 +1,1 @@
-"""Where the memory of a model went: parameters, gradients, optimizer states, buffers, activations, by module."""
+"""The memory of a model by kind: parameters, gradients, optimizer states, buffers, activations, by module."""

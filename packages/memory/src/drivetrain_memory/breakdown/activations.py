@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -113,13 +113,13 @@ class _Saved:
 
 
 @contextmanager
-def record_activations(model: nn.Module) -> Iterator[ActivationRecorder]:
+def record_activations(model: nn.Module) -> Generator[ActivationRecorder]:
     """Measure the tensors that forwards save for their backward, by the module that saves them.
 
     Torch's hooks for saved tensors tell of each; parameters and buffers of the model are not counted. It costs some
     10 us for each saved tensor, so measure one step, not all. What `torch.compile` saves counts for the module whose
-    forward was compiled; activation checkpointing saves its inputs alone, as it should. Forwards of several threads are
-    counted together, and their modules are mixed up.
+    forward was compiled; activation checkpointing saves its inputs alone, as it should. Forwards of several threads
+    are counted together, and their modules are mixed up.
 
     Args:
         model: The model; hooks are put on all of its modules for the block.

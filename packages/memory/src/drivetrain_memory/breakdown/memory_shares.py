@@ -38,7 +38,7 @@ class ModuleMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
-    """Where memory went.
+    """The memory of a model by kind, device and module.
 
     Attributes:
         by_device: The bytes of each kind ("parameters", "gradients", "optimizer_states", "buffers", "activations",

@@ -11,6 +11,7 @@ from drivetrain_memory.breakdown.activations import ActivationMemory
 from drivetrain_memory.breakdown.memory_shares import REST, MemoryBreakdown, ModuleMemory
 from drivetrain_memory.breakdown.storages import StorageKey, storages_of, tensors_in
 
+
 def memory_breakdown(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
@@ -76,7 +77,7 @@ class _Count:
         for parameter, state in list(optimizer.state.items()):
             # The masters of mixed precision are the optimizer's own: they belong to no module.
             owner = self._owners.get(id(parameter), "")
-            if id(parameter) not in self._owners and isinstance(parameter, torch.Tensor):
+            if id(parameter) not in self._owners:
                 self._add(owner, "optimizer_states", "(parameter of the optimizer alone)", parameter)
             for tensor in tensors_in(state):
                 self._add(owner, "optimizer_states", "(optimizer state)", tensor)

@@ -1,9 +1,9 @@
-"""What `drivetrain memory watch` shows while it runs: a table in place on a terminal, plain lines elsewhere."""
+"""The output of `drivetrain memory watch` while it runs: a table in place on a terminal, plain lines elsewhere."""
 
 from collections.abc import Mapping
 from typing import TextIO
 
-from drivetrain_memory.report.units import number_text, seconds_text
+from drivetrain_memory.report.quantities import number_text, seconds_text
 
 _SHOWN = {
     "host/resident_bytes": "resident",

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ import psutil
 from drivetrain_memory.cli.live_table import LiveTable
 from drivetrain_memory.peaks.process_peak import read_high_water
 from drivetrain_memory.report.page import write_page
-from drivetrain_memory.report.units import bytes_text, seconds_text
+from drivetrain_memory.report.quantities import bytes_text, seconds_text
 from drivetrain_memory.tracker.rank_summary import RankSummary, merge_summaries, write_summary
 from drivetrain_memory.tracker.sample_recorder import SampleRecorder, samples_file
 from drivetrain_memory.usage.sampler import UsageSampler
@@ -70,7 +70,9 @@ def run(arguments: WatchArguments) -> int:
     try:
         process = subprocess.Popen([arguments.target, *arguments.command])
     except FileNotFoundError:
-        return _fail(f"no program {arguments.target!r}: give a process id, or a command after `--`", _NOT_FOUND)
+        return _fail(
+            f"no program {arguments.target!r}: give a process id, or a command after `--`", _NOT_FOUND
+        )
     except OSError as error:
         return _fail(f"{arguments.target!r} does not start: {error}", _NOT_EXECUTABLE)
     with _handing_signals_on(process):
@@ -161,7 +163,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 @contextmanager
-def _handing_signals_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+def _handing_signals_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
     """Hand SIGTERM on to the program, and leave Ctrl-C to it: the terminal sends that to both."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:

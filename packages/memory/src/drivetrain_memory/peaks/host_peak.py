@@ -21,7 +21,8 @@ class ChildPeak:
         pid: The process id.
         peak_bytes: The peak resident memory during the block, in bytes.
         before_bytes: The resident memory when the block began; 0 for a process that began in it.
-        source: "kernel" for the exact peak; "sampled" for the larger of begin and end, if the mark could not be reset.
+        source: "kernel" for the exact peak; "sampled" for the larger of begin and end, if the mark could not be
+            reset.
         has_ended: Whether the process ended in the block: what it used after the last look is then not known.
     """
 
@@ -41,7 +42,8 @@ class HostPeak:
         before_bytes: The resident memory of this process when the block began.
         source: The counter that `peak_bytes` comes from.
         children: The children and their children, by process id.
-        ended_child_bytes: The largest peak of a child that ended and was waited for, if `getrusage` tells it; else None.
+        ended_child_bytes: The largest peak of a child that ended and was waited for, if `getrusage` tells it; else
+            None.
     """
 
     peak_bytes: int = 0

@@ -14,7 +14,8 @@ class PortablePeak:
     """The peak of this process since this object was made, from `getrusage` or, if that did not rise, from samples.
 
     The mark that `getrusage` tells is that of the whole life of the process. If it rose, it rose in the block, and is
-    its exact peak. If not, the largest of the samples counts: a thread takes one every 2 ms, and misses what is shorter.
+    its exact peak. If not, the largest of the samples counts: a thread takes one every 2 ms, and misses what is
+    shorter.
     """
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@ import psutil
 
 from drivetrain_memory.usage.process_tree import PROC
 
-# "kernel": the high-water mark, exact. "getrusage": the mark of the whole life of the process, which rose in the block
-# and so is exact too. "sampled": the largest of several looks, a lower bound.
+# "kernel": the high-water mark, exact. "getrusage": the mark of the whole life of the process, which rose in the
+# block and so is exact too. "sampled": the largest of several looks, a lower bound.
 PeakSource = Literal["kernel", "getrusage", "sampled"]
 
 _RESET_PEAK = "5"  # proc(5): since Linux 4.0, resets the peak to the current resident memory
@@ -89,7 +89,7 @@ class ProcessPeak:
     """The peak of one process since this object was made, updated from its high-water mark.
 
     Args:
-        pid: The process.
+        pid: The id of the process.
         born_within: Whether the process began after the measurement did: its whole life then counts.
         proc: The folder of the kernel's process files.
     """

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from drivetrain_memory.report.units import bytes_text, seconds_text
+from drivetrain_memory.report.quantities import bytes_text, seconds_text
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _STRIP = 920, 190, 76, 10, 24, 18
@@ -142,9 +142,7 @@ def _legend(lines: Sequence[Line]) -> str:
 
 
 def _legend_of(items: Sequence[tuple[str, str]]) -> str:
-    spans = [
-        f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in items
-    ]
+    spans = [f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in items]
     return f'<div class="legend">{"".join(spans)}</div>'
 
 

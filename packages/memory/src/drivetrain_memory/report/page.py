@@ -1,4 +1,4 @@
-"""One HTML page of a run's memory, which needs no other file and no network; it runs no script."""
+"""An HTML page of a run's memory, which needs no other file and no network; it runs no script."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drivetrain_memory.breakdown.memory_shares import KINDS, REST, MemoryBreakdown, ModuleMemory
 from drivetrain_memory.report.chart import Line, colour_of, line_chart, phase_legend
-from drivetrain_memory.report.units import bytes_text, number_text, seconds_text
+from drivetrain_memory.report.quantities import bytes_text, number_text, seconds_text
 from drivetrain_memory.tracker.rank_summary import RankSummary, RunMemory
 
 _MOST_CHARTS = 16  # ranks whose time line is drawn; tables hold all
@@ -28,7 +28,8 @@ _STYLE = """
 body { font: 14px/1.45 sans-serif; color: #222; max-width: 960px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; } h3 { font-size: 1em; margin-bottom: .2em; }
 table { border-collapse: collapse; } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd; text-align: right; }
-td:first-child, th:first-child { text-align: left; } .scroll { overflow-x: auto; } svg { max-width: 100%; height: auto; }
+td:first-child, th:first-child { text-align: left; } .scroll { overflow-x: auto; }
+svg { max-width: 100%; height: auto; }
 .legend span { margin-right: 1.2em; white-space: nowrap; } .legend i { display: inline-block; width: .8em;
 height: .8em; margin-right: .4em; border-radius: 2px; } .bar { display: flex; height: 22px; border-radius: 3px;
 overflow: hidden; margin: .3em 0; } .note { color: #666; }
@@ -40,7 +41,7 @@ def render_page(run: RunMemory, *, title: str = "Memory of a run") -> str:
 
     Args:
         run: The merged summaries.
-        title: The heading.
+        title: The heading of the page.
     """
     phases = _phase_names(run)
     started = datetime.fromtimestamp(run.started_at, UTC)
@@ -134,7 +135,11 @@ def _device_lines(rank: RankSummary, device: str) -> list[Line]:
 
 
 def _devices(rank: RankSummary) -> list[str]:
-    names = [name.rpartition("/")[0] for name in rank.timeline.columns if name.endswith(("ated_bytes", "used_bytes"))]
+    names = [
+        name.rpartition("/")[0]
+        for name in rank.timeline.columns
+        if name.endswith(("ated_bytes", "used_bytes"))
+    ]
     return list(dict.fromkeys(names))
 
 
@@ -154,8 +159,8 @@ def _peaks(run: RunMemory) -> str:
     ]
     head = ["rank", "process", "source", "children", "control group held", "its limit", *devices]
     note = (
-        '<p class="note">Peaks of process and devices are those of the kernel and of the allocators; those of children '
-        "and control group are the highest samples.</p>"
+        '<p class="note">Peaks of process and devices are those of the kernel and of the allocators; those of '
+        "children and control group are the highest samples.</p>"
     )
     return _table(head, rows) + note
 
@@ -203,7 +208,9 @@ def _breakdown(breakdown: MemoryBreakdown) -> Iterable[str]:
     if left := len(breakdown.modules) - len(modules):
         yield f'<p class="note">{left} smaller modules are left out.</p>'
     if breakdown.shared:
-        pairs = ", ".join(f"{name} = {first}" for name, first in list(breakdown.shared.items())[:_MOST_MODULES])
+        pairs = ", ".join(
+            f"{name} = {first}" for name, first in list(breakdown.shared.items())[:_MOST_MODULES]
+        )
         yield f'<p class="note">Counted once, under the second name: {escape(pairs)}.</p>'
 
 

@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +29,8 @@ class MemoryTracker:
 
     A thread takes a sample every `interval_seconds`; phases have exact peaks besides, from the counters that
     `record_peak` reads. The newest samples stay in a ring of fixed size, all of them are written to
-    `FOLDER/memory-rank-RANK.jsonl`, and a summary to `FOLDER/memory-rank-RANK.json` at the end. `read_summaries` merges
-    those of all ranks. Made on each rank that is to be seen; the ranks do not talk.
+    `FOLDER/memory-rank-RANK.jsonl`, and a summary to `FOLDER/memory-rank-RANK.json` at the end. `read_summaries`
+    merges those of all ranks. Made on each rank that is to be seen; the ranks do not talk.
 
     Args:
         folder: The folder of this run, which the ranks share; None writes nothing.
@@ -116,7 +116,7 @@ class MemoryTracker:
         return self._summary
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[PeakRecord]:
+    def phase(self, name: str) -> Generator[PeakRecord]:
         """Name what runs in a block, such as "forward"; phases may be nested, and each has an exact peak.
 
         A phase costs some 150 us. Enter phases in the thread that started the tracker.

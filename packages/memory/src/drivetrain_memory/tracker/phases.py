@@ -24,7 +24,9 @@ class PhaseStack:
             ValueError: The name is empty or has a slash, which divides the names of nested phases.
         """
         if not name or "/" in name:
-            raise ValueError(f"phase {name!r}: give a name without a slash; nested phases are joined by slashes")
+            raise ValueError(
+                f"phase {name!r}: give a name without a slash; nested phases are joined by slashes"
+            )
         before, path = self.path, f"{self.path}/{name}" if self.path else name
         is_known = path in self.uses or len(self.uses) < _MOST_PHASES
         self.path = path if is_known else OTHER_PHASES

@@ -59,7 +59,7 @@ class RankSummary:
         host: The name of its machine.
         pid: The process id.
         started_at: The begin, in seconds since 1970.
-        seconds: The duration.
+        seconds: The time from begin to end.
         interval_seconds: The time between two samples.
         num_samples: The number of samples.
         num_lost: The samples that could not be written to disk.
@@ -116,17 +116,13 @@ class RankSummary:
             raise ValueError(
                 f"a summary of version {said.get('version')!r}: this drivetrain-memory reads {_VERSION}"
             )
-        plain = {name: said[name] for name in cls.__slots__}
+        plain: dict[str, Any] = {name: said[name] for name in cls.__slots__}
         breakdown = said["breakdown"]
-        return cls(
-            **plain
-            | {
-                "peaks": {name: SampledPeak(**peak) for name, peak in said["peaks"].items()},
-                "phases": {path: PhaseUse(**use) for path, use in said["phases"].items()},
-                "timeline": Timeline.from_json(said["timeline"]),
-                "breakdown": None if breakdown is None else _breakdown(breakdown),
-            }
-        )
+        plain["peaks"] = {name: SampledPeak(**peak) for name, peak in said["peaks"].items()}
+        plain["phases"] = {path: PhaseUse(**use) for path, use in said["phases"].items()}
+        plain["timeline"] = Timeline.from_json(said["timeline"])
+        plain["breakdown"] = None if breakdown is None else _breakdown(breakdown)
+        return cls(**plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +178,9 @@ def merge_summaries(summaries: Iterable[RankSummary]) -> RunMemory:
     ranks = [summary.rank for summary in ordered]
     if len(set(ranks)) < len(ranks):
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        raise ValueError(f"several summaries of rank {twice}: give each rank once, and each run its own folder")
+        raise ValueError(
+            f"several summaries of rank {twice}: give each rank once, and each run its own folder"
+        )
     return RunMemory(ranks=ordered)
 
 
@@ -211,14 +209,17 @@ def read_summaries(folder: str | Path) -> RunMemory:
     files = sorted(Path(folder).glob(f"{_PREFIX}*.json"))
     if not files:
         raise FileNotFoundError(
-            f"{folder} has no {_PREFIX}*.json: name the folder that MemoryTracker wrote into, and stop the trackers first"
+            f"{folder} has no {_PREFIX}*.json: name the folder that MemoryTracker wrote into, "
+            "and stop the trackers first"
         )
     summaries: list[RankSummary] = []
     for file in files:
         try:
             summaries.append(RankSummary.from_json(json.loads(file.read_text(encoding="utf-8"))))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no summary of memory: {error}; remove it to read the others") from error
+            raise ValueError(
+                f"{file} is no summary of memory: {error}; remove it to read the others"
+            ) from error
     return merge_summaries(summaries)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of samples: the newest in a ring, all of them on disk, the whole run in a timeline."""
+"""The record of samples: the newest in a ring, all of them on disk, the whole run in a timeline."""
 
 import math
 import socket

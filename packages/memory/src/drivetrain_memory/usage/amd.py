@@ -23,9 +23,7 @@ class AmdDriver:
 
     def read(self) -> tuple[DeviceReading, ...]:
         """Return the numbers of every device."""
-        return tuple(
-            self._read(index, handle, model) for index, (handle, model) in enumerate(self._devices)
-        )
+        return tuple(self._read(index, handle, model) for index, (handle, model) in enumerate(self._devices))
 
     def close(self) -> None:
         """Give the library back."""
@@ -54,9 +52,7 @@ class AmdDriver:
         metric = library.AmdSmiTemperatureMetric.CURRENT
         for sensor in ("EDGE", "HOTSPOT"):  # data-centre chips have no edge sensor
             kind = getattr(library.AmdSmiTemperatureType, sensor)
-            found = _number(
-                self._ask(lambda kind=kind: library.amdsmi_get_temp_metric(handle, kind, metric))
-            )
+            found = _number(self._ask(lambda kind=kind: library.amdsmi_get_temp_metric(handle, kind, metric)))
             if found is not None:
                 return found
         return None

@@ -31,8 +31,8 @@ class DeviceReading:
 class DeviceDriver(Protocol):
     """The library of a vendor.
 
-    1. Opened by a function without arguments, which raises `DriverAbsentError` if there is no package, driver or device.
-    2. `read`, any number of times, from one thread.
+    1. Opened by a function without arguments, which raises `DriverAbsentError` if there is no package, driver or
+    device. 2. `read`, any number of times, from one thread.
     3. `close`, once.
     """
 

@@ -21,9 +21,7 @@ class NvidiaDriver:
 
     def read(self) -> tuple[DeviceReading, ...]:
         """Return the numbers of every device."""
-        return tuple(
-            self._read(index, handle, model) for index, (handle, model) in enumerate(self._devices)
-        )
+        return tuple(self._read(index, handle, model) for index, (handle, model) in enumerate(self._devices))
 
     def close(self) -> None:
         """Give the library back."""
@@ -55,7 +53,7 @@ class NvidiaDriver:
 
 
 def open_nvidia() -> NvidiaDriver:
-    """Open NVML.
+    """Open NVIDIA's library NVML.
 
     Raises:
         DriverAbsentError: There is no package, no driver or no device.

@@ -28,7 +28,7 @@ class ProcessReader:
     """A reader of one process that keeps its file open, so that a look is one system call of some 10 us.
 
     Args:
-        pid: The process.
+        pid: The id of the process.
         proc: The folder of the kernel's process files; where it has none for the process, psutil reads.
     """
 

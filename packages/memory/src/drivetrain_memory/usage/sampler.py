@@ -1,4 +1,4 @@
-"""One look at all sources: a row of numbers, always in the same columns."""
+"""A look at all sources: a row of numbers, always in the same columns."""
 
 import math
 import os
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_memory.usage.cgroup import CGROUP_ROOT, CgroupUsage, find_cgroups, read_cgroup
 from drivetrain_memory.usage.device_drivers import DriversFound, find_drivers
 from drivetrain_memory.usage.driver_poller import DriverPoller
+from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, CgroupUsage, find_cgroups, read_cgroup
 from drivetrain_memory.usage.process_tree import PROC, ProcessKey, descendants_of
 from drivetrain_memory.usage.process_usage import ProcessReader
 from drivetrain_memory.usage.torch_allocators import accelerator_names, pinned_bytes, read_allocator
@@ -65,7 +65,7 @@ class UsageSampler:
     """A reader of everything that is known of the memory of a process, its children and its devices.
 
     Args:
-        pid: The process; None for this one.
+        pid: The id of the process; None for this one.
         settings: The times between two looks at what is dear to read.
         drivers: The device drivers; None for those of this machine.
         proc: The folder of the kernel's process files.
@@ -104,7 +104,7 @@ class UsageSampler:
         self._proportional: tuple[int | None, int | None] = (None, None)
 
     def sample(self) -> list[float] | None:
-        """Return the numbers of now, one for each of `columns`, NaN for what is not known; None if the process ended."""
+        """Return the numbers of now, one for each of `columns`; None if the process ended. NaN is not known."""
         now = time.monotonic()
         own = self._process.read()
         if own is None:

@@ -74,11 +74,11 @@ def find_cgroups(
 ) -> tuple[CgroupFiles, ...]:
     """Return the control group that a process is in, and those around it that have a memory limit.
 
-    Each limit can end the process: it counts the memory of all groups within. A group that tells no memory, such as the
-    root of version 2, is left out.
+    Each limit can end the process: it counts the memory of all groups within. A group that tells no memory, such as
+    the root of version 2, is left out.
 
     Args:
-        pid: The process.
+        pid: The id of the process.
         root: The folder where the system mounts control groups.
         proc: The folder of the kernel's process files.
     """
@@ -110,7 +110,7 @@ def parse_usage(current_bytes: int, stat: str, group: CgroupFiles) -> CgroupUsag
     Args:
         current_bytes: The content of `memory.current` or `memory.usage_in_bytes`.
         stat: The content of `memory.stat`.
-        group: The group.
+        group: The group that they describe.
     """
     counts = _counts(stat)
     if group.version == 2:

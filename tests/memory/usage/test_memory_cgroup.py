@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_memory.usage.cgroup import CgroupFiles, find_cgroups, parse_usage, read_cgroup
+from drivetrain_memory.usage.memory_cgroup import CgroupFiles, find_cgroups, parse_usage, read_cgroup
 
 MB = 2**20
 STAT_2 = """anon {anon}
