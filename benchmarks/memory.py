@@ -27,9 +27,10 @@ RATES = (1, 10, 100)  # Hz
 STEPS = 300  # in one turn: about a second
 WATCHED_SECONDS = 4.0
 NOTE = (
-    "Of the peak, the ratio is the part that was seen; taking 500 MB and giving them back takes some 60 ms beside the "
-    "5 ms. Polling is a thread that reads psutil's `memory_info().rss`, as examples do; MemoryTracker reads children, control group, allocators and drivers besides. Accelerate's "
-    "tracker is part of no package that installs, and is left out."
+    "Of the peak, the ratio is the part that was seen; taking 500 MB and giving them back takes some 60 ms beside "
+    "the 5 ms. Polling is a thread that reads psutil's `memory_info().rss`, as examples do; MemoryTracker reads "
+    "children, control group, allocators and drivers besides. Accelerate's tracker is part of no package that "
+    "installs, and is left out."
 )
 
 

@@ -49,7 +49,7 @@ def line_chart(
     """
     drawn = [line for line in lines if any(not math.isnan(value) for value in line.values)]
     num_buckets = max((len(line.values) for line in drawn), default=1)
-    most = max((v for line in drawn for v in line.values if not math.isnan(v)), default=1.0) or 1.0
+    most = max([1.0, *(v for line in drawn for v in line.values if not math.isnan(v))])
     top = _ceiling(most)
     strip = _STRIP if any(phases) else 0
     height = _TOP + _HEIGHT + strip + _BOTTOM
