@@ -90,7 +90,7 @@ def test_a_browser_shows_the_page_and_runs_nothing_of_hostile_names(tmp_path: Pa
     assert "<script" not in shown
     assert "<img" not in shown
     assert shown.count("<svg") == 4  # host and device of both ranks
-    for text in ("2.10 GB", "750 MB", "forward (rank 1)", "Where it went: rank 0", "2,100,000,001"[:0]):
+    for text in ("2.10 GB", "750 MB", "forward (rank 1)", "Where it went: rank 0"):
         assert text in shown
 
 
