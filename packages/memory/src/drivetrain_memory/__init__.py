@@ -7,21 +7,21 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_memory.batch_size import find_executable_batch_size as find_executable_batch_size
+    from drivetrain_memory.batch_size.search import find_executable_batch_size as find_executable_batch_size
     from drivetrain_memory.errors import NoBatchSizeFitsError as NoBatchSizeFitsError
-    from drivetrain_memory.free import free_memory as free_memory
+    from drivetrain_memory.freeing.release import free_memory as free_memory
     from drivetrain_memory.out_of_memory import is_out_of_memory as is_out_of_memory
     from drivetrain_memory.peak import PeakMemory as PeakMemory
-    from drivetrain_memory.profiling import profile as profile
+    from drivetrain_memory.profiling.trace import profile as profile
 
 # Public name -> the module that defines it.
 _MODULES = {
     "NoBatchSizeFitsError": "errors",
     "PeakMemory": "peak",
-    "find_executable_batch_size": "batch_size",
-    "free_memory": "free",
+    "find_executable_batch_size": "batch_size.search",
+    "free_memory": "freeing.release",
     "is_out_of_memory": "out_of_memory",
-    "profile": "profiling",
+    "profile": "profiling.trace",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Concatenate, ParamSpec, TypeVar, overload
 
 from drivetrain_memory.errors import NoBatchSizeFitsError
-from drivetrain_memory.free import free_memory
+from drivetrain_memory.freeing.release import free_memory
 from drivetrain_memory.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
