@@ -10,14 +10,24 @@ if TYPE_CHECKING:
     from drivetrain_memory.batch_size.search import find_executable_batch_size as find_executable_batch_size
     from drivetrain_memory.errors import NoBatchSizeFitsError as NoBatchSizeFitsError
     from drivetrain_memory.freeing.release import free_memory as free_memory
+    from drivetrain_memory.leaks.cycles import TensorCycle as TensorCycle
+    from drivetrain_memory.leaks.detector import LeakDetector as LeakDetector
+    from drivetrain_memory.leaks.findings import Leak as Leak
+    from drivetrain_memory.leaks.growth import Growth as Growth
+    from drivetrain_memory.leaks.leak_report import LeakReport as LeakReport
     from drivetrain_memory.out_of_memory import is_out_of_memory as is_out_of_memory
     from drivetrain_memory.peak import PeakMemory as PeakMemory
     from drivetrain_memory.profiling.trace import profile as profile
 
 # Public name -> the module that defines it.
 _MODULES = {
+    "Growth": "leaks.growth",
+    "Leak": "leaks.findings",
+    "LeakDetector": "leaks.detector",
+    "LeakReport": "leaks.leak_report",
     "NoBatchSizeFitsError": "errors",
     "PeakMemory": "peak",
+    "TensorCycle": "leaks.cycles",
     "find_executable_batch_size": "batch_size.search",
     "free_memory": "freeing.release",
     "is_out_of_memory": "out_of_memory",
