@@ -218,7 +218,13 @@ def watch(name: str) -> dict[str, Any]:
         "leaks": []
         if report is None
         else [
-            {"kind": one.kind, "holder": one.holder, "rate": one.bytes_per_step, "line": one.line, "per_step": dict(one.per_step)}
+            {
+                "kind": one.kind,
+                "holder": one.holder,
+                "rate": one.bytes_per_step,
+                "line": one.line,
+                "per_step": dict(one.per_step),
+            }
             for one in report.leaks
         ],
         "cycles": [] if report is None else [str(one) for one in report.cycles],

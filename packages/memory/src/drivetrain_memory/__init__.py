@@ -7,9 +7,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain_memory.batch_size.executable import ExecutableBatchSize as ExecutableBatchSize
+    from drivetrain_memory.batch_size.executable import TryOutcome as TryOutcome
+    from drivetrain_memory.batch_size.executable import accumulation_steps as accumulation_steps
     from drivetrain_memory.batch_size.search import find_executable_batch_size as find_executable_batch_size
     from drivetrain_memory.errors import NoBatchSizeFitsError as NoBatchSizeFitsError
+    from drivetrain_memory.freeing.release import clear_device_cache as clear_device_cache
     from drivetrain_memory.freeing.release import free_memory as free_memory
+    from drivetrain_memory.freeing.release import release_memory as release_memory
     from drivetrain_memory.leaks.cycles import TensorCycle as TensorCycle
     from drivetrain_memory.leaks.detector import LeakDetector as LeakDetector
     from drivetrain_memory.leaks.findings import Leak as Leak
@@ -17,10 +22,13 @@ if TYPE_CHECKING:
     from drivetrain_memory.leaks.leak_report import LeakReport as LeakReport
     from drivetrain_memory.out_of_memory import is_out_of_memory as is_out_of_memory
     from drivetrain_memory.peak import PeakMemory as PeakMemory
-    from drivetrain_memory.profiling.trace import profile as profile
+    from drivetrain_memory.profiling.profiler_trace import profile as profile
 
 # Public name -> the module that defines it.
 _MODULES = {
+    "ExecutableBatchSize": "batch_size.executable",
+    "TryOutcome": "batch_size.executable",
+    "accumulation_steps": "batch_size.executable",
     "Growth": "leaks.growth",
     "Leak": "leaks.findings",
     "LeakDetector": "leaks.detector",
@@ -28,10 +36,12 @@ _MODULES = {
     "NoBatchSizeFitsError": "errors",
     "PeakMemory": "peak",
     "TensorCycle": "leaks.cycles",
+    "clear_device_cache": "freeing.release",
     "find_executable_batch_size": "batch_size.search",
     "free_memory": "freeing.release",
     "is_out_of_memory": "out_of_memory",
-    "profile": "profiling.trace",
+    "release_memory": "freeing.release",
+    "profile": "profiling.profiler_trace",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

@@ -1,7 +1,7 @@
 """The heap of the system's allocator: how much of it is in use, and how to return the rest to the system.
 
-Only glibc tells, through `mallinfo2` (since 2.33), and only it keeps free pages until `malloc_trim` asks for them. Both
-are functions of its public interface; other systems have neither.
+Only glibc tells, through `mallinfo2` (since 2.33), and only it keeps free pages until `malloc_trim` asks for them.
+Both are functions of its public interface; other systems have neither.
 """
 
 import ctypes
