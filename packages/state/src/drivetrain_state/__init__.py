@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from drivetrain_state.connection import group_backend as group_backend
     from drivetrain_state.context import Context as Context
     from drivetrain_state.context import control_store as control_store
+    from drivetrain_state.group_renewal import GroupRenewal as GroupRenewal
     from drivetrain_state.detect import DeviceCapability as DeviceCapability
     from drivetrain_state.detect import DeviceGroup as DeviceGroup
     from drivetrain_state.detect import best_device_kind as best_device_kind
@@ -67,6 +68,7 @@ _MODULES = {
     "DeviceChoice": "settings",
     "DeviceError": "errors",
     "DeviceGroup": "detect",
+    "GroupRenewal": "group_renewal",
     "GroupMismatchError": "errors",
     "LeafError": "errors",
     "MeshPlan": "mesh",
