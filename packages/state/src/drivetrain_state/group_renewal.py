@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from drivetrain_state.compat import default_store
-from drivetrain_state.context import Context, control_store
+from drivetrain_state.context import Context
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.store_rounds import StoreRounds, wait
 
@@ -90,9 +90,7 @@ class GroupRenewal:
 
     def rounds(self) -> StoreRounds:
         """Return a client of the store for one thread, with a connection of its own."""
-        store = control_store(self._context, "drivetrain_renewal")
-        if store is None:
-            raise ConnectError("a single process has no other rank to agree with")
+        store = PrefixStore("drivetrain_renewal", self._store.clone())  # the same before and after a renewal
         return StoreRounds(store, rank=self._context.topology.rank)
 
     def _of_store(self, found: Mapping[int, Connection]) -> set[Connection]:
