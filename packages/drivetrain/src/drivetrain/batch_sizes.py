@@ -54,12 +54,16 @@ class BatchSizes(HasParts):
 
         @wraps(function)
         def with_accumulation(batch_size: int, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            self._parts.backend.window.resize(accumulation_steps(starting_batch_size, batch_size, steps=steps))
+            self._parts.backend.window.resize(
+                accumulation_steps(starting_batch_size, batch_size, steps=steps)
+            )
             return function(batch_size, *args, **kwargs)
 
         @wraps(function)
         def search(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            tries = RankTries(self.context, self._release_try) if self.context.topology.world_size > 1 else None
+            tries = (
+                RankTries(self.context, self._release_try) if self.context.topology.world_size > 1 else None
+            )
             run = find_executable_batch_size(
                 with_accumulation,
                 starting_batch_size=starting_batch_size,

@@ -58,7 +58,9 @@ class RankTries:
             self._watch = _Watch(self._renewal, self._number)
             return TryOutcome.OUT_OF_MEMORY
         if TryOutcome.FAILED in outcomes:
-            raise OtherRankFailedError(f"the try failed on rank {outcomes.index(TryOutcome.FAILED)}; see its output")
+            raise OtherRankFailedError(
+                f"the try failed on rank {outcomes.index(TryOutcome.FAILED)}; see its output"
+            )
         return TryOutcome.FITS
 
     def close(self) -> None:

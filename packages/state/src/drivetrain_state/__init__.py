@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from drivetrain_state.connection import group_backend as group_backend
     from drivetrain_state.context import Context as Context
     from drivetrain_state.context import control_store as control_store
-    from drivetrain_state.group_renewal import GroupRenewal as GroupRenewal
     from drivetrain_state.detect import DeviceCapability as DeviceCapability
     from drivetrain_state.detect import DeviceGroup as DeviceGroup
     from drivetrain_state.detect import best_device_kind as best_device_kind
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from drivetrain_state.errors import GroupMismatchError as GroupMismatchError
     from drivetrain_state.errors import LeafError as LeafError
     from drivetrain_state.errors import OtherRankFailedError as OtherRankFailedError
+    from drivetrain_state.group_renewal import GroupRenewal as GroupRenewal
     from drivetrain_state.hang.progress_record import ProgressRecord as ProgressRecord
     from drivetrain_state.hang.watchdog import Watchdog as Watchdog
     from drivetrain_state.hang.watchdog import start_watchdog as start_watchdog

@@ -11,27 +11,17 @@ from typing import Self
 from drivetrain_memory.compat import workers_of
 from drivetrain_memory.leaks.cycles import collect_cycles
 from drivetrain_memory.leaks.findings import Leak, grown_holders, unexplained, with_graphs
-from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth, fit_growth
+from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth
 from drivetrain_memory.leaks.leak_report import LeakReport
-from drivetrain_memory.leaks.measure import MemorySample, measure, measure_collected
+from drivetrain_memory.leaks.measure import measure, measure_collected
+from drivetrain_memory.leaks.measurements import SUSPICIOUS, Measurements
 from drivetrain_memory.leaks.named_memory import Census, take_census
 from drivetrain_memory.leaks.origin import line_that_made
 
 logger = logging.getLogger(__name__)
 
-_MOST_SAMPLES = 512
 _TRACED_FRAMES = 16
-# The smallest growth over the fitted points that raises suspicion, by measurement: bytes, or blocks of Python.
-_LEAST_TOTALS = {
-    "heap_used": 32 << 10,
-    "python_blocks": 30,
-    "resident": 8 << 20,
-    "device_allocated": 4096,
-    "pinned": 1,
-    "children": 1 << 20,
-}
-
-
+_CONFIRMED_SHARE = 0.5  # of the rate before: the rest was garbage, which the investigation collects
 class LeakDetector:
     """A detector of memory that grows from step to step, on the host and the accelerator.
 
@@ -81,8 +71,7 @@ class LeakDetector:
         self._trace = trace
         self._on_leak = on_leak
         self._step = 0
-        self._samples: list[MemorySample] = []
-        self._stride = 1
+        self._samples = Measurements()
         self._next_check = warmup_steps + 2 * LEAST_POINTS
         self._investigation: _Investigation | None = None
         self._report: LeakReport | None = None
@@ -95,7 +84,7 @@ class LeakDetector:
     @property
     def growth(self) -> dict[str, Growth]:
         """The growth of each measurement after warm-up, by name, over the newer half of the steps."""
-        return fit_samples(self._samples)
+        return self._samples.growth()
 
     def step(self) -> None:
         """Measure at the end of a step; begin or end an investigation where one is due."""
@@ -106,13 +95,11 @@ class LeakDetector:
             return
         if self._step <= self._warmup_steps:
             return
-        if self._step % self._stride == 0:
-            self._samples.append(measure(self._step))
-        if len(self._samples) >= _MOST_SAMPLES:
-            self._samples, self._stride = self._samples[::2], 2 * self._stride
+        if self._step % self._samples.stride == 0:
+            self._samples.add(measure(self._step))
         if self._step >= self._next_check:
-            self._next_check = self._step + self._check_every * self._stride
-            if any(self.growth[name].goes_on for name in _LEAST_TOTALS):
+            self._next_check = self._step + self._check_every * self._samples.stride
+            if any(self.growth[name].goes_on for name in SUSPICIOUS):
                 self.investigate()
 
     def investigate(self) -> None:
@@ -153,7 +140,7 @@ class LeakDetector:
             self._check_every *= 2
         else:
             self._check_every *= 4
-        self._next_check = self._step + max(2 * LEAST_POINTS, self._check_every) * self._stride
+        self._next_check = self._step + max(2 * LEAST_POINTS, self._check_every) * self._samples.stride
         if report.leaks:
             if self._on_leak is None:
                 logger.warning("%s", report)
@@ -199,29 +186,6 @@ class _Investigation:
         )
 
 
-def fit_samples(samples: list[MemorySample]) -> dict[str, Growth]:
-    """Fit the growth of each measurement over the newer half of the samples, at least 24 of them."""
-    recent = samples[-max(2 * LEAST_POINTS, len(samples) // 2) :]
-    steps = [one.step for one in recent]
-    series: dict[str, list[float]] = {
-        name: [float(getattr(one, name) or 0) for one in recent]
-        for name in (
-            "heap_used",
-            "heap_free",
-            "python_blocks",
-            "resident",
-            "device_allocated",
-            "device_reserved",
-        )
-    }
-    series["pinned"] = [float(one.pinned) for one in recent]
-    series["children"] = [float(sum(one.children.values())) for one in recent]
-    return {
-        name: fit_growth(steps, values, least_total=_LEAST_TOTALS.get(name, 1 << 20))
-        for name, values in series.items()
-    }
-
-
 def _is_fragmented(growth: Mapping[str, Growth]) -> bool:
     on_host = growth["resident"].goes_on and growth["heap_free"].goes_on and not growth["heap_used"].goes_on
     on_device = growth["device_reserved"].goes_on and not growth["device_allocated"].goes_on
@@ -229,9 +193,10 @@ def _is_fragmented(growth: Mapping[str, Growth]) -> bool:
 
 
 def _doubtless(leaks: list[Leak], growth: Mapping[str, Growth]) -> list[Leak]:
-    """Return the leaks without a name whose measurement grew before the investigation too."""
+    """Return the leaks without a name whose measurement grew before the investigation too, and not much faster."""
     series = {"native": "heap_used", "worker": "children", "pinned": "pinned", "device": "device_allocated"}
-    return [one for one in leaks if growth[series[one.kind]].goes_on]
+    grown = [(one, growth[series[one.kind]]) for one in leaks]
+    return [one for one, fit in grown if fit.goes_on and one.bytes_per_step >= _CONFIRMED_SHARE * fit.rate]
 
 
 def _with_line(leak: Leak) -> Leak:
