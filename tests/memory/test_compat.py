@@ -1,4 +1,4 @@
-"""The private names of torch and Python are what memory relies on: these tests tell when a new version changes them."""
+"""The private names of torch and Python are what memory relies on: these tests tell of changes."""
 
 import os
 import tracemalloc

@@ -14,7 +14,9 @@ def test_a_tensor_on_the_host_counts_as_used_until_it_is_freed() -> None:
     during = heap_use()
     del block
     after = heap_use()
-    assert before is not None and during is not None and after is not None
+    assert before is not None
+    assert during is not None
+    assert after is not None
     assert during.used_bytes - before.used_bytes >= 20_000_000
     assert during.used_bytes - after.used_bytes >= 20_000_000
 

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from drivetrain_memory.leaks.leak_report import LeakReport as LeakReport
     from drivetrain_memory.out_of_memory import is_out_of_memory as is_out_of_memory
     from drivetrain_memory.peak import PeakMemory as PeakMemory
+    from drivetrain_memory.profiling.flame_graphs import flame_graph as flame_graph
+    from drivetrain_memory.profiling.flame_graphs import write_flame_graph as write_flame_graph
+    from drivetrain_memory.profiling.operations import OperationTime as OperationTime
+    from drivetrain_memory.profiling.operations import merge_operations as merge_operations
+    from drivetrain_memory.profiling.operations import operation_table as operation_table
+    from drivetrain_memory.profiling.operations import read_traces as read_traces
     from drivetrain_memory.profiling.profiler_trace import profile as profile
 
 # Public name -> the module that defines it.
@@ -34,14 +40,20 @@ _MODULES = {
     "LeakDetector": "leaks.detector",
     "LeakReport": "leaks.leak_report",
     "NoBatchSizeFitsError": "errors",
+    "OperationTime": "profiling.operations",
     "PeakMemory": "peak",
     "TensorCycle": "leaks.cycles",
     "clear_device_cache": "freeing.release",
     "find_executable_batch_size": "batch_size.search",
+    "flame_graph": "profiling.flame_graphs",
     "free_memory": "freeing.release",
     "is_out_of_memory": "out_of_memory",
+    "read_traces": "profiling.operations",
     "release_memory": "freeing.release",
+    "merge_operations": "profiling.operations",
+    "operation_table": "profiling.operations",
     "profile": "profiling.profiler_trace",
+    "write_flame_graph": "profiling.flame_graphs",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

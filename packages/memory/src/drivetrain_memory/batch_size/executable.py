@@ -44,7 +44,7 @@ def accumulation_steps(starting_batch_size: int, batch_size: int, *, steps: int 
     """
     if min(starting_batch_size, batch_size, steps) < 1 or batch_size > starting_batch_size:
         raise ValueError(
-            f"batch_size={batch_size}, starting_batch_size={starting_batch_size}, steps={steps}: each must be at least "
-            "1, and the batch size at most the starting one"
+            f"batch_size={batch_size}, starting_batch_size={starting_batch_size}, steps={steps}: each must be at "
+            "least 1, and the batch size at most the starting one"
         )
     return -(-starting_batch_size * steps // batch_size)

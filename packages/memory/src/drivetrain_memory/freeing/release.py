@@ -26,14 +26,14 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Empty objects, free what they held, and return a None for each: `model, optimizer = release_memory(model, optimizer)`.
+    """Empty objects, free what they held, and return a None for each.
 
-    The memory is free when this returns, although the caller's names still refer to the objects: modules lose the
-    values of their parameters and buffers, optimizers their states, tensors their values and graphs, loaders the
-    workers that they keep, containers their elements. Every name for such an object sees it empty. Parameters and
-    buffers that another live module has, or that another live optimizer trains, keep their values. If a module was
-    compiled, all compiled code of the process is dropped, since torch has no other way; what is still in use is
-    compiled again at its next call.
+    Call it as `model, optimizer = release_memory(model, optimizer)`. The memory is free when this returns, although
+    the caller's names still refer to the objects: modules lose the values of their parameters and buffers, optimizers
+    their states, tensors their values and graphs, loaders the workers that they keep, containers their elements.
+    Every name for such an object sees it empty. Parameters and buffers that another live module has, or that another
+    live optimizer trains, keep their values. If a module was compiled, all compiled code of the process is dropped,
+    since torch has no other way; what is still in use is compiled again at its next call.
 
     Args:
         *objects: Modules, optimizers, tensors, loaders, or lists and dicts of these; others are left as they are.

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _TRACED_FRAMES = 16
 _CONFIRMED_SHARE = 0.5  # of the rate before: the rest was garbage, which the investigation collects
+
+
 class LeakDetector:
     """A detector of memory that grows from step to step, on the host and the accelerator.
 
