@@ -10,10 +10,10 @@ from typing import Self
 
 from drivetrain_memory.compat import workers_of
 from drivetrain_memory.leaks.cycles import collect_cycles
-from drivetrain_memory.leaks.findings import Leak, grown_holders, unexplained, with_graphs
+from drivetrain_memory.leaks.findings import Leak, grown_holders, has_grown, unexplained, with_graphs
 from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth
 from drivetrain_memory.leaks.leak_report import LeakReport
-from drivetrain_memory.leaks.measure import measure, measure_collected
+from drivetrain_memory.leaks.measure import MemorySample, measure, measure_collected
 from drivetrain_memory.leaks.measurements import SUSPICIOUS, Measurements
 from drivetrain_memory.leaks.named_memory import Census, take_census
 from drivetrain_memory.leaks.origin import line_that_made
@@ -27,10 +27,11 @@ _CONFIRMED_SHARE = 0.5  # of the rate before: the rest was garbage, which the in
 class LeakDetector:
     """A detector of memory that grows from step to step, on the host and the accelerator.
 
-    Each `step` measures in some 50 microseconds. Every few steps the measurements are fitted; if one grows beyond
-    warm-up, an investigation begins: for `investigation_steps` steps allocations are traced, which slows Python down,
-    and the objects that names hold are counted before and after, about a second each. Growth that garbage collection
-    ends, or that has ended, is dismissed. Called on any rank; nothing is communicated.
+    Each `step` measures in some 50 microseconds. Every few steps the measurements are fitted. If one grows beyond
+    warm-up, garbage is collected, and again a few steps later. If memory still grew, an investigation begins: for
+    `investigation_steps` steps allocations are traced, which slows Python down, and the objects that names hold are
+    counted before and after, about a second each. Growth that has ended is dismissed. Called on any rank; nothing is
+    communicated.
 
     Args:
         warmup_steps: The number of first steps that are not fitted.
@@ -75,6 +76,7 @@ class LeakDetector:
         self._step = 0
         self._samples = Measurements()
         self._next_check = warmup_steps + 2 * LEAST_POINTS
+        self._suspected: MemorySample | None = None
         self._investigation: _Investigation | None = None
         self._report: LeakReport | None = None
 
@@ -101,8 +103,7 @@ class LeakDetector:
             self._samples.add(measure(self._step))
         if self._step >= self._next_check:
             self._next_check = self._step + self._check_every * self._samples.stride
-            if any(self.growth[name].goes_on for name in SUSPICIOUS):
-                self.investigate()
+            self._suspect()
 
     def investigate(self) -> None:
         """Begin an investigation at this step; it ends `investigation_steps` steps later.
@@ -130,19 +131,30 @@ class LeakDetector:
     ) -> None:
         self.close()
 
+    def _suspect(self) -> None:
+        """Collect garbage once a measurement grows, and at the next check see what grew nevertheless."""
+        if self._suspected is not None:
+            first, self._suspected = self._suspected, None
+            if has_grown(first, measure_collected(self._step), self._least_rate):
+                self.investigate()
+            else:
+                self._dismiss()
+        elif any(self.growth[name].goes_on for name in SUSPICIOUS):
+            self._suspected = measure_collected(self._step)
+
+    def _dismiss(self) -> None:
+        """Fit what follows alone, and look again later than this time: the growth has ended, or was garbage."""
+        self._samples.clear()
+        self._check_every *= 2
+        self._next_check = self._step + max(2 * LEAST_POINTS, self._check_every) * self._samples.stride
+
     def _end_investigation(self) -> None:
         investigation, self._investigation = self._investigation, None
         if investigation is None:
             return
         growth = self.growth
         self._report = report = investigation.end(self._step, growth, least_rate=self._least_rate)
-        if not report.leaks:
-            # The growth has ended, or was garbage: fit what follows, and look again later than this time.
-            self._samples.clear()
-            self._check_every *= 2
-        else:
-            self._check_every *= 4
-        self._next_check = self._step + max(2 * LEAST_POINTS, self._check_every) * self._samples.stride
+        self._dismiss()
         if report.leaks:
             if self._on_leak is None:
                 logger.warning("%s", report)

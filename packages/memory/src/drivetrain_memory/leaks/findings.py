@@ -11,6 +11,9 @@ Kind = Literal["objects", "worker", "pinned", "native", "mapped", "device"]
 _EACH_STEP = 0.4  # of an object for each step: what a user adds at every second step counts
 _LEAST_CHILD_TOTAL = 1 << 20
 _LEAST_NATIVE_TOTAL = 1 << 16
+_LEAST_HEAP_TOTAL = 8 << 10
+_LEAST_RESIDENT_TOTAL = 4 << 20
+_LEAST_BLOCKS = 3  # of Python's allocator for each step: a number that is kept takes one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,27 @@ class Leak:
         made = f"\n    made at {self.line}" if self.line else ""
         size = f"{self.bytes_per_step / 1e3:+.2f} kB a step"
         return f"{self.holder}: {size}{f' ({objects})' if objects else ''}{made}"
+
+
+def has_grown(before: MemorySample, after: MemorySample, least_rate: float) -> bool:
+    """Return whether memory grew between two samples that were taken after collections of garbage.
+
+    Args:
+        before: The earlier sample.
+        after: The later sample.
+        least_rate: The smallest growth in bytes for each step that counts.
+    """
+    steps = after.step - before.step
+    heap = (after.heap_used or 0) - (before.heap_used or 0)
+    children = [size - before.children.get(pid, size) for pid, size in after.children.items()]
+    return (
+        heap > max(least_rate * steps, _LEAST_HEAP_TOTAL)
+        or after.python_blocks - before.python_blocks >= _LEAST_BLOCKS * steps
+        or after.resident - before.resident >= _LEAST_RESIDENT_TOTAL
+        or after.device_allocated > before.device_allocated
+        or after.pinned > before.pinned
+        or sum(children) >= _LEAST_CHILD_TOTAL
+    )
 
 
 def grown_holders(before: Census, after: Census, steps: int, *, least_rate: float) -> list[Leak]:

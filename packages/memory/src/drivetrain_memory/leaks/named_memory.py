@@ -30,6 +30,7 @@ from drivetrain_memory.compat import MODULE_TABLES
 from drivetrain_memory.leaks.roots import Names, find_names, locals_of
 
 GRAPH = "autograd graph"
+_TENSOR_BYTES = 320  # beside its elements, as measured: its Python object, TensorImpl, sizes and strides
 _MOST_PARTS = 9  # of a name; longer paths keep the first ones
 _SKIPPED = (ModuleType, CodeType, BuiltinFunctionType, bool, type(None), type(Ellipsis), type(NotImplemented))
 _LEAVES = (int, float, complex, str, bytes, bytearray)
@@ -92,7 +93,7 @@ class _Walk:
         holding.count += 1
         holding.samples.append(value)
         if issubclass(kind, Tensor):
-            holding.bytes += self._storage_bytes(value)
+            holding.bytes += self._storage_bytes(value) + _TENSOR_BYTES
             if value.grad_fn is not None:
                 self._count_graph(value, name)
         elif not issubclass(kind, type):
