@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from drivetrain_memory.peak import PeakMemory as PeakMemory
     from drivetrain_memory.profiling.flame_graphs import flame_graph as flame_graph
     from drivetrain_memory.profiling.flame_graphs import write_flame_graph as write_flame_graph
-    from drivetrain_memory.profiling.operations import OperationTime as OperationTime
-    from drivetrain_memory.profiling.operations import merge_operations as merge_operations
-    from drivetrain_memory.profiling.operations import operation_table as operation_table
-    from drivetrain_memory.profiling.operations import read_traces as read_traces
+    from drivetrain_memory.profiling.operation_times import OperationTime as OperationTime
+    from drivetrain_memory.profiling.operation_times import merge_operations as merge_operations
+    from drivetrain_memory.profiling.operation_times import operation_table as operation_table
+    from drivetrain_memory.profiling.operation_times import read_traces as read_traces
     from drivetrain_memory.profiling.profiler_trace import profile as profile
 
 # Public name -> the module that defines it.
@@ -40,7 +40,7 @@ _MODULES = {
     "LeakDetector": "leaks.detector",
     "LeakReport": "leaks.leak_report",
     "NoBatchSizeFitsError": "errors",
-    "OperationTime": "profiling.operations",
+    "OperationTime": "profiling.operation_times",
     "PeakMemory": "peak",
     "TensorCycle": "leaks.cycles",
     "clear_device_cache": "freeing.release",
@@ -48,10 +48,10 @@ _MODULES = {
     "flame_graph": "profiling.flame_graphs",
     "free_memory": "freeing.release",
     "is_out_of_memory": "out_of_memory",
-    "read_traces": "profiling.operations",
+    "read_traces": "profiling.operation_times",
     "release_memory": "freeing.release",
-    "merge_operations": "profiling.operations",
-    "operation_table": "profiling.operations",
+    "merge_operations": "profiling.operation_times",
+    "operation_table": "profiling.operation_times",
     "profile": "profiling.profiler_trace",
     "write_flame_graph": "profiling.flame_graphs",
 }

@@ -31,12 +31,12 @@ def workers_of(iterator: object) -> dict[int, str]:
 
 def end_persistent_workers(loader: DataLoader[Any]) -> int:
     """End the workers that a loader keeps between epochs; return their number."""
-    iterator: Any = loader._iterator
+    iterator: Any = loader._iterator  # pyright: ignore[reportPrivateUsage]
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         return 0
     count = len(workers_of(iterator))
-    iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
-    loader._iterator = None
+    iterator._shutdown_workers()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    loader._iterator = None  # pyright: ignore[reportPrivateUsage]
     return count
 
 

@@ -1,4 +1,4 @@
-"""What grew between two moments: named objects, child processes, and memory that no Python object explains (pure)."""
+"""The growth between two moments: named objects, child processes, and memory that no object explains (pure)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

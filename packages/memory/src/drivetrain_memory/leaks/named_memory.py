@@ -43,7 +43,7 @@ class Holding:
 
     Attributes:
         count: The number of objects.
-        bytes: Their bytes; those of tensors are of their storage, each counted once.
+        bytes: The bytes of the objects; those of tensors with their storage, each counted once.
         samples: The last objects that were found, the newest of a container.
     """
 
@@ -56,7 +56,7 @@ Census = dict[tuple[str, str], Holding]  # by name and type
 
 
 class _Walk:
-    """One walk over all objects that have a name."""
+    """A walk over all objects that have a name."""
 
     def __init__(self, names: Names) -> None:
         self._users_modules = names.users_modules
@@ -164,7 +164,7 @@ class _Walk:
                 self.seen.add(id(attributes[table]))
         elif issubclass(kind, Tensor) and value.is_leaf:
             yield ".grad", value.grad
-        yield from ((f".{name}", held) for name, held in list(attributes.items()) if isinstance(name, str))
+        yield from ((f".{name}", held) for name, held in list(attributes.items()))
         self.seen.add(id(attributes))
         for held in gc.get_referents(value):  # slots, and what objects of C hold
             if isinstance(held, CellType):

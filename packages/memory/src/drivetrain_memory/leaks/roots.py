@@ -100,7 +100,7 @@ def _items(namespace: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 def _frames() -> Iterator[tuple[FrameType, str]]:
     """Yield the frames of all threads, the innermost first, with the thread's name where it is not the main one."""
     names = {one.ident: one.name for one in threading.enumerate() if one is not threading.main_thread()}
-    for ident, top in sys._current_frames().items():
+    for ident, top in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented
         frame: FrameType | None = top
         while frame is not None:
             if not frame.f_globals.get("__name__", "").startswith(_OWN_PACKAGE):

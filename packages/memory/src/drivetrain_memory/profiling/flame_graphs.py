@@ -1,4 +1,4 @@
-"""One page with a flame graph of every rank: HTML alone, without a script or a request, all text escaped."""
+"""A page with a flame graph of every rank: HTML alone, without a script or a request, all text escaped."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from drivetrain_memory.profiling.operations import Span, nest
+from drivetrain_memory.profiling.operation_times import Span, nest
 
 _LEAST_SHARE = 0.001  # of the width; narrower calls are not drawn
 _MOST_DEPTH = 60

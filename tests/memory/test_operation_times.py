@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_memory import merge_operations, operation_table, profile, read_traces
-from drivetrain_memory.profiling.operations import nest
+from drivetrain_memory.profiling.operation_times import nest
 
 
 def event(name: str, start: float, duration: float, **more: Any) -> dict[str, Any]:
