@@ -45,9 +45,12 @@ if TYPE_CHECKING:
     from drivetrain_dispatch import retie_parameters as retie_parameters
     from drivetrain_launcher import debug_launcher as debug_launcher
     from drivetrain_launcher import notebook_launcher as notebook_launcher
+    from drivetrain_memory import LeakDetector as LeakDetector
+    from drivetrain_memory import clear_device_cache as clear_device_cache
     from drivetrain_memory import find_executable_batch_size as find_executable_batch_size
     from drivetrain_memory import free_memory as free_memory
     from drivetrain_memory import record_peak as record_peak
+    from drivetrain_memory import release_memory as release_memory
     from drivetrain_precision import PrecisionError as PrecisionError
     from drivetrain_precision import PrecisionSettings as PrecisionSettings
     from drivetrain_precision import supported_modes as supported_modes
@@ -77,6 +80,7 @@ _HOMES = {
     "EffectivePlan": "drivetrain.effective_plan",
     "JSONLTracker": "drivetrain_tracking",
     "Layers": "drivetrain_config",
+    "LeakDetector": "drivetrain_memory",
     "PairingError": "drivetrain_backends",
     "ParallelDims": "drivetrain_state",
     "PlanMismatchError": "drivetrain.effective_plan",
@@ -89,6 +93,7 @@ _HOMES = {
     "StateSettings": "drivetrain_state",
     "Tracker": "drivetrain_tracking",
     "UnknownBackendError": "drivetrain_backends",
+    "clear_device_cache": "drivetrain_memory",
     "compute_module_sizes": "drivetrain_dispatch",
     "connect": "drivetrain_state",
     "cpu_offload": "drivetrain_dispatch",
@@ -108,6 +113,7 @@ _HOMES = {
     "notebook_launcher": "drivetrain_launcher",
     "record_peak": "drivetrain_memory",
     "register_backend": "drivetrain_backends",
+    "release_memory": "drivetrain_memory",
     "remove_hooks": "drivetrain_dispatch",
     "resolve": "drivetrain_config",
     "retie_parameters": "drivetrain_dispatch",

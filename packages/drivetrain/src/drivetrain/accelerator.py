@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain import metrics
 from drivetrain.accumulate import MicroBatch
+from drivetrain.batch_sizes import BatchSizes
 from drivetrain.choose_trackers import LogWith, split_log_with
 from drivetrain.compose import compose
 from drivetrain.exports import Exports
@@ -34,7 +35,7 @@ from drivetrain_precision import autocast
 from drivetrain_state import ParallelDims, set_seed
 
 
-class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
+class Accelerator(Ranks, Saving, Exports, Results, Schedules, BatchSizes, ForeignNames):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
     Every argument is optional; a value not given here comes from the command line, the environment, a file or the
@@ -331,12 +332,15 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, ForeignNames):
         self.end_training()
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects, release cached memory, and return a None for each argument."""
+        """Forget all prepared objects, release those given, and return a None for each: see `release_memory`.
+
+        Args:
+            *objects: Objects to empty in place, such as the prepared model and optimizer.
+        """
         self._parts.checkpointers.wait_for_copies()
         self._parts.backend.close()
         self._parts.prepared.clear()
-        free_memory()
-        return [None] * len(objects)
+        return free_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:
         """Free memory as `free_memory` does."""

@@ -9,21 +9,37 @@ writes one trace per rank.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_memory.batch_size import find_executable_batch_size as find_executable_batch_size
+    from drivetrain_memory.batch_size.executable import ExecutableBatchSize as ExecutableBatchSize
+    from drivetrain_memory.batch_size.executable import TryOutcome as TryOutcome
+    from drivetrain_memory.batch_size.executable import accumulation_steps as accumulation_steps
+    from drivetrain_memory.batch_size.search import find_executable_batch_size as find_executable_batch_size
     from drivetrain_memory.breakdown.activations import ActivationMemory as ActivationMemory
     from drivetrain_memory.breakdown.activations import record_activations as record_activations
     from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown as MemoryBreakdown
     from drivetrain_memory.breakdown.memory_shares import ModuleMemory as ModuleMemory
     from drivetrain_memory.breakdown.model_memory import memory_breakdown as memory_breakdown
     from drivetrain_memory.errors import NoBatchSizeFitsError as NoBatchSizeFitsError
-    from drivetrain_memory.free import free_memory as free_memory
+    from drivetrain_memory.freeing.release import clear_device_cache as clear_device_cache
+    from drivetrain_memory.freeing.release import free_memory as free_memory
+    from drivetrain_memory.freeing.release import release_memory as release_memory
+    from drivetrain_memory.leaks.cycles import TensorCycle as TensorCycle
+    from drivetrain_memory.leaks.detector import LeakDetector as LeakDetector
+    from drivetrain_memory.leaks.findings import Leak as Leak
+    from drivetrain_memory.leaks.growth import Growth as Growth
+    from drivetrain_memory.leaks.leak_report import LeakReport as LeakReport
     from drivetrain_memory.memory_guard import MemoryGuard as MemoryGuard
     from drivetrain_memory.out_of_memory import is_out_of_memory as is_out_of_memory
     from drivetrain_memory.peaks.device_peak import DevicePeak as DevicePeak
     from drivetrain_memory.peaks.host_peak import ChildPeak as ChildPeak
     from drivetrain_memory.peaks.peak_record import PeakRecord as PeakRecord
     from drivetrain_memory.peaks.peak_record import record_peak as record_peak
-    from drivetrain_memory.profiling import profile as profile
+    from drivetrain_memory.profiling.flame_graphs import flame_graph as flame_graph
+    from drivetrain_memory.profiling.flame_graphs import write_flame_graph as write_flame_graph
+    from drivetrain_memory.profiling.operation_times import OperationTime as OperationTime
+    from drivetrain_memory.profiling.operation_times import merge_operations as merge_operations
+    from drivetrain_memory.profiling.operation_times import operation_table as operation_table
+    from drivetrain_memory.profiling.operation_times import read_traces as read_traces
+    from drivetrain_memory.profiling.profiler_trace import profile as profile
     from drivetrain_memory.report.page import write_page as write_page
     from drivetrain_memory.report.plot import plot_memory as plot_memory
     from drivetrain_memory.tracker.memory_tracker import MemoryTracker as MemoryTracker
@@ -38,25 +54,41 @@ _MODULES = {
     "ActivationMemory": "breakdown.activations",
     "ChildPeak": "peaks.host_peak",
     "DevicePeak": "peaks.device_peak",
+    "ExecutableBatchSize": "batch_size.executable",
+    "Growth": "leaks.growth",
+    "Leak": "leaks.findings",
+    "LeakDetector": "leaks.detector",
+    "LeakReport": "leaks.leak_report",
     "MemoryBreakdown": "breakdown.memory_shares",
     "MemoryGuard": "memory_guard",
     "MemoryTracker": "tracker.memory_tracker",
     "ModuleMemory": "breakdown.memory_shares",
     "NoBatchSizeFitsError": "errors",
+    "OperationTime": "profiling.operation_times",
     "PeakRecord": "peaks.peak_record",
     "RankSummary": "tracker.rank_summary",
     "RunMemory": "tracker.rank_summary",
     "SamplerSettings": "usage.sampler",
-    "find_executable_batch_size": "batch_size",
-    "free_memory": "free",
+    "TensorCycle": "leaks.cycles",
+    "TryOutcome": "batch_size.executable",
+    "accumulation_steps": "batch_size.executable",
+    "clear_device_cache": "freeing.release",
+    "find_executable_batch_size": "batch_size.search",
+    "flame_graph": "profiling.flame_graphs",
+    "free_memory": "freeing.release",
     "is_out_of_memory": "out_of_memory",
     "memory_breakdown": "breakdown.model_memory",
+    "merge_operations": "profiling.operation_times",
     "merge_summaries": "tracker.rank_summary",
+    "operation_table": "profiling.operation_times",
     "plot_memory": "report.plot",
-    "profile": "profiling",
+    "profile": "profiling.profiler_trace",
     "read_summaries": "tracker.rank_summary",
+    "read_traces": "profiling.operation_times",
     "record_activations": "breakdown.activations",
     "record_peak": "peaks.peak_record",
+    "release_memory": "freeing.release",
+    "write_flame_graph": "profiling.flame_graphs",
     "write_page": "report.page",
 }
 

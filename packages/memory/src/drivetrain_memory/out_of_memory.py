@@ -1,5 +1,7 @@
 """Recognise exceptions that mean "out of memory"."""
 
+from errno import ENOMEM
+
 import torch
 
 # Messages of torch and its libraries where they raise a plain RuntimeError.
@@ -10,6 +12,9 @@ _MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "RESOURCE_EXHAUSTED",  # XLA
+    "std::bad_alloc",  # a C++ library on the host
+    "Cannot allocate memory",  # the system's own words for ENOMEM
+    "is killed by signal: Killed",  # a DataLoader's worker, by the kernel's out-of-memory killer
 )
 
 
@@ -17,4 +22,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception means that the host or an accelerator ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error, OSError):
+        return error.errno == ENOMEM
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from drivetrain_state.errors import GroupMismatchError as GroupMismatchError
     from drivetrain_state.errors import LeafError as LeafError
     from drivetrain_state.errors import OtherRankFailedError as OtherRankFailedError
+    from drivetrain_state.group_renewal import GroupRenewal as GroupRenewal
     from drivetrain_state.hang.progress_record import ProgressRecord as ProgressRecord
     from drivetrain_state.hang.watchdog import Watchdog as Watchdog
     from drivetrain_state.hang.watchdog import start_watchdog as start_watchdog
@@ -67,6 +68,7 @@ _MODULES = {
     "DeviceChoice": "settings",
     "DeviceError": "errors",
     "DeviceGroup": "detect",
+    "GroupRenewal": "group_renewal",
     "GroupMismatchError": "errors",
     "LeafError": "errors",
     "MeshPlan": "mesh",

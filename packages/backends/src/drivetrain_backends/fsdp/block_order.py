@@ -54,6 +54,9 @@ class CollectiveOrder:
         if (group := self._group()) is not None and dist.is_initialized():
             dist.destroy_process_group(group)
         self._group = lambda: None
+        # After an error ranks may have come differently far; what is watched next begins alike.
+        self._past.clear()
+        self._num_past = self._checksum = self._reductions = 0
 
     def watch(self, model: ShardedModel) -> None:
         """Record the order of a model's collectives from now on. Called on all ranks."""

@@ -5,16 +5,20 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Concatenate, ParamSpec, TypeVar, overload
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeAlias, TypeVar, overload
 
+from drivetrain_memory.batch_size.executable import ExecutableBatchSize, TryOutcome
+from drivetrain_memory.batch_size.host_limit import available_host_bytes, limit_host_memory
 from drivetrain_memory.errors import NoBatchSizeFitsError
-from drivetrain_memory.free import free_memory
+from drivetrain_memory.freeing.release import free_memory
 from drivetrain_memory.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Agree: TypeAlias = Callable[[TryOutcome], TryOutcome]
 
 
 @overload
@@ -23,6 +27,9 @@ def find_executable_batch_size(
     *,
     starting_batch_size: int = ...,
     reduce_batch_size: Callable[[int], int] = ...,
+    agree: Agree | None = ...,
+    remembered: ExecutableBatchSize | None = ...,
+    limit_host: bool = ...,
 ) -> Callable[Arguments, Result]: ...
 
 
@@ -32,6 +39,9 @@ def find_executable_batch_size(
     *,
     starting_batch_size: int = ...,
     reduce_batch_size: Callable[[int], int] = ...,
+    agree: Agree | None = ...,
+    remembered: ExecutableBatchSize | None = ...,
+    limit_host: bool = ...,
 ) -> Callable[[Callable[Concatenate[int, Arguments], Result]], Callable[Arguments, Result]]: ...
 
 
@@ -40,6 +50,9 @@ def find_executable_batch_size(
     *,
     starting_batch_size: int = 128,
     reduce_batch_size: Callable[[int], int] = lambda batch_size: batch_size // 2,
+    agree: Agree | None = None,
+    remembered: ExecutableBatchSize | None = None,
+    limit_host: bool = True,
 ) -> (
     Callable[Arguments, Result]
     | Callable[[Callable[Concatenate[int, Arguments], Result]], Callable[Arguments, Result]]
@@ -48,13 +61,18 @@ def find_executable_batch_size(
 
     A decorator, with or without arguments. The function takes the batch size as its first argument; callers omit it.
     Each try runs the function from the start, so it must create its model, optimizer and loaders itself. Every call
-    starts again at `starting_batch_size`.
+    starts again at `starting_batch_size`, or at a size that is `remembered`.
 
     Args:
         function: The function to call; its first argument is the batch size.
         starting_batch_size: The first batch size to try.
         reduce_batch_size: A function that returns the next batch size after one that does not fit; a size below 1
             ends the search.
+        agree: A function that is called on every rank after each try, with the outcome on this rank, and returns the
+            outcome on all: out of memory if one rank was. None for a single process. A rank that fails because
+            another ran out of memory is told so by it; `Accelerator.find_executable_batch_size` brings one.
+        remembered: An answer to begin with, and to write the new one to.
+        limit_host: Whether host allocations beyond the limit of the job's control group raise MemoryError in a try.
 
     Raises:
         TypeError: The function has no argument for the batch size, or is a coroutine or generator function; at a
@@ -64,40 +82,86 @@ def find_executable_batch_size(
     """
     if starting_batch_size < 1:
         raise ValueError(f"starting_batch_size={starting_batch_size!r}: must be at least 1")
+    search = _Search(
+        start=starting_batch_size,
+        reduce=reduce_batch_size,
+        agree=agree or (lambda outcome: outcome),
+        remembered=remembered,
+        limit_host=limit_host,
+    )
     if function is None:
-        return lambda decorated: _searching(decorated, starting_batch_size, reduce_batch_size)
-    return _searching(function, starting_batch_size, reduce_batch_size)
+        return lambda decorated: _searching(decorated, search)
+    return _searching(function, search)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """The arguments of a search."""
+
+    start: int
+    reduce: Callable[[int], int]
+    agree: Agree
+    remembered: ExecutableBatchSize | None
+    limit_host: bool
 
 
 def _searching(
-    function: Callable[Concatenate[int, Arguments], Result], start: int, reduce: Callable[[int], int]
+    function: Callable[Concatenate[int, Arguments], Result], search: _Search
 ) -> Callable[Arguments, Result]:
     signature = inspect.signature(function)
     shown = _signature_of_callers(function, signature)
 
     @functools.wraps(function)
-    def search(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         _check_arguments(function, shown, args, kwargs)
         tried: list[str] = []
-        batch_size = start
+        remembered = search.remembered or ExecutableBatchSize()
+        batch_size = min(search.start, remembered.batch_size or search.start)
         while batch_size >= 1:
-            try:
-                return function(batch_size, *args, **kwargs)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                tried.append(f"{batch_size} ({_told(error)})")
-                # The locals of the traceback's frames keep the tensors of the failed try alive.
-                traceback.clear_frames(error.__traceback__)
+            result, failure = _try(
+                lambda size=batch_size: function(size, *args, **kwargs), search, tried, batch_size
+            )
+            if failure is not None:
+                raise failure
+            if result:
+                remembered.batch_size = batch_size
+                return result[0]
             free_memory()
-            batch_size = _next_batch_size(function, batch_size, reduce, tried)
+            batch_size = _next_batch_size(function, batch_size, search.reduce, tried)
         raise NoBatchSizeFitsError(
             f"{function.__qualname__} ran out of memory at every batch size: {'; '.join(tried)}. Make the model or "
             "its inputs smaller, or free what else takes memory"
         )
 
-    search.__signature__ = shown  # pyright: ignore[reportAttributeAccessIssue] - inspect reads this attribute
-    return search
+    run.__signature__ = shown  # pyright: ignore[reportAttributeAccessIssue] - inspect reads this attribute
+    return run
+
+
+def _try(
+    call: Callable[[], Result], search: _Search, tried: list[str], batch_size: int
+) -> tuple[list[Result], Exception | None]:
+    """Try one batch size: return its result, or the error to raise; neither if it does not fit on all ranks."""
+    results: list[Result] = []
+    failure: Exception | None = None
+    told = "it ran out of memory on another rank"
+    outcome = TryOutcome.FITS
+    try:
+        with limit_host_memory(available_host_bytes() if search.limit_host else None):
+            results.append(call())
+    except Exception as error:  # noqa: BLE001 - raised by the caller, after all ranks have been told
+        failure, outcome = error, TryOutcome.FAILED
+        if is_out_of_memory(error):
+            outcome, told = TryOutcome.OUT_OF_MEMORY, _told(error)
+    if outcome is TryOutcome.OUT_OF_MEMORY and failure is not None:
+        # The locals of the traceback's frames keep the tensors of the failed try alive.
+        traceback.clear_frames(failure.__traceback__)
+        failure = None
+    if search.agree(outcome) is not TryOutcome.OUT_OF_MEMORY:
+        return results, failure
+    if failure is not None:
+        traceback.clear_frames(failure.__traceback__)
+    tried.append(f"{batch_size} ({told})")
+    return [], None
 
 
 def _next_batch_size(

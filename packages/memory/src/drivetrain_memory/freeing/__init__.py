@@ -1,0 +1,1 @@
+"""Freeing: give memory back, of objects, of caches and of the heap."""

@@ -1,0 +1,138 @@
+"""Free the memory of objects, and return what caches and the heap keep of it."""
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from drivetrain_memory.compat import end_persistent_workers, is_compiled
+from drivetrain_memory.system_heap import trim_heap
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return the memory that the accelerator's allocator keeps for later to its driver.
+
+    Args:
+        garbage_collection: Whether to collect garbage first, so that tensors in reference cycles are freed too.
+    """
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.current_accelerator(check_available=True) is not None:
+        torch.accelerator.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Empty objects, free what they held, and return a None for each.
+
+    Call it as `model, optimizer = release_memory(model, optimizer)`. The memory is free when this returns, although
+    the caller's names still refer to the objects: modules lose the values of their parameters and buffers, optimizers
+    their states, tensors their values and graphs, loaders the workers that they keep, containers their elements.
+    Every name for such an object sees it empty. Parameters and buffers that another live module has, or that another
+    live optimizer trains, keep their values. If a module was compiled, all compiled code of the process is dropped,
+    since torch has no other way; what is still in use is compiled again at its next call.
+
+    Args:
+        *objects: Modules, optimizers, tensors, loaders, or lists and dicts of these; others are left as they are.
+    """
+    released = _Released(objects)
+    released.empty()
+    if any(isinstance(one, nn.Module) and is_compiled(one) for one in released.objects):
+        torch.compiler.reset()
+    count = len(objects)
+    del objects, released
+    clear_device_cache(garbage_collection=True)
+    trim_heap()
+    return [None] * count
+
+
+def free_memory(*objects: Any) -> list[None]:
+    """Release objects as `release_memory` does; without any, collect garbage and return cached memory.
+
+    Garbage is collected, the accelerator's cache goes back to its driver, and the free pages of the heap to the
+    system. Objects that are still referenced and were not given stay allocated.
+    """
+    return release_memory(*objects)
+
+
+class _Released:
+    """The objects to release, with those inside containers."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.objects: list[Any] = []
+        self._containers: list[Any] = []
+        self._add(objects)
+
+    def _add(self, objects: Iterable[Any]) -> None:
+        for one in objects:
+            if isinstance(one, (list, dict)):
+                self._containers.append(one)
+            if isinstance(one, Mapping):
+                self._add(cast("Mapping[Any, Any]", one).values())
+            elif isinstance(one, (list, tuple)):
+                self._add(cast("list[Any]", one))
+            else:
+                self.objects.append(one)
+
+    def empty(self) -> None:
+        """Empty each object in place."""
+        kept = self._used_elsewhere()
+        for one in self.objects:
+            if isinstance(one, nn.Module):
+                for tensor in [*one.parameters(), *one.buffers()]:
+                    if id(tensor) not in kept:
+                        _empty_tensor(tensor)
+            elif isinstance(one, Optimizer):
+                _empty_optimizer(one, kept)
+            elif isinstance(one, DataLoader):
+                end_persistent_workers(cast("DataLoader[Any]", one))
+            elif isinstance(one, Tensor) and id(one) not in kept:
+                _empty_tensor(one)
+        for container in self._containers:
+            container.clear()
+
+    def _used_elsewhere(self) -> set[int]:
+        """Return the ids of the tensors that live modules and optimizers hold which are not released."""
+        modules = [one for one in self.objects if isinstance(one, nn.Module)]
+        own = {id(inner) for one in modules for inner in one.modules()} | set(map(id, self.objects))
+        # A wrapper such as DDP holds the module that is released, and is no user of it beside.
+        own |= {id(one) for one in _live(nn.Module) if own & {id(child) for child in one.children()}}
+        found: set[int] = set()
+        for one in _live(nn.Module):
+            if id(one) not in own:
+                found |= {
+                    id(tensor) for tensor in [*one.parameters(recurse=False), *one.buffers(recurse=False)]
+                }
+        for one in _live(Optimizer):
+            if id(one) not in own and not (modules and _trains_only(one, modules)):
+                found |= {id(tensor) for group in one.param_groups for tensor in group["params"]}
+        return found
+
+
+def _live(kind: type[Any]) -> list[Any]:
+    return [one for one in gc.get_objects() if issubclass(type(one), kind) and hasattr(one, "__dict__")]
+
+
+def _trains_only(optimizer: Optimizer, modules: Iterable[nn.Module]) -> bool:
+    """Return whether an optimizer trains nothing but parameters of modules that are released: it has no use left."""
+    own = {id(parameter) for one in modules for parameter in one.parameters()}
+    return all(id(one) in own for group in optimizer.param_groups for one in group["params"])
+
+
+def _empty_tensor(tensor: Tensor) -> None:
+    tensor.grad = None
+    if tensor.grad_fn is not None:
+        tensor.detach_()
+    if type(tensor) in (Tensor, nn.Parameter, nn.Buffer):  # DTensors and the like own several, and refuse
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _empty_optimizer(optimizer: Optimizer, kept: set[int]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in kept:
+                parameter.grad = None
+    optimizer.state.clear()

@@ -1,0 +1,109 @@
+"""Reference cycles that hold tensors: garbage that stays until the garbage collector looks for it."""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain_memory.leaks.origin import line_that_made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCycle:
+    """Objects that refer to each other in a circle and hold tensors.
+
+    Attributes:
+        types: The types of the objects, in the order of the references, the first again at the end.
+        count: The number of such circles.
+        tensor_bytes: The bytes of the tensors that they held.
+        line: The user's line that made the newest one, where allocations are traced.
+    """
+
+    types: tuple[str, ...]
+    count: int
+    tensor_bytes: int
+    line: str | None = None
+
+    def __str__(self) -> str:
+        made = f", made at {self.line}" if self.line else ""
+        return (
+            f"{self.count} reference cycles {' -> '.join(self.types)} held {self.tensor_bytes / 1e6:.2f} MB of "
+            f"tensors until the garbage collector came{made}"
+        )
+
+
+def collect_cycles() -> tuple[TensorCycle, ...]:
+    """Collect garbage, and return the cycles among it that held tensors."""
+    before, flags = len(gc.garbage), gc.get_debug()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        garbage = gc.garbage[before:]
+        del gc.garbage[before:]
+    finally:
+        gc.set_debug(flags)
+    found = _described(garbage)
+    garbage.clear()
+    gc.collect()
+    return found
+
+
+def _described(garbage: Sequence[Any]) -> tuple[TensorCycle, ...]:
+    own = {id(one): one for one in garbage}
+    edges = {key: [id(held) for held in gc.get_referents(one) if id(held) in own] for key, one in own.items()}
+    grouped: dict[tuple[str, ...], list[Any]] = {}
+    for circle in circles(edges):
+        tensors = [own[key] for key in _reached(circle, edges) if isinstance(own[key], Tensor)]
+        if tensors:
+            names = tuple(type(own[key]).__name__ for key in circle)
+            entry = grouped.setdefault(_turned(names), [0, 0, None])
+            entry[0] += 1
+            entry[1] += sum(one.untyped_storage().nbytes() for one in tensors if not one.is_meta)
+            entry[2] = entry[2] or next(filter(None, (line_that_made(own[key]) for key in circle)), None)
+    return tuple(
+        TensorCycle(types=(*names, names[0]), count=count, tensor_bytes=size, line=line)
+        for names, (count, size, line) in grouped.items()
+    )
+
+
+def circles(edges: dict[int, list[int]]) -> list[list[int]]:
+    """Return one circle of each group of nodes that reach each other, as nodes in order."""
+    found: list[list[int]] = []
+    done: set[int] = set()
+    for start in edges:
+        path: list[int] = []
+        place: dict[int, int] = {}
+        stack: list[tuple[int, int]] = [(start, 0)]
+        while stack:
+            node, depth = stack.pop()
+            for left in path[depth:]:
+                del place[left]
+                done.add(left)
+            del path[depth:]
+            if node in place:
+                found.append(path[place[node] :])
+                done.update(path)
+            if node in place or node in done:
+                continue
+            place[node] = len(path)
+            path.append(node)
+            stack += [(after, len(path)) for after in edges[node]]
+        done.update(path)
+    return found
+
+
+def _reached(start: Sequence[int], edges: dict[int, list[int]]) -> set[int]:
+    seen, pending = set(start), list(start)
+    while pending:
+        for after in edges[pending.pop()]:
+            if after not in seen:
+                seen.add(after)
+                pending.append(after)
+    return seen
+
+
+def _turned(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names turned so that equal circles read the same, from wherever they were entered."""
+    return min(names[i:] + names[:i] for i in range(len(names)))

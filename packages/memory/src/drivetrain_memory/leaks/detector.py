@@ -1,0 +1,225 @@
+"""The leak detector: cheap measurements at every step, and an investigation once memory grows."""
+
+import gc
+import logging
+import tracemalloc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from drivetrain_memory.compat import workers_of
+from drivetrain_memory.leaks.cycles import collect_cycles
+from drivetrain_memory.leaks.findings import Leak, grown_holders, has_grown, unexplained, with_graphs
+from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth
+from drivetrain_memory.leaks.leak_report import LeakReport
+from drivetrain_memory.leaks.measure import MemorySample, measure, measure_collected
+from drivetrain_memory.leaks.measurements import SUSPICIOUS, Measurements
+from drivetrain_memory.leaks.named_memory import Census, take_census
+from drivetrain_memory.leaks.origin import line_that_made
+
+logger = logging.getLogger(__name__)
+
+_TRACED_FRAMES = 16
+_CONFIRMED_SHARE = 0.5  # of the rate before: the rest was garbage, which the investigation collects
+
+
+class LeakDetector:
+    """A detector of memory that grows from step to step, on the host and the accelerator.
+
+    Each `step` measures in some 50 microseconds. Every few steps the measurements are fitted. If one grows beyond
+    warm-up, garbage is collected, and again a few steps later. If memory still grew, an investigation begins: for
+    `investigation_steps` steps allocations are traced, which slows Python down, and the objects that names hold are
+    counted before and after, about a second each. Growth that has ended is dismissed. Called on any rank; nothing is
+    communicated.
+
+    Args:
+        warmup_steps: The number of first steps that are not fitted.
+        check_every: The number of steps between two fits.
+        investigation_steps: The number of steps of an investigation.
+        least_bytes_per_step: The smallest growth that is a leak; a list of numbers stays below it.
+        trace: Whether an investigation traces where objects are made.
+        on_leak: A function that takes the report of each leak that is found; None logs a warning.
+
+    Raises:
+        ValueError: A number of steps is below 1.
+
+    Example:
+        >>> with LeakDetector() as detector:
+        ...     for _ in range(3):
+        ...         detector.step()
+        >>> detector.report is None
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        warmup_steps: int = 10,
+        check_every: int = 8,
+        investigation_steps: int = 12,
+        least_bytes_per_step: float = 200.0,
+        trace: bool = True,
+        on_leak: Callable[[LeakReport], object] | None = None,
+    ) -> None:
+        for name, value in (("check_every", check_every), ("investigation_steps", investigation_steps)):
+            if value < 1:
+                raise ValueError(f"{name}={value!r}: must be at least 1 step")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps!r}: must be 0 or more steps")
+        self._warmup_steps = warmup_steps
+        self._check_every = check_every
+        self._investigation_steps = investigation_steps
+        self._least_rate = least_bytes_per_step
+        self._trace = trace
+        self._on_leak = on_leak
+        self._step = 0
+        self._samples = Measurements()
+        self._next_check = warmup_steps + 2 * LEAST_POINTS
+        self._suspected: MemorySample | None = None
+        self._investigation: _Investigation | None = None
+        self._report: LeakReport | None = None
+
+    @property
+    def report(self) -> LeakReport | None:
+        """The report of the last investigation; None before one has ended."""
+        return self._report
+
+    @property
+    def growth(self) -> dict[str, Growth]:
+        """The growth of each measurement after warm-up, by name, over the newer half of the steps."""
+        return self._samples.growth()
+
+    def step(self) -> None:
+        """Measure at the end of a step; begin or end an investigation where one is due."""
+        self._step += 1
+        if self._investigation is not None:
+            if self._step >= self._investigation.first.step + self._investigation_steps:
+                self._end_investigation()
+            return
+        if self._step <= self._warmup_steps:
+            return
+        if self._step % self._samples.stride == 0:
+            self._samples.add(measure(self._step))
+        if self._step >= self._next_check:
+            self._next_check = self._step + self._check_every * self._samples.stride
+            self._suspect()
+
+    def investigate(self) -> None:
+        """Begin an investigation at this step; it ends `investigation_steps` steps later.
+
+        Raises:
+            RuntimeError: An investigation is under way.
+        """
+        if self._investigation is not None:
+            raise RuntimeError(
+                "an investigation is under way: it ends by itself, after investigation_steps steps"
+            )
+        self._investigation = _Investigation(self._step, trace=self._trace)
+
+    def close(self) -> None:
+        """Give up an investigation that is under way, and what it has traced."""
+        if self._investigation is not None:
+            self._investigation.stop_tracing()
+            self._investigation = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _suspect(self) -> None:
+        """Collect garbage once a measurement grows, and at the next check see what grew nevertheless."""
+        if self._suspected is not None:
+            first, self._suspected = self._suspected, None
+            if has_grown(first, measure_collected(self._step), self._least_rate):
+                self.investigate()
+            else:
+                self._dismiss()
+        elif any(self.growth[name].goes_on for name in SUSPICIOUS):
+            self._suspected = measure_collected(self._step)
+
+    def _dismiss(self) -> None:
+        """Fit what follows alone, and look again later than this time: the growth has ended, or was garbage."""
+        self._samples.clear()
+        self._check_every *= 2
+        self._next_check = self._step + max(2 * LEAST_POINTS, self._check_every) * self._samples.stride
+
+    def _end_investigation(self) -> None:
+        investigation, self._investigation = self._investigation, None
+        if investigation is None:
+            return
+        growth = self.growth
+        self._report = report = investigation.end(self._step, growth, least_rate=self._least_rate)
+        self._dismiss()
+        if report.leaks:
+            if self._on_leak is None:
+                logger.warning("%s", report)
+            else:
+                self._on_leak(report)
+
+
+class _Investigation:
+    """The state at the beginning of an investigation."""
+
+    def __init__(self, step: int, *, trace: bool) -> None:
+        gc.collect()
+        self._census: Census = take_census()
+        for holding in self._census.values():
+            holding.samples.clear()  # they would stay alive until the end
+        self._traces = trace and not tracemalloc.is_tracing()
+        if self._traces:
+            tracemalloc.start(_TRACED_FRAMES)
+        self.first = measure_collected(step)
+
+    def stop_tracing(self) -> None:
+        """Stop to trace allocations, unless the user traces them."""
+        if self._traces:
+            tracemalloc.stop()
+
+    def end(self, step: int, growth: dict[str, Growth], *, least_rate: float) -> LeakReport:
+        """Compare with the state now, and report."""
+        cycles = collect_cycles()
+        last = measure_collected(step)
+        census = take_census()
+        named = grown_holders(self._census, census, step - self.first.step, least_rate=least_rate)
+        others = unexplained(self.first, last, named, workers=_known_workers())
+        named, others = with_graphs(named, others)
+        leaks = [_with_line(one) for one in named] + _doubtless(others, growth)
+        self.stop_tracing()
+        return LeakReport(
+            first_step=self.first.step,
+            last_step=step,
+            leaks=sorted(leaks, key=lambda one: -one.bytes_per_step),
+            cycles=cycles,
+            is_fragmented=_is_fragmented(growth),
+            growth=growth,
+        )
+
+
+def _is_fragmented(growth: Mapping[str, Growth]) -> bool:
+    on_host = growth["resident"].goes_on and growth["heap_free"].goes_on and not growth["heap_used"].goes_on
+    on_device = growth["device_reserved"].goes_on and not growth["device_allocated"].goes_on
+    return on_host or on_device
+
+
+def _doubtless(leaks: list[Leak], growth: Mapping[str, Growth]) -> list[Leak]:
+    """Return the leaks without a name whose measurement grew before the investigation too, and not much faster."""
+    series = {"native": "heap_used", "worker": "children", "pinned": "pinned", "device": "device_allocated"}
+    grown = [(one, growth[series[one.kind]]) for one in leaks]
+    return [one for one, fit in grown if fit.goes_on and one.bytes_per_step >= _CONFIRMED_SHARE * fit.rate]
+
+
+def _with_line(leak: Leak) -> Leak:
+    line = next(filter(None, map(line_that_made, leak.samples)), None)
+    return replace(leak, line=line, samples=())
+
+
+def _known_workers() -> dict[int, str]:
+    found: dict[int, str] = {}
+    for one in gc.get_objects():
+        found |= workers_of(one)
+    return found

@@ -1,0 +1,177 @@
+"""The growth between two moments: named objects, child processes, and memory that no object explains (pure)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from drivetrain_memory.leaks.measure import MemorySample
+from drivetrain_memory.leaks.named_memory import GRAPH, Census
+
+Kind = Literal["objects", "worker", "pinned", "native", "mapped", "device"]
+_EACH_STEP = 0.4  # of an object for each step: what a user adds at every second step counts
+_LEAST_CHILD_TOTAL = 1 << 20
+_LEAST_NATIVE_TOTAL = 1 << 16
+_LEAST_HEAP_TOTAL = 8 << 10
+_LEAST_RESIDENT_TOTAL = 4 << 20
+_LEAST_BLOCKS = 3  # of Python's allocator for each step: a number that is kept takes one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """Memory that grows at every step, and what is known of it.
+
+    Attributes:
+        kind: "objects" that a name holds, a "worker" or another child process, "pinned" host memory, memory of
+            "native" code in the heap, "mapped" outside of it, or of the "device" without a Python object.
+        holder: The name that holds the objects, or the process or place that grows.
+        bytes_per_step: The growth in bytes for each step.
+        per_step: The number of objects of each type that each step adds.
+        line: The user's line that made the newest of them, where allocations were traced.
+        samples: The newest objects; empty once the report is made.
+    """
+
+    kind: Kind
+    holder: str
+    bytes_per_step: float
+    per_step: Mapping[str, float] = field(default_factory=dict[str, float])
+    line: str | None = None
+    samples: Sequence[Any] = field(default=(), repr=False, compare=False)
+
+    def __str__(self) -> str:
+        objects = ", ".join(f"{count:+.3g} {name}" for name, count in list(self.per_step.items())[:4])
+        made = f"\n    made at {self.line}" if self.line else ""
+        size = f"{self.bytes_per_step / 1e3:+.2f} kB a step"
+        return f"{self.holder}: {size}{f' ({objects})' if objects else ''}{made}"
+
+
+def has_grown(before: MemorySample, after: MemorySample, least_rate: float) -> bool:
+    """Return whether memory grew between two samples that were taken after collections of garbage.
+
+    Args:
+        before: The earlier sample.
+        after: The later sample.
+        least_rate: The smallest growth in bytes for each step that counts.
+    """
+    steps = after.step - before.step
+    heap = (after.heap_used or 0) - (before.heap_used or 0)
+    children = [size - before.children.get(pid, size) for pid, size in after.children.items()]
+    return (
+        heap > max(least_rate * steps, _LEAST_HEAP_TOTAL)
+        or after.python_blocks - before.python_blocks >= _LEAST_BLOCKS * steps
+        or after.resident - before.resident >= _LEAST_RESIDENT_TOTAL
+        or after.device_allocated > before.device_allocated
+        or after.pinned > before.pinned
+        or sum(children) >= _LEAST_CHILD_TOTAL
+    )
+
+
+def grown_holders(before: Census, after: Census, steps: int, *, least_rate: float) -> list[Leak]:
+    """Return the names whose objects grew between two censuses, the largest first.
+
+    Args:
+        before: The earlier census.
+        after: The later census.
+        steps: The number of steps between them.
+        least_rate: The smallest growth in bytes for each step that counts; a graph of autograd always does.
+    """
+    grown: dict[str, dict[str, tuple[float, float, Sequence[Any]]]] = {}
+    for (name, kind), now in after.items():
+        was = before.get((name, kind))
+        count = (now.count - (was.count if was else 0)) / steps
+        size = (now.bytes - (was.bytes if was else 0)) / steps
+        if was is None and name.count("[*]") == 0 and now.count < _EACH_STEP * steps:
+            continue  # a local that the first census did not meet
+        if count >= _EACH_STEP or size >= least_rate:
+            grown.setdefault(name, {})[kind] = (count, size, tuple(now.samples))
+    leaks = [
+        Leak(
+            kind="objects",
+            holder=holder,
+            bytes_per_step=sum(size for _, size, _ in types.values()),
+            per_step={kind: count for kind, (count, _, _) in types.items() if count > 0},
+            samples=[one for _, _, samples in types.values() for one in reversed(samples)],
+        )
+        for holder, types in _joined(grown).items()
+    ]
+    leaks = [one for one in leaks if one.bytes_per_step >= least_rate or GRAPH in one.per_step]
+    return sorted(leaks, key=lambda one: -one.bytes_per_step)
+
+
+def _joined(grown: Mapping[str, dict[str, tuple[float, float, Sequence[Any]]]]) -> dict[str, dict[str, Any]]:
+    """Join what grows inside elements that grow themselves with those, under the name of their container."""
+    joined: dict[str, dict[str, Any]] = {}
+    for name in sorted(grown, key=len):
+        container = name.removesuffix(" (key)").removesuffix("[*]")
+        holder = next(
+            (one for one in joined if name == one or name.startswith((f"{one}[", f"{one}."))), container
+        )
+        types = joined.setdefault(holder, {})
+        for kind, (count, size, samples) in grown[name].items():
+            old = types.get(kind, (0.0, 0.0, ()))
+            types[kind] = (old[0] + count, old[1] + size, (*old[2], *samples))
+    return joined
+
+
+def unexplained(
+    before: MemorySample, after: MemorySample, named: Sequence[Leak], *, workers: Mapping[int, str]
+) -> list[Leak]:
+    """Return the growth between two samples, taken after collections of garbage, that no named objects explain.
+
+    Args:
+        before: The earlier sample.
+        after: The later sample.
+        named: The named objects that grew.
+        workers: The names of child processes that are known, by process id.
+    """
+    steps = after.step - before.step
+    found = [
+        Leak(
+            kind="worker",
+            holder=f"process {pid} ({workers.get(pid, 'a child process')})",
+            bytes_per_step=(size - before.children[pid]) / steps,
+        )
+        for pid, size in after.children.items()
+        if pid in before.children and size - before.children[pid] >= _LEAST_CHILD_TOTAL
+    ]
+    if after.pinned > before.pinned:
+        holder = "page-locked host memory (pin_memory)"
+        found.append(
+            Leak(kind="pinned", holder=holder, bytes_per_step=(after.pinned - before.pinned) / steps)
+        )
+    explained = sum(one.bytes_per_step for one in named)
+    if before.heap_used is not None and after.heap_used is not None:
+        rest = (after.heap_used - before.heap_used) / steps - explained
+        if rest * steps >= _LEAST_NATIVE_TOTAL and rest > explained / 2:
+            found.append(Leak(kind="native", holder=_native(before, after, steps), bytes_per_step=rest))
+    rest = (after.device_allocated - before.device_allocated) / steps - explained
+    if rest * steps >= _LEAST_NATIVE_TOTAL and rest > explained / 2:
+        found.append(Leak(kind="device", holder="the accelerator's allocator", bytes_per_step=rest))
+    return found
+
+
+def _native(before: MemorySample, after: MemorySample, steps: int) -> str:
+    pinned = "does not grow" if after.pinned <= before.pinned else "grows"
+    blocks = (after.python_blocks - before.python_blocks) / steps
+    return (
+        "memory of the C heap that no Python object holds (a cache or a missing free in an extension; "
+        f"pinned memory {pinned}, Python's own blocks {blocks:+.1f} a step)"
+    )
+
+
+def with_graphs(named: Sequence[Leak], others: Sequence[Leak]) -> tuple[list[Leak], list[Leak]]:
+    """Give unexplained memory to growing autograd graphs, whose saved tensors are no Python objects."""
+    from dataclasses import replace
+
+    holders = [one for one in named if GRAPH in one.per_step]
+    native = [one for one in others if one.kind in ("native", "device")]
+    if not holders or not native:
+        return list(named), list(others)
+    nodes = sum(one.per_step[GRAPH] for one in holders)
+    rest = sum(one.bytes_per_step for one in native)
+    shared = [
+        replace(one, bytes_per_step=one.bytes_per_step + rest * one.per_step[GRAPH] / nodes)
+        if one in holders
+        else one
+        for one in named
+    ]
+    return shared, [one for one in others if one not in native]

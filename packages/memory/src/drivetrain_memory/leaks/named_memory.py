@@ -1,0 +1,219 @@
+"""The memory that Python objects hold, by the name under which a user reaches them.
+
+Objects are walked from the user's names outwards, breadth first: each counts for the name with the shortest path to
+it. Elements of containers share one name, `losses[*]`, so that a container that grows shows as one name whose count
+grows. The saved tensors of autograd graphs are not Python objects; their nodes are counted.
+"""
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_memory.compat import MODULE_TABLES
+from drivetrain_memory.leaks.roots import Names, find_names, locals_of
+
+GRAPH = "autograd graph"
+_TENSOR_BYTES = 320  # beside its elements, as measured: its Python object, TensorImpl, sizes and strides
+_MOST_PARTS = 9  # of a name; longer paths keep the first ones
+_SKIPPED = (ModuleType, CodeType, BuiltinFunctionType, bool, type(None), type(Ellipsis), type(NotImplemented))
+_LEAVES = (int, float, complex, str, bytes, bytearray)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+
+
+@dataclass(slots=True)
+class Holding:
+    """The objects of one type under one name.
+
+    Attributes:
+        count: The number of objects.
+        bytes: The bytes of the objects; those of tensors with their storage, each counted once.
+        samples: The last objects that were found, the newest of a container.
+    """
+
+    count: int = 0
+    bytes: int = 0
+    samples: deque[Any] = field(default_factory=lambda: deque[Any](maxlen=4))
+
+
+Census = dict[tuple[str, str], Holding]  # by name and type
+
+
+class _Walk:
+    """A walk over all objects that have a name."""
+
+    def __init__(self, names: Names) -> None:
+        self._users_modules = names.users_modules
+        self.found: Census = {}
+        self.seen: set[int] = set()
+        self._storages: set[tuple[str, int]] = set()
+        self._kept: list[Any] = []  # objects made by the walk: their ids must not be given again
+
+    def run(self, roots: Iterable[tuple[str, Any]]) -> None:
+        queue: deque[tuple[Any, str, int]] = deque()
+        for name, value in roots:
+            queue.append((value, name, 0))
+        self._drain(queue)
+
+    def _drain(self, queue: deque[tuple[Any, str, int]]) -> None:
+        while queue:
+            value, name, depth = queue.popleft()
+            kind = type(value)  # asked in place of isinstance, which reads attributes of proxies
+            if id(value) in self.seen or issubclass(kind, _SKIPPED) or _is_own(kind):
+                continue
+            self.seen.add(id(value))
+            self._count(value, name)
+            if issubclass(kind, _LEAVES):
+                continue
+            for step, held in self._held(value):
+                if depth < _MOST_PARTS:
+                    queue.append((held, name + step, depth + (step != "")))
+                else:
+                    queue.append((held, name, depth))
+
+    def _count(self, value: Any, name: str) -> None:
+        kind = type(value)
+        holding = self.found.setdefault((name, kind.__name__), Holding())
+        holding.count += 1
+        holding.samples.append(value)
+        if issubclass(kind, Tensor):
+            holding.bytes += self._storage_bytes(value) + _TENSOR_BYTES
+            if value.grad_fn is not None:
+                self._count_graph(value, name)
+        elif not issubclass(kind, type):
+            holding.bytes += sys.getsizeof(value, 0)
+
+    def _storage_bytes(self, tensor: Tensor) -> int:
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return 0
+        try:
+            storage = tensor.untyped_storage()
+            key = (str(tensor.device), storage.data_ptr())
+        except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as a functional one
+            return 0
+        if key in self._storages:
+            return 0
+        self._storages.add(key)
+        return storage.nbytes()
+
+    def _count_graph(self, tensor: Tensor, name: str) -> None:
+        holding = self.found.setdefault((name, GRAPH), Holding())
+        holding.samples.append(tensor)
+        pending: list[Any] = [tensor.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is None or id(node) in self.seen:
+                continue
+            self.seen.add(id(node))
+            self._kept.append(node)
+            holding.count += 1
+            pending += [after for after, _ in node.next_functions]
+
+    def _held(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """Yield what an object refers to, each with what to add to the object's name."""
+        kind = type(value)
+        if issubclass(kind, dict):
+            for key, held in list(value.items()):
+                yield "[*]", held
+                yield "[*] (key)", key
+        elif issubclass(kind, _SEQUENCES):
+            yield from (("[*]", held) for held in list(value))
+        elif issubclass(kind, FunctionType):
+            yield from _of_function(value)
+        elif issubclass(kind, MethodType):
+            yield ".__self__", value.__self__
+            yield "", value.__func__
+        elif issubclass(kind, (FrameType, GeneratorType, CoroutineType)):
+            yield from self._of_frame(value)
+        elif issubclass(kind, type):
+            if value.__module__ in self._users_modules:
+                yield from (
+                    (f".{name}", held) for name, held in list(vars(value).items()) if name[:2] != "__"
+                )
+        else:
+            yield from self._of_object(value)
+
+    def _of_frame(self, value: Any) -> Iterator[tuple[str, Any]]:
+        frame = getattr(value, "gi_frame", None) or getattr(value, "cr_frame", None) or value
+        if isinstance(frame, FrameType) and not frame.f_globals.get("__name__", "").startswith(
+            "drivetrain_memory"
+        ):
+            yield from ((f" local {name}", held) for name, held in locals_of(frame).items())
+
+    def _of_object(self, value: Any) -> Iterator[tuple[str, Any]]:
+        attributes, kind = _attributes(value), type(value)
+        if issubclass(kind, nn.Module):
+            for table in MODULE_TABLES & attributes.keys():
+                yield from ((f".{name}", held) for name, held in list(attributes[table].items()))
+                self.seen.add(id(attributes[table]))
+        elif issubclass(kind, Tensor) and value.is_leaf:
+            yield ".grad", value.grad
+        yield from ((f".{name}", held) for name, held in list(attributes.items()))
+        self.seen.add(id(attributes))
+        for held in gc.get_referents(value):  # slots, and what objects of C hold
+            if isinstance(held, CellType):
+                yield "", held.cell_contents
+            elif not isinstance(held, type):
+                yield "", held
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f" (closure: {name})", cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    yield from ((".__defaults__[*]", held) for held in function.__defaults__ or ())
+    yield from ((f".{name}", held) for name, held in list(vars(function).items()))
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a type belongs to this package, which holds measurements of its own."""
+    return str(kind.__module__).startswith("drivetrain_memory.leaks")
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """Return an object's own attributes without running any code of its class."""
+    if not type(value).__dictoffset__:
+        return {}
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def take_census() -> Census:
+    """Count all objects that a user's name reaches, and their bytes; takes some microseconds for each.
+
+    Of libraries only containers are counted that stand in their modules, by length.
+    """
+    names = find_names()
+    walk = _Walk(names)
+    walk.run(names.users)
+    for name, container in names.of_libraries:
+        if id(container) not in walk.seen:
+            length = _length(container)
+            walk.found[name, "entry"] = Holding(count=length, bytes=sys.getsizeof(container, 0))
+    return walk.found
+
+
+def _length(container: Any) -> int:
+    is_cache = not hasattr(type(container), "__len__")
+    return int(container.cache_info().currsize) if is_cache else len(container)

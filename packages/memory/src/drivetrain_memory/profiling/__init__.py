@@ -1,0 +1,1 @@
+"""Profiling: traces for each rank, the operations of all ranks in one table, and a flame graph to look at."""

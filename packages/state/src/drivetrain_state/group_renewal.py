@@ -1,0 +1,123 @@
+"""Give up a process group whose ranks no longer agree on what they do, and form another in its place.
+
+A rank that leaves a step in the middle keeps the others in a collective, and gloo offers no call that ends it:
+neither `abort` nor the end of the group closes the connections while something holds the group. So every rank closes
+its connections to the others, from a thread beside the one that waits, whose collective then fails.
+"""
+
+import os
+import socket
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from drivetrain_state.compat import default_store
+from drivetrain_state.context import Context
+from drivetrain_state.errors import ConnectError
+from drivetrain_state.store_rounds import StoreRounds, wait
+
+Connection = tuple[str, str]  # the address of this end and of the other, as host:port
+
+
+def between_ranks(own: Collection[Connection], others: Collection[Connection]) -> set[Connection]:
+    """Return those connections of a rank whose other end is a connection of another rank."""
+    mirrored = {(there, here) for here, there in others}
+    return {one for one in own if one in mirrored}
+
+
+class GroupRenewal:
+    """The means to give up the process group of a context on all ranks, and to form it again.
+
+    Constructed on all ranks. The rendezvous store stays: its connections are not those that are closed.
+
+    Args:
+        context: The context of this process.
+
+    Raises:
+        ConnectError: The group belongs to the program, or a mesh of parallel dimensions stands on it: neither can be
+            formed again from here.
+    """
+
+    def __init__(self, context: Context) -> None:
+        if context.mesh is not None or not context.owns_group:
+            raise ConnectError(
+                "the process group cannot be formed again, because "
+                + ("a mesh stands on it" if context.mesh is not None else "the program created it")
+                + ": let Accelerator() connect the ranks, without parallelism="
+            )
+        self._context = context
+        self._store = default_store()
+        self._backend = dist.get_backend_config()
+        self._number = 0
+
+    def sever(self, rounds: StoreRounds, *, timeout_seconds: float) -> None:
+        """Close this rank's connections to the others; a collective that waits on them fails. Called on all ranks.
+
+        Any thread may call it, with a connection to the store of its own.
+        """
+        topology, found = self._context.topology, _connections()
+        rounds.post(f"sever/{self._number}/{topology.rank}", sorted(found.values()))
+        others: set[Connection] = set()
+        for rank in range(topology.world_size):
+            if rank != topology.rank:
+                others |= _of_rank(rounds, f"sever/{self._number}/{rank}", timeout_seconds)
+        closing = between_ranks(set(found.values()), others) - self._of_store(found)
+        for number, connection in found.items():
+            if connection in closing:
+                with suppress(OSError):  # it has ended meanwhile, by the other end
+                    with socket.socket(fileno=os.dup(number)) as one:
+                        one.shutdown(socket.SHUT_RDWR)
+
+    def renew(self) -> None:
+        """Form the group again. Called on all ranks, once none of them is in a collective."""
+        self._number += 1
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        topology, settings = self._context.topology, self._context.settings
+        device = self._context.device
+        dist.init_process_group(
+            self._backend,
+            store=PrefixStore(f"drivetrain_renewed/{self._number}", self._store),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=settings.timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def rounds(self) -> StoreRounds:
+        """Return a client of the store for one thread, with a connection of its own."""
+        store = PrefixStore("drivetrain_renewal", self._store.clone())  # the same before and after a renewal
+        return StoreRounds(store, rank=self._context.topology.rank)
+
+    def _of_store(self, found: Mapping[int, Connection]) -> set[Connection]:
+        """Return the connections to the server of the store, at either end."""
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        port = str(getattr(store, "port", ""))
+        return {one for one in found.values() if any(end.rpartition(":")[2] == port for end in one)}
+
+
+def _of_rank(rounds: StoreRounds, key: str, timeout_seconds: float) -> set[Connection]:
+    deadline = monotonic() + timeout_seconds
+    found = wait(lambda: rounds.read(key), while_=lambda: monotonic() < deadline)
+    return {(here, there) for here, there in found or ()}
+
+
+def _connections() -> dict[int, Connection]:
+    """Return the established TCP connections of this process by file number, as Linux lists its files."""
+    found: dict[int, Connection] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # no socket, not connected, or closed meanwhile
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    found[int(name)] = (_address(one.getsockname()), _address(one.getpeername()))
+    return found
+
+
+def _address(name: tuple[str, int]) -> str:
+    return f"{name[0].removeprefix('::ffff:')}:{name[1]}"

@@ -1,0 +1,61 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain_memory.batch_size.host_limit import job_memory, limit_host_memory
+from processes import environment_alone
+
+SCRIPT = """
+import torch
+from drivetrain_memory import find_executable_batch_size, is_out_of_memory
+from drivetrain_memory.batch_size.host_limit import limit_host_memory
+def refused(allocate):
+    try:
+        with limit_host_memory(300_000_000):
+            allocate()
+    except (MemoryError, RuntimeError) as error:
+        return is_out_of_memory(error)
+    return False
+print([refused(lambda: torch.empty(n, dtype=torch.uint8)) for n in (100_000_000, 2_000_000_000)],
+      [refused(lambda: bytearray(n)) for n in (100_000_000, 2_000_000_000)], bool(len(bytearray(2_000_000_000))))
+"""
+
+
+def group(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_the_tightest_limit_above_a_group_counts_without_droppable_pages(tmp_path: Path) -> None:
+    group(tmp_path, {
+        "job/memory.max": "1000\n", "job/memory.current": "700\n", "job/memory.stat": "anon 500\ninactive_file 200\n",
+        "job/step/memory.max": "max\n", "job/step/memory.current": "10\n",
+    })  # fmt: skip
+    assert job_memory("0::/job/step\n", tmp_path) == (1000, 500)
+
+
+def test_groups_of_version_1_are_read_and_no_limit_is_none(tmp_path: Path) -> None:
+    membership = "5:devices:/\n4:memory:/job\n0::/\n"
+    group(tmp_path, {"memory/job/memory.limit_in_bytes": "9223372036854771712"})
+    assert job_memory(membership, tmp_path) is None
+    group(tmp_path, {
+        "memory/job/memory.limit_in_bytes": "4096", "memory/job/memory.usage_in_bytes": "1024",
+        "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 24\n",
+    })  # fmt: skip
+    assert job_memory(membership, tmp_path) == (4096, 1000)
+
+
+def test_without_a_limit_the_block_runs_as_it_is() -> None:
+    with limit_host_memory(None):
+        assert len(bytearray(10)) == 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits private memory by RLIMIT_DATA")
+def test_allocations_beyond_the_limit_fail_and_the_limit_ends_with_the_block(python: str) -> None:
+    done = subprocess.run(
+        [python, "-c", SCRIPT], env=environment_alone(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[False, True] [False, True] True", done.stderr
