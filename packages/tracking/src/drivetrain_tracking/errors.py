@@ -15,3 +15,7 @@ class TrackerStateError(RuntimeError):
 
 class TrackerFailedError(RuntimeError):
     """A tracker raised an exception; the message names the tracker and the call."""
+
+
+class SpoolInUseError(RuntimeError):
+    """Another process writes to the spool; the message says what to do."""

@@ -1,0 +1,1 @@
+"""Forward a spool to a platform, outside the process that trains."""

@@ -1,0 +1,42 @@
+"""The lines of a spool: JSON objects that end in a checksum of themselves.
+
+```text
+{"step": 10, "time": 1763690003.9, "loss": 2.31, "crc": "5e3b12af"}
+```
+
+The checksum is the CRC-32 of all bytes before `, "crc"`, so that a line that was cut, or that two programs wrote into
+at once, is told from a whole one. Readers that know nothing of it see one more member.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
+
+from drivetrain_tracking.plain import Plain
+
+_MARK = b', "crc": "'
+_END = b'"}\n'
+_TAIL = len(_MARK) + 8 + len(_END)
+
+
+def encode(record: Mapping[str, Plain]) -> bytes:
+    """Return the line of a record, with its line break.
+
+    Raises:
+        ValueError: The record is empty, or holds a NaN or an infinity, which JSON lacks.
+    """
+    body = json.dumps(record, allow_nan=False).encode()[:-1]
+    if body == b"{":
+        raise ValueError("an empty record has no line")
+    return b'%b, "crc": "%08x"}\n' % (body, crc32(body))
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line without its checksum, or None if the line is not whole."""
+    body, tail = line[:-_TAIL], line[-_TAIL:]
+    if not tail.startswith(_MARK) or not tail.endswith(_END):
+        return None
+    if tail != b'%b%08x%b' % (_MARK, crc32(body), _END):
+        return None
+    return json.loads(body + b"}")
