@@ -19,3 +19,7 @@ class TrackerFailedError(RuntimeError):
 
 class SpoolInUseError(RuntimeError):
     """Another process writes to the spool; the message says what to do."""
+
+
+class MissingLibraryError(ImportError):
+    """The library of a platform is not installed; the message names the extra that brings it."""
