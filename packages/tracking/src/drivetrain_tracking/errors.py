@@ -23,3 +23,11 @@ class SpoolInUseError(RuntimeError):
 
 class MissingLibraryError(ImportError):
     """The library of a platform is not installed; the message names the extra that brings it."""
+
+
+class DeliveryFileError(RuntimeError):
+    """The file that tells what was delivered to a platform is damaged; the message says what to do."""
+
+
+class DeliveryInUseError(RuntimeError):
+    """Another process delivers to the platform; the message says what to do."""

@@ -64,7 +64,8 @@ def _plain(value: object, path: tuple[object, ...]) -> Plain:
         if isinstance(value, kind):
             return kind(value)
     raise _refusal(
-        path, value, "is none that can be logged: log numbers, strings, booleans, or dicts of them"
+        path, value, "is none that can be logged: log numbers, strings, booleans, or dicts of them; an Image, Table or other medium "
+        "by a name of its own, not within a dict"
     )
 
 

@@ -73,6 +73,19 @@ class PlanTracker(Tracker, Protocol):
 
 
 @runtime_checkable
+class InfoTracker(Tracker, Protocol):
+    """A tracker that also keeps what is known of the run's surroundings: commit, versions, hardware, command line."""
+
+    def record_info(self, info: Metrics) -> None:
+        """Record the surroundings. Called once, after `start`.
+
+        Args:
+            info: Plain values, several kilobytes in size; the difference to the commit may be longer.
+        """
+        ...
+
+
+@runtime_checkable
 class PlatformTracker(Tracker, Protocol):
     """A tracker that a process beside the training can feed from the run's log, each record once.
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from drivetrain_tracking.plain import Plain
 
 MediaKind: TypeAlias = Literal["image", "audio", "video", "table", "histogram", "text", "figure", "artifact"]
+ALL_MEDIA: frozenset[MediaKind] = frozenset(get_args(MediaKind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

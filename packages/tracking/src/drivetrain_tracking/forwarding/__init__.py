@@ -1,1 +1,1 @@
-"""Forward a spool to a platform, outside the process that trains."""
+"""Send a run's log to a platform, from a process beside the training: in order, each record once."""

@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, cast
@@ -24,6 +25,7 @@ class Platform(ABC):
 
     Attributes:
         name: The name of the tracker and of the extra that installs its library.
+        library: The top module of the library.
         on_all_ranks: Always False: only rank 0 writes.
         media_kinds: The kinds of media that the platform takes; others stay in files beside the log.
         directory: The folder that the platform may write to.
@@ -33,12 +35,22 @@ class Platform(ABC):
     """
 
     name: ClassVar[str]
+    library: ClassVar[str]
     on_all_ranks: ClassVar[bool] = False
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset()
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory).absolute()
         self._is_started = False
+
+    def check_library(self) -> None:
+        """Check that the platform's library is installed, without importing it.
+
+        Raises:
+            MissingLibraryError: It is not; the message names the extra that brings it.
+        """
+        if find_spec(self.library) is None:
+            raise MissingLibraryError(_missing(self.library, self.name))
 
     def start(self, run_name: str, config: Metrics) -> None:
         """Start a run, or continue a stopped run of the same name.
@@ -137,13 +149,17 @@ def load_library(module: str, *, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise  # the library is there, and lacks something itself
-        raise MissingLibraryError(
-            f"the tracker {extra!r} needs the library {module.partition('.')[0]!r}, which is not installed: "
-            f"pip install 'drivetrain-tracking[{extra}]'"
-        ) from None
+        raise MissingLibraryError(_missing(module.partition(".")[0], extra)) from None
 
 
 def folder_name(run_name: str) -> str:
     """Return a run's name as the name of one folder: no separators, no leading dot, at most 100 characters."""
     kept = "".join(one if one.isalnum() or one in "-_. " else "-" for one in run_name).strip(" .")
     return kept[:100] or "run"
+
+
+def _missing(library: str, extra: str) -> str:
+    return (
+        f"the tracker {extra!r} needs the library {library!r}, which is not installed: "
+        f"pip install 'drivetrain-tracking[{extra}]'"
+    )

@@ -21,6 +21,7 @@ class TensorBoardTracker(Platform):
     """
 
     name = "tensorboard"
+    library = "tensorboard"
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)

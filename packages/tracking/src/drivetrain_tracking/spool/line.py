@@ -9,6 +9,7 @@ at once, is told from a whole one. Readers that know nothing of it see one more 
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
@@ -21,12 +22,15 @@ _TAIL = len(_MARK) + 8 + len(_END)
 
 
 def encode(record: Mapping[str, Plain]) -> bytes:
-    """Return the line of a record, with its line break.
+    """Return the line of a record, with its line break. NaN and infinities, which JSON lacks, become strings.
 
     Raises:
-        ValueError: The record is empty, or holds a NaN or an infinity, which JSON lacks.
+        ValueError: The record is empty.
     """
-    body = json.dumps(record, allow_nan=False).encode()[:-1]
+    try:
+        body = json.dumps(record, allow_nan=False).encode()[:-1]
+    except ValueError:  # a NaN or an infinity: rare, and dear to look for in every record
+        body = json.dumps(_strict(dict(record)), allow_nan=False).encode()[:-1]
     if body == b"{":
         raise ValueError("an empty record has no line")
     return b'%b, "crc": "%08x"}\n' % (body, crc32(body))
@@ -40,3 +44,14 @@ def decode(line: bytes) -> dict[str, Any] | None:
     if tail != b'%b%08x%b' % (_MARK, crc32(body), _END):
         return None
     return json.loads(body + b"}")
+
+
+def _strict(value: Plain) -> Plain:
+    """Return the value with NaN and infinities replaced by strings that JavaScript and Python parse as numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    return value

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from weakref import ref
 
@@ -14,6 +15,8 @@ from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.spool.line import encode
 
 logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 16
 
 
 class Spool:
@@ -26,7 +29,7 @@ class Spool:
     and a record of their number follows when the disk takes records again.
 
     Args:
-        path: The file, created if it is missing; a line that a killed process left unfinished is ended first.
+        path: The file, created if it is missing; what a killed process left of a line is removed first.
         flush_seconds: The time between flushes to the disk.
 
     Attributes:
@@ -43,7 +46,7 @@ class Spool:
         self._num_lost_told = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = _open_alone(path)
-        self._end = _end_last_line(self._file)
+        self._end = _cut_unfinished_line(self._file)
         self._written = threading.Event()
         self._closing = threading.Event()
         self._flusher = threading.Thread(
@@ -81,6 +84,7 @@ class Spool:
         self._closing.set()
         self._written.set()
         self._flusher.join()
+        _unlock(self._file)
         os.close(self._file)
         self._file = None
         if self.num_lost:
@@ -130,6 +134,12 @@ def _open_alone(path: Path) -> int:
     return file
 
 
+def _unlock(file: int) -> None:
+    """Release the lock also for forked children that have not closed their copy of the file yet."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def _forget_in_children(spool: Spool) -> None:
     """Close the file in forked children: an flock lasts until every process that has the file open closes it."""
     parents = ref(spool)
@@ -141,16 +151,19 @@ def _forget_in_children(spool: Spool) -> None:
     os.register_at_fork(after_in_child=forget)
 
 
-def _end_last_line(file: int) -> int:
-    """Add the line break that a killed process did not write, and return the end of the file.
-
-    The line is damaged then, which readers pass over: removing it would move offsets that they keep.
-    """
+def _cut_unfinished_line(file: int) -> int:
+    """Remove what a killed process left of a line, and return the end of the file. No reader has passed it."""
     end = os.lseek(file, 0, os.SEEK_END)
-    if end and os.pread(file, 1, end - 1) != b"\n":
-        os.pwrite(file, b"\n", end)
-        end += 1
-    return end
+    whole = end
+    while whole > 0:
+        start = max(0, whole - _CHUNK_BYTES)
+        if (found := os.pread(file, whole - start, start).rfind(b"\n")) >= 0:
+            whole = start + found + 1
+            break
+        whole = start
+    if whole < end:
+        os.ftruncate(file, whole)
+    return whole
 
 
 def _write_whole(file: int, line: bytes, end: int) -> None:
