@@ -96,7 +96,7 @@ class TrackerGroup:
     def start(
         self,
         run_name: str,
-        config: Metrics | None = None,
+        config: Any = None,
         *,
         plan: Metrics | None = None,
         info: Metrics | None = None,
@@ -106,7 +106,7 @@ class TrackerGroup:
 
         Args:
             run_name: The name of the run.
-            config: The configuration of the run, passed to trackers without additions.
+            config: The configuration of the run, for `plain_config`.
             plan: The run's effective plan, for trackers that keep one (`PlanTracker`).
             info: What is known of the run's surroundings, for trackers that keep it (`InfoTracker`).
             options: A mapping from a tracker's name to additional keyword arguments for its `start`. Options of a
@@ -120,7 +120,7 @@ class TrackerGroup:
         """
         if self._is_started:
             raise TrackerStateError("start() again: the trackers are started already; finish() them first")
-        plain, plain_plan = plain_config(config or {}), None if plan is None else plain_config(plan)
+        plain, plain_plan = plain_config({} if config is None else config), None if plan is None else plain_config(plan)
         plain_info = None if info is None else plain_config(info)
         own = self._options("start", options)
         self._is_started = True

@@ -47,9 +47,15 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
 
 
 def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names with `"all"` replaced by every known name; with `"all"`, each name occurs once."""
-    found = [one for name in names for one in (tracker_names() if name == "all" else (name,))]
+    """Return the names with `"all"` replaced by every one whose library is installed, each once."""
+    found = [one for name in names for one in (_usable_names() if name == "all" else (name,))]
     return tuple(dict.fromkeys(found)) if "all" in names else tuple(names)
+
+
+def _usable_names() -> list[str]:
+    points = entry_points(group=ENTRY_POINT_GROUP)
+    libraries = {point.name: getattr(point.load(), "library", None) for point in points}
+    return sorted(name for name, library in libraries.items() if library is None or find_spec(library) is not None)
 
 
 def _is_installed(name: str) -> bool:

@@ -24,6 +24,10 @@ class TrackingSettings:
         default=30.0,
         metadata={"help": "Seconds that the end of a run waits for platforms to take what is left in the log."},
     )
+    record_info: bool = field(
+        default=True,
+        metadata={"help": "Whether the log tells commit and changes, versions, hardware and command line."},
+    )
 
     def __post_init__(self) -> None:
         """Check every field.

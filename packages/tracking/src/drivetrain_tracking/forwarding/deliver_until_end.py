@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from drivetrain_tracking.forwarding.delivery import Delivery
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,15 @@ class DeliveryLimits:
     sleep: Callable[[float], object] = time.sleep
 
 
-def deliver_until_end(forwarder: Forwarder, limits: DeliveryLimits) -> bool:
+def deliver_until_end(
+    forwarder: Forwarder, limits: DeliveryLimits, *, on_progress: Callable[[Delivery], None] = lambda _: None
+) -> bool:
     """Deliver what is logged until nothing more will be, and try again, with doubling pauses, while the platform fails.
+
+    Args:
+        forwarder: The delivery.
+        limits: When it gives up.
+        on_progress: A function that is called after each batch.
 
     Returns:
         Whether all records were delivered.
@@ -42,7 +50,7 @@ def deliver_until_end(forwarder: Forwarder, limits: DeliveryLimits) -> bool:
         if was_over and end_of_patience is None:
             end_of_patience = time.monotonic() + limits.seconds_after_end
         try:
-            has_ended = forwarder.deliver()
+            has_ended = forwarder.deliver(on_progress=on_progress)
         except Exception as error:  # noqa: BLE001 - a platform may raise anything, and may be back later
             if end_of_patience is not None and time.monotonic() + pause > end_of_patience:
                 logger.error("%s: %s; given up", type(error).__name__, error)

@@ -3,7 +3,7 @@
 import fcntl
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -63,8 +63,11 @@ class Forwarder:
         """The number of damaged lines that were passed over."""
         return self._reader.num_damaged
 
-    def deliver(self) -> bool:
+    def deliver(self, *, on_progress: Callable[[Delivery], None] = lambda _: None) -> bool:
         """Deliver what is in the log by now.
+
+        Args:
+            on_progress: A function that is called after each batch.
 
         Returns:
             Whether the run has ended by now: the last record is that of its end.
@@ -79,6 +82,7 @@ class Forwarder:
                 self._deliver_event(self._waiting[0])
             else:
                 self._deliver_batch(self._next_batch())
+            on_progress(self.delivery)
         return has_ended
 
     def close(self) -> None:
