@@ -87,4 +87,9 @@ def test_steps_after_a_restored_one_are_an_attempt_of_their_own(tmp_path: Path) 
     accelerator.log({"loss": 3.0}, step=1)
     accelerator.log({"loss": 4.0}, step=2)
     accelerator.end_training()
-    assert [(line.get("attempt", 1), line["step"]) for line in lines(tmp_path)] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [(line.get("attempt", 1), line["step"]) for line in lines(tmp_path)] == [
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+    ]

@@ -120,7 +120,9 @@ def test_any_object_of_a_configuration_is_told_in_words() -> None:
         user: str
         key: str = field(metadata={"secret": True})
 
-    config = Namespace(f=print, dtype=torch.bfloat16, seed=Scalar(3), login=Login("me", "1234"), tags={"b", "a"})
+    config = Namespace(
+        f=print, dtype=torch.bfloat16, seed=Scalar(3), login=Login("me", "1234"), tags={"b", "a"}
+    )
     assert plain_config(config) == {
         "f": "print",
         "dtype": "torch.bfloat16",

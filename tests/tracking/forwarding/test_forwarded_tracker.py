@@ -100,7 +100,7 @@ def test_a_crash_of_the_platforms_library_ends_neither_the_run_nor_the_delivery(
     with caplog.at_level(logging.WARNING):
         wanted = ["0", "1", "2", "3", "4"]
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and [one for one in _steps(tmp_path / "crashing.txt")] != wanted:
+        while time.monotonic() < deadline and _steps(tmp_path / "crashing.txt") != wanted:
             time.sleep(0.05)
         trackers.finish()
     assert _steps(tmp_path / "crashing.txt") == wanted

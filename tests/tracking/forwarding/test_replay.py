@@ -45,7 +45,9 @@ def test_a_platform_that_stays_down_is_told(folder: Path, capsys: pytest.Capture
     assert "1 records sent to odd_trackers:RaisingTracker; the rest was not taken" in capsys.readouterr().out
 
 
-def test_bad_input_is_told_in_a_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_told_in_a_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(ReplayArguments(folder=tmp_path / "nowhere", to=FILE)) == 2
     assert "there is no log.jsonl in it" in capsys.readouterr().err
     assert run(ReplayArguments(folder=folder, to="wandbb")) == 2
@@ -59,5 +61,7 @@ def test_from_the_start_only_what_the_platform_lacks_is_sent(folder: Path, tmp_p
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     files = sorted((folder / "tensorboard").rglob("events.*"))
-    steps = [event.step for file in files for event in EventFileLoader(str(file)).Load() if event.wall_time > 1]
+    steps = [
+        event.step for file in files for event in EventFileLoader(str(file)).Load() if event.wall_time > 1
+    ]
     assert [step for step in steps if step in (0, 1, 2)].count(2) == 1

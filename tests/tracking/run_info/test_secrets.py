@@ -6,7 +6,16 @@ from drivetrain_tracking.run_info.secrets import is_secret_name, mask_command, m
 @pytest.mark.parametrize(
     "name",
     [
-        *("password", "DB_PASSWORD", "api_key", "apiKey", "wandb_api_key", "--hf-token", "token", "accessToken"),
+        *(
+            "password",
+            "DB_PASSWORD",
+            "api_key",
+            "apiKey",
+            "wandb_api_key",
+            "--hf-token",
+            "token",
+            "accessToken",
+        ),
         *("aws_secret_access_key", "credentials", "privateKey", "hub_token", "client-secret"),
     ],
 )
@@ -17,7 +26,15 @@ def test_names_of_secrets(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("pad_token", "eos_token_id", "num_tokens", "max_new_tokens", "tokenizer", "key", "num_key_value_heads"),
+        *(
+            "pad_token",
+            "eos_token_id",
+            "num_tokens",
+            "max_new_tokens",
+            "tokenizer",
+            "key",
+            "num_key_value_heads",
+        ),
         *("author", "secretary", "passes", "keys", "token_type", "mask_token", "primary_key"),
     ],
 )
@@ -45,12 +62,23 @@ def test_a_configuration_is_masked_at_any_depth_by_name_and_by_form() -> None:
 
 
 def test_a_command_line_is_masked() -> None:
-    command = ["python", "train.py", "--api-key", "abc", "--hub-token=xyz", "--lr", "0.1", "--pad-token", "<pad>"]
+    command = [
+        "python",
+        "train.py",
+        "--api-key",
+        "abc",
+        "--hub-token=xyz",
+        "--lr",
+        "0.1",
+        "--pad-token",
+        "<pad>",
+    ]
     assert mask_command(command) == [
         *("python", "train.py", "--api-key", "***", "--hub-token=***", "--lr", "0.1", "--pad-token", "<pad>"),
     ]
 
 
 def test_a_text_is_masked() -> None:
-    text = '+API_KEY = "abcdef"\n+pad_token = "<pad>"\n+-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\n'
-    assert mask_text(text) == '+API_KEY = "***"\n+pad_token = "<pad>"\n+***\n'
+    text = '+API_KEY = "abcdef"\n+pad_token = "<pad>"\n'
+    key = "+-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\n"
+    assert mask_text(text + key) == '+API_KEY = "***"\n+pad_token = "<pad>"\n+***\n'

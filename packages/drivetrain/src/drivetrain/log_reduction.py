@@ -87,7 +87,9 @@ class LogReducer:
     def _mean(self, flat: FlatValues, count: LoggedCount | None) -> dict[str, Any]:
         weight = self._vector([1.0 if count is None else count])
         numbers = self._vector(flat.numbers)
-        weighed = torch.where(weight == 0, torch.zeros_like(numbers), numbers * weight)  # a rank without samples
+        weighed = torch.where(
+            weight == 0, torch.zeros_like(numbers), numbers * weight
+        )  # a rank without samples
         total = self._all_reduce(flat, torch.cat([weight, weighed]), "sum")
         return self._named(flat, total[1:] / total[0])
 
@@ -102,7 +104,9 @@ class LogReducer:
 
     def _per_rank(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
         size = self._context.topology.world_size
-        rows = collectives.gather(self._context, self._padded(flat, self._vector(flat.numbers))).view(size, -1)
+        rows = collectives.gather(self._context, self._padded(flat, self._vector(flat.numbers))).view(
+            size, -1
+        )
         self._check_marks(flat, rows[:, 0].max(), -rows[:, 0].min())
         return {
             f"{name}/rank_{rank}": rows[rank, 2 + index]
@@ -112,7 +116,9 @@ class LogReducer:
 
     def _all_reduce(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"]) -> Tensor:
         reduced = collectives.reduce(self._context, self._padded(flat, numbers, op), op=op)
-        if op == "sum":  # of equal marks, the square of the sum is the number of ranks by the sum of the squares
+        if (
+            op == "sum"
+        ):  # of equal marks, the square of the sum is the number of ranks by the sum of the squares
             size = self._context.topology.world_size
             self._check_marks(flat, reduced[0] * reduced[0], -size * reduced[1])
         else:
@@ -130,7 +136,9 @@ class LogReducer:
         device = self._context.device
         if not any(isinstance(number, Tensor) for number in numbers):
             return torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=device)
-        return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]).detach()
+        return torch.stack(
+            [torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]
+        ).detach()
 
     def _named(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
         return dict(zip(flat.names, numbers.unbind(), strict=True))
@@ -150,11 +158,13 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> "list[tuple[str, Any]]":
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             found += _leaves(value, f"{name}/")
-        elif isinstance(value, (bool, int, float)) or (getattr(value, "shape", None) == () and hasattr(value, "item")):
+        elif isinstance(value, (bool, int, float)) or (
+            getattr(value, "shape", None) == () and hasattr(value, "item")
+        ):
             found.append((name, value if isinstance(value, Tensor) else float(value)))
         else:
             raise ValueNotLoggableError(
-                f"values[{name!r}] ({type(value).__name__}) with reduce=...: only numbers and tensors of shape () can "
-                "be reduced over ranks; log it in a call of its own, without reduce"
+                f"values[{name!r}] ({type(value).__name__}) with reduce=...: only numbers and tensors of shape () "
+                "can be reduced over ranks; log it in a call of its own, without reduce"
             )
     return found

@@ -45,8 +45,8 @@ class Results(HasParts):
     ) -> None:
         """Start the trackers of `log_with` with the run's configuration. Called on all ranks; rank 0 logs.
 
-        The effective plan is written to plan.json of `project_dir`, and to trackers that store one; the commit and its
-        changes, versions, hardware and command line go to the log. Secrets are masked by their names and forms.
+        The effective plan is written to plan.json of `project_dir`, and to trackers that store one; the commit and
+        its changes, versions, hardware and command line go to the log. Secrets are masked by names and forms.
 
         Args:
             project_name: The project that the run belongs to.
@@ -62,7 +62,9 @@ class Results(HasParts):
         is_main = self.context.topology.is_main
         if is_main:
             store_plan(plan, self._parts.settings)
-        records_info = is_main and self._parts.trackers.used and self._parts.resolved["tracking"].value.record_info
+        records_info = (
+            is_main and self._parts.trackers.used and self._parts.resolved["tracking"].value.record_info
+        )
         self._parts.trackers.start(
             project_name,
             config,
@@ -101,7 +103,9 @@ class Results(HasParts):
         if reduce is not None:
             values = self._log_reducer.reduce(values, reduce, count)
         elif count is not None:
-            raise ValueError(f"count={count!r} without reduce: say reduce='mean', which count weighs; or leave it out")
+            raise ValueError(
+                f"count={count!r} without reduce: say reduce='mean', which count weighs; or leave it out"
+            )
         self._parts.trackers.log(values, step=step, options=log_kwargs)
 
     def get_tracker(self, name: str) -> Tracker:

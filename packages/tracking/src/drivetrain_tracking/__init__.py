@@ -1,8 +1,8 @@
 """A run's log that survives kills and resumes, and every tracking platform fed from it.
 
 `JSONLTracker` writes the log, without dependencies. `make_trackers` makes trackers by name: a process beside the
-training feeds each platform from the log, so that none can slow, stop or crash the run. `TrackerGroup` logs to several
-trackers from the right rank. `Image`, `Table` and others are what can be logged besides numbers.
+training feeds each platform from the log, so that none can slow, stop or crash the run. `TrackerGroup` logs to
+several trackers from the right rank. `Image`, `Table` and others are what can be logged besides numbers.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from drivetrain_tracking.errors import DeliveryInUseError as DeliveryInUseError
     from drivetrain_tracking.errors import MissingLibraryError as MissingLibraryError
     from drivetrain_tracking.errors import SpoolInUseError as SpoolInUseError
+    from drivetrain_tracking.errors import TrackerFailedError as TrackerFailedError
+    from drivetrain_tracking.errors import TrackerStateError as TrackerStateError
+    from drivetrain_tracking.errors import UnknownTrackerError as UnknownTrackerError
+    from drivetrain_tracking.errors import ValueNotLoggableError as ValueNotLoggableError
     from drivetrain_tracking.forwarding.forwarded_tracker import ForwardedTracker as ForwardedTracker
+    from drivetrain_tracking.group import TrackerGroup as TrackerGroup
+    from drivetrain_tracking.jsonl import JSONLTracker as JSONLTracker
     from drivetrain_tracking.media.data import Artifact as Artifact
     from drivetrain_tracking.media.data import Histogram as Histogram
     from drivetrain_tracking.media.data import Table as Table
@@ -23,26 +29,20 @@ if TYPE_CHECKING:
     from drivetrain_tracking.media.pictures import Image as Image
     from drivetrain_tracking.media.pictures import Video as Video
     from drivetrain_tracking.media.sound import Audio as Audio
-    from drivetrain_tracking.platforms.platform import Platform as Platform
-    from drivetrain_tracking.protocol import InfoTracker as InfoTracker
-    from drivetrain_tracking.protocol import PlatformTracker as PlatformTracker
-    from drivetrain_tracking.records import LoggedRecord as LoggedRecord
-    from drivetrain_tracking.records import StoredMedium as StoredMedium
-    from drivetrain_tracking.run_info.collect import collect_info as collect_info
-    from drivetrain_tracking.errors import TrackerFailedError as TrackerFailedError
-    from drivetrain_tracking.errors import TrackerStateError as TrackerStateError
-    from drivetrain_tracking.errors import UnknownTrackerError as UnknownTrackerError
-    from drivetrain_tracking.errors import ValueNotLoggableError as ValueNotLoggableError
-    from drivetrain_tracking.group import TrackerGroup as TrackerGroup
-    from drivetrain_tracking.jsonl import JSONLTracker as JSONLTracker
     from drivetrain_tracking.plain import plain_config as plain_config
     from drivetrain_tracking.plain import plain_values as plain_values
+    from drivetrain_tracking.platforms.platform import Platform as Platform
+    from drivetrain_tracking.protocol import InfoTracker as InfoTracker
     from drivetrain_tracking.protocol import Metrics as Metrics
     from drivetrain_tracking.protocol import PlanTracker as PlanTracker
+    from drivetrain_tracking.protocol import PlatformTracker as PlatformTracker
     from drivetrain_tracking.protocol import Tracker as Tracker
+    from drivetrain_tracking.records import LoggedRecord as LoggedRecord
+    from drivetrain_tracking.records import StoredMedium as StoredMedium
     from drivetrain_tracking.registry import chosen_names as chosen_names
     from drivetrain_tracking.registry import make_tracker as make_tracker
     from drivetrain_tracking.registry import tracker_names as tracker_names
+    from drivetrain_tracking.run_info.collect import collect_info as collect_info
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
 
 # Public name -> the module that defines it.

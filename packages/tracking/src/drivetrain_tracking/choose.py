@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from drivetrain_tracking.arguments import check_tracker
 from drivetrain_tracking.forwarding.forwarded_tracker import ForwardedTracker
@@ -54,7 +54,9 @@ def make_trackers(
         if name == JSONLTracker.name:
             continue
         tracker = make_tracker(name, directory)
-        trackers.append(tracker if tracker.on_all_ranks else ForwardedTracker(name, log.path, settings=settings))
+        trackers.append(
+            tracker if tracker.on_all_ranks else ForwardedTracker(name, log.path, settings=settings)
+        )
     return trackers
 
 
@@ -69,6 +71,6 @@ def as_tracker(live: Any) -> Tracker:
     is_live = not isinstance(live, type) and not callable(getattr(live, "start", None))
     name = _TRACKER_OF_MODULE.get(type(live).__module__.partition(".")[0])
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name) if is_live and name else ():
-        return point.load().of(live)
+        return cast("Tracker", cast("Any", point.load()).of(live))
     check_tracker(live)
     return live

@@ -77,7 +77,7 @@ def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[A
     if not found:
         return values, ()
     copies: dict[int, Any] = {}
-    for (device, dtype), scalars in found.items():
+    for (_, dtype), scalars in found.items():
         pinned = torch.empty(len(scalars), dtype=dtype, pin_memory=True)
         pinned.copy_(torch.stack([scalar.detach() for scalar in scalars]), non_blocking=True)
         copies.update((id(scalar), one) for scalar, one in zip(scalars, pinned.unbind(), strict=True))

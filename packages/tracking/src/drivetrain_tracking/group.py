@@ -120,7 +120,10 @@ class TrackerGroup:
         """
         if self._is_started:
             raise TrackerStateError("start() again: the trackers are started already; finish() them first")
-        plain, plain_plan = plain_config({} if config is None else config), None if plan is None else plain_config(plan)
+        plain, plain_plan = (
+            plain_config({} if config is None else config),
+            None if plan is None else plain_config(plan),
+        )
         plain_info = None if info is None else plain_config(info)
         own = self._options("start", options)
         self._is_started = True
@@ -206,7 +209,9 @@ class TrackerGroup:
         for logged, plain in ready:
             record = replace(logged.record, values=plain)
 
-            def write(tracker: Tracker, record: LoggedRecord = record, options: Options = logged.options) -> None:
+            def write(
+                tracker: Tracker, record: LoggedRecord = record, options: Options = logged.options
+            ) -> None:
                 own = options.get(tracker.name, {})
                 if isinstance(tracker, PlatformTracker) and not own:
                     tracker.write([record])

@@ -168,6 +168,8 @@ def _end_of_log(path: Path) -> tuple[StepOrder, float]:
         last_time = max(last_time, record.get("time", 0.0))
         if "event" not in record and "step" in record:
             of_record = record.get("attempt", 1)
-            last_step = record["step"] if last_step is None or of_record > attempt else max(last_step, record["step"])
+            last_step = (
+                record["step"] if last_step is None or of_record > attempt else max(last_step, record["step"])
+            )
             attempt = max(attempt, of_record)
     return StepOrder(last_step, attempt), last_time

@@ -28,8 +28,8 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Plain]:
 def plain_config(config: Any) -> dict[str, Plain]:
     """Convert a run's configuration to plain values, with its secrets masked.
 
-    Dataclasses, namespaces, and objects with `model_dump` or `to_dict` become dicts, paths strings, enum members their
-    values, sets sorted lists. Any other object becomes its `repr`: a configuration is there to be read.
+    Dataclasses, namespaces, and objects with `model_dump` or `to_dict` become dicts, paths strings, enum members
+    their values, sets sorted lists. Any other object becomes its `repr`: a configuration is there to be read.
 
     Args:
         config: A mapping, or an object that becomes one.
@@ -40,7 +40,8 @@ def plain_config(config: Any) -> dict[str, Plain]:
     opened = _opened(config)
     if not isinstance(opened, dict):
         raise ValueNotLoggableError(
-            f"config={config!r}: allowed are a mapping, a dataclass, a namespace, and objects with model_dump or to_dict"
+            f"config={config!r}: allowed are a mapping, a dataclass, a namespace, and objects with model_dump or "
+            "to_dict"
         )
     return cast("dict[str, Plain]", mask_config(opened))
 
@@ -52,6 +53,8 @@ def _opened(value: Any) -> Plain:
     for kind, opener in _OPENERS:
         if isinstance(value, kind):
             return opener(value)
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        return _opened(value.item())
     for method in ("model_dump", "to_dict"):
         if not isinstance(value, type) and callable(getattr(value, method, None)):
             return _opened(getattr(value, method)())
@@ -60,8 +63,6 @@ def _opened(value: Any) -> Plain:
             field.name: MASK if field.metadata.get("secret") else _opened(getattr(value, field.name))
             for field in fields(value)
         }
-    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return _opened(value.item())
     return getattr(value, "__qualname__", None) or str(value)[:_LONGEST_REPR]
 
 
@@ -99,8 +100,10 @@ def _plain(value: object, path: tuple[object, ...]) -> Plain:
         if isinstance(value, kind):
             return kind(value)
     raise _refusal(
-        path, value, "is none that can be logged: log numbers, strings, booleans, or dicts of them; an Image, Table or other medium "
-        "by a name of its own, not within a dict"
+        path,
+        value,
+        "is none that can be logged: log numbers, strings, booleans, or dicts of them; an Image, Table or other "
+        "medium by a name of its own, not within a dict",
     )
 
 

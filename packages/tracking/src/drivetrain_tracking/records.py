@@ -48,16 +48,20 @@ class LoggedRecord:
     media: Mapping[str, StoredMedium] = field(default_factory=dict[str, StoredMedium])
 
 
-def flat_values(values: Mapping[str, Plain], *, separator: str = "/") -> dict[str, str | int | float | bool | None]:
+def flat_values(
+    values: Mapping[str, Plain], *, separator: str = "/"
+) -> dict[str, str | int | float | bool | None]:
     """Return nested values as one level: `{"lr": {"head": 0.1}}` becomes `{"lr/head": 0.1}`, lists by index."""
     flat: dict[str, str | int | float | bool | None] = {}
-    pending: list[tuple[str, Plain]] = list(reversed(values.items()))
+    pending: list[tuple[str, Plain]] = list(reversed(list(values.items())))
     while pending:
         name, value = pending.pop()
         if isinstance(value, Mapping):
-            pending += [(f"{name}{separator}{key}", item) for key, item in reversed(value.items())]
+            pending += [(f"{name}{separator}{key}", item) for key, item in reversed(list(value.items()))]
         elif isinstance(value, list):
-            pending += [(f"{name}{separator}{index}", item) for index, item in reversed(list(enumerate(value)))]
+            pending += [
+                (f"{name}{separator}{index}", item) for index, item in reversed(list(enumerate(value)))
+            ]
         else:
             flat[name] = value
     return flat
@@ -65,7 +69,9 @@ def flat_values(values: Mapping[str, Plain], *, separator: str = "/") -> dict[st
 
 def flat_numbers(values: Mapping[str, Plain]) -> dict[str, float]:
     """Return the numbers among nested values, as one level; true and false are 1 and 0."""
-    return {name: float(value) for name, value in flat_values(values).items() if isinstance(value, (int, float))}
+    return {
+        name: float(value) for name, value in flat_values(values).items() if isinstance(value, (int, float))
+    }
 
 
 def flat_texts(values: Mapping[str, Plain]) -> dict[str, str]:

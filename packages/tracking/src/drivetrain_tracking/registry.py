@@ -55,7 +55,9 @@ def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
 def _usable_names() -> list[str]:
     points = entry_points(group=ENTRY_POINT_GROUP)
     libraries = {point.name: getattr(point.load(), "library", None) for point in points}
-    return sorted(name for name, library in libraries.items() if library is None or find_spec(library) is not None)
+    return sorted(
+        name for name, library in libraries.items() if library is None or find_spec(library) is not None
+    )
 
 
 def _is_installed(name: str) -> bool:

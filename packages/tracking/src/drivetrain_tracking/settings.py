@@ -18,11 +18,15 @@ class TrackingSettings:
     )
     flush_seconds: float = field(
         default=1.0,
-        metadata={"help": "Seconds between flushes of the log to the disk: what a crash of the machine may lose."},
+        metadata={
+            "help": "Seconds between flushes of the log to the disk: what a crash of the machine may lose."
+        },
     )
     drain_seconds: float = field(
         default=30.0,
-        metadata={"help": "Seconds that the end of a run waits for platforms to take what is left in the log."},
+        metadata={
+            "help": "Seconds that the end of a run waits for platforms to take what is left in the log."
+        },
     )
     record_info: bool = field(
         default=True,

@@ -40,11 +40,15 @@ class StepOrder:
         last = self._last_step
         if last is not None and step <= last and self._may_repeat:
             self.attempt += 1
-            logger.info("step %d was logged before, up to step %d: attempt %d begins", step, last, self.attempt)
+            logger.info(
+                "step %d was logged before, up to step %d: attempt %d begins", step, last, self.attempt
+            )
         elif last is not None and step < last and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "step=%d is logged after step %d: it is kept, in the order of the calls; said once", step, last
+                "step=%d is logged after step %d: it is kept, in the order of the calls; said once",
+                step,
+                last,
             )
         self._may_repeat = False
         self._last_step = step

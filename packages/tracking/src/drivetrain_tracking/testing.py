@@ -167,14 +167,18 @@ class PlatformContract(TrackerContract):
         for attempt, steps in ((1, (1, 2, 3)), (2, (2, 3, 4))):
             tracker.write(
                 [
-                    LoggedRecord(time=next(times), step=step, attempt=attempt, values={"loss": step + attempt / 4})
+                    LoggedRecord(
+                        time=next(times), step=step, attempt=attempt, values={"loss": step + attempt / 4}
+                    )
                     for step in steps
                 ]
             )
         tracker.finish()
         losses = [(step, values.get("loss")) for step, values in self.logged(directory)]
         wanted = [(1, 1.25), (2, 2.25), (3, 3.25), (2, 2.5), (3, 3.5), (4, 4.5)]
-        assert sorted(losses) == sorted(wanted), f"both attempts are kept: {sorted(wanted)}, not {sorted(losses)}"
+        assert sorted(losses) == sorted(wanted), (
+            f"both attempts are kept: {sorted(wanted)}, not {sorted(losses)}"
+        )
 
 
 def _raises_state_error(call: Callable[[], None]) -> bool:

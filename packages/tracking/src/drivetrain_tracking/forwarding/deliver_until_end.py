@@ -33,7 +33,7 @@ class DeliveryLimits:
 def deliver_until_end(
     forwarder: Forwarder, limits: DeliveryLimits, *, on_progress: Callable[[Delivery], None] = lambda _: None
 ) -> bool:
-    """Deliver what is logged until nothing more will be, and try again, with doubling pauses, while the platform fails.
+    """Deliver a log until nothing more is logged; try again, with doubling pauses, while the platform fails.
 
     Args:
         forwarder: The delivery.

@@ -79,7 +79,10 @@ class ForwardedTracker:
             logger.warning(
                 "tracker %r did not take everything within %g s; nothing is lost: drivetrain track replay %s --to %s "
                 "sends the rest",
-                self.name, self._settings.drain_seconds, self._log.parent, self._made_by,
+                self.name,
+                self._settings.drain_seconds,
+                self._log.parent,
+                self._made_by,
             )
 
 

@@ -99,7 +99,9 @@ class Forwarder:
         return bool(self._waiting)
 
     def _next_batch(self) -> list[SpooledRecord]:
-        one_by_one = not isinstance(self._tracker, PlatformTracker) or self._waiting[0].end <= self._singly_end
+        one_by_one = (
+            not isinstance(self._tracker, PlatformTracker) or self._waiting[0].end <= self._singly_end
+        )
         most = 1 if one_by_one else _BATCH
         return list(takewhile(lambda found: "event" not in found.record, self._waiting[:most]))
 
@@ -107,9 +109,9 @@ class Forwarder:
         records = [logged_record(found.record, self._log.parent) for found in batch]
         self._ensure_started()
         if isinstance(self._tracker, PlatformTracker) and batch[0].end <= self._doubtful_end:
-            if held := self._tracker.count_held(records):
-                self._advance(batch[:held])
-                batch, records = batch[held:], records[held:]
+            held = self._tracker.count_held(records)
+            self._advance(batch[:held])
+            batch, records = batch[held:], records[held:]
         if not batch:
             return
         self._doubtful_end = max(self._doubtful_end, batch[-1].end)
@@ -135,7 +137,9 @@ class Forwarder:
     def _without_foreign_media(self, record: LoggedRecord, tracker: PlatformTracker) -> LoggedRecord:
         taken = {name: medium for name, medium in record.media.items() if medium.kind in tracker.media_kinds}
         for name in record.media.keys() - taken.keys():
-            logger.info("tracker %r has no %s: %r is beside the log only", tracker.name, record.media[name].kind, name)
+            logger.info(
+                "tracker %r has no %s: %r is beside the log only", tracker.name, record.media[name].kind, name
+            )
         return replace(record, media=taken)
 
     def _deliver_event(self, found: SpooledRecord) -> None:
@@ -173,6 +177,8 @@ class Forwarder:
     def _advance(
         self, batch: Sequence[SpooledRecord], *, num_refused: int = 0, run_offset: int | None = None
     ) -> None:
+        if not batch:
+            return
         self.delivery = replace(
             self.delivery,
             offset=batch[-1].end,

@@ -32,7 +32,9 @@ class ReplayArguments:
     to: str = field(metadata={"help": "Tracker to send to: wandb, mlflow, ..., or module:Class of your own."})
     from_start: bool = field(
         default=False,
-        metadata={"help": "Whether to begin at the first record, and leave out those that the platform holds."},
+        metadata={
+            "help": "Whether to begin at the first record, and leave out those that the platform holds."
+        },
     )
     patience_seconds: float = field(
         default=60.0, metadata={"help": "Seconds for which a platform that fails is tried again."}
@@ -57,12 +59,12 @@ def run(arguments: ReplayArguments) -> int:
     """Send what was not sent, and return the exit code; an error is one line on stderr and exit code 2."""
     log = arguments.folder / LOG_NAME
     if not log.is_file():
-        print(f"{arguments.folder}: there is no {LOG_NAME} in it; name the project_dir of a run", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"{arguments.folder}: there is no {LOG_NAME} in it; name the project_dir of a run\n")
         return _USAGE
     try:
         forwarder = _open(log, arguments)
     except (UnknownTrackerError, MissingLibraryError, DeliveryFileError, DeliveryInUseError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"{error}\n")
         return _USAGE
     before = forwarder.delivery
     try:
@@ -79,7 +81,9 @@ def run(arguments: ReplayArguments) -> int:
         told += f", {refused} that it does not take"
     if forwarder.num_damaged:
         told += f", {forwarder.num_damaged} damaged lines passed over"
-    print(told if is_delivered else f"{told}; the rest was not taken: run the command again")  # noqa: T201
+    sys.stdout.write(
+        (told if is_delivered else f"{told}; the rest was not taken: run the command again") + "\n"
+    )
     return 0 if is_delivered else _UNDELIVERED
 
 
@@ -97,7 +101,8 @@ def _show_progress(size_bytes: int) -> Callable[[Delivery], None]:
     def show(delivery: Delivery) -> None:
         if sys.stderr.isatty():
             share = delivery.offset / max(1, size_bytes)
-            print(f"\r{share:4.0%} of {size_bytes / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)  # noqa: T201
+            sys.stderr.write(f"\r{share:4.0%} of {size_bytes / 1e6:.1f} MB")
+            sys.stderr.flush()
 
     return show
 

@@ -81,7 +81,9 @@ class WriterProcess:
         try:
             return self._process.wait(timeout_seconds) == 0
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)  # a call of a platform's library may not hear anything else
+            self._process.send_signal(
+                signal.SIGKILL
+            )  # a call of a platform's library may not hear anything else
             self._process.wait()
             return False
 
@@ -101,11 +103,18 @@ class WriterProcess:
             now_delivered = self._delivered()
             if now_delivered != delivered:
                 crashes, delivered, changed_at, has_told = 0, now_delivered, time.monotonic(), False
-            elif not has_told and time.monotonic() - changed_at > _SILENCE_SECONDS and self._is_behind(delivered):
+            elif (
+                not has_told
+                and time.monotonic() - changed_at > _SILENCE_SECONDS
+                and self._is_behind(delivered)
+            ):
                 has_told = True
                 logger.warning(
                     "tracker %r has taken nothing for %d s; training goes on, and the values wait in %s (see %s)",
-                    self._command.platform, _SILENCE_SECONDS, self._command.log, self._command.output,
+                    self._command.platform,
+                    _SILENCE_SECONDS,
+                    self._command.log,
+                    self._command.output,
                 )
             if self._process.poll() is None:
                 continue
@@ -127,8 +136,17 @@ class WriterProcess:
 
     def _tell_end(self, what_next: str) -> None:
         code = self._process.returncode
-        how = f"signal {-code}" if code < 0 else "its failure" if code == EXIT_UNDELIVERED else f"exit code {code}"
+        how = (
+            f"signal {-code}"
+            if code < 0
+            else "its failure"
+            if code == EXIT_UNDELIVERED
+            else f"exit code {code}"
+        )
         logger.warning(
             "the process that writes to %r ended with %s and %s (see %s)",
-            self._command.platform, how, what_next, self._command.output,
+            self._command.platform,
+            how,
+            what_next,
+            self._command.output,
         )

@@ -72,7 +72,7 @@ class Histogram(Medium):
 
 @dataclass(frozen=True, slots=True)
 class Text(Medium):
-    """A text, such as a sample that a model generated. (A plain string is a value; a Text is shown as a document.)
+    """A text that is shown as a document, such as a sample that a model generated; a plain string is a value.
 
     Args:
         text: The text.

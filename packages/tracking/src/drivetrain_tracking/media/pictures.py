@@ -42,8 +42,8 @@ class Image(Medium):
         if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3, 4)):
             hint = "; pass channels_first=True" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
             raise ValueNotLoggableError(
-                f"Image: shape {tuple(pixels.shape)}: allowed are (height, width) and (height, width, channels) of 1, "
-                f"3 or 4 channels{hint}"
+                f"Image: shape {tuple(pixels.shape)}: allowed are (height, width) and (height, width, channels) of "
+                f"1, 3 or 4 channels{hint}"
             )
         return pixels
 
@@ -73,7 +73,9 @@ class Video(Medium):
                 f"Video: shape {tuple(frames.shape)}: frames have the shape (time, height, width, channels)"
             )
         if self.frames_per_second <= 0:
-            raise ValueNotLoggableError(f"Video(frames_per_second={self.frames_per_second!r}): must be above 0")
+            raise ValueNotLoggableError(
+                f"Video(frames_per_second={self.frames_per_second!r}): must be above 0"
+            )
         first, *rest = [_picture(frame) for frame in frames]
         path = stem.with_name(stem.name + ".gif")
         first.save(path, save_all=True, append_images=rest, duration=1000 / self.frames_per_second, loop=0)
@@ -95,7 +97,9 @@ class Figure(Medium):
     def store(self, stem: Path) -> StoredMedium:
         """Write a PNG file; see `Medium.store`."""
         if not callable(getattr(self.figure, "savefig", None)):
-            raise ValueNotLoggableError(f"Figure({type(self.figure).__name__}): it has no savefig, as matplotlib's have")
+            raise ValueNotLoggableError(
+                f"Figure({type(self.figure).__name__}): it has no savefig, as matplotlib's have"
+            )
         path = stem.with_name(stem.name + ".png")
         self.figure.savefig(path)
         return StoredMedium(kind="figure", path=path, caption=self.caption)

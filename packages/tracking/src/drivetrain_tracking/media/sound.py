@@ -37,7 +37,9 @@ class Audio(Medium):
                 f"Audio: shape {tuple(samples.shape)}: samples have the shape (time,) or (time, channels)"
             )
         if self.sample_rate is None or self.sample_rate <= 0:
-            raise ValueNotLoggableError(f"Audio(sample_rate={self.sample_rate!r}): say the samples per second")
+            raise ValueNotLoggableError(
+                f"Audio(sample_rate={self.sample_rate!r}): say the samples per second"
+            )
         numpy = media_library("numpy")
         if samples.dtype.kind == "f":
             samples = numpy.clip(numpy.nan_to_num(samples), -1, 1) * 32767

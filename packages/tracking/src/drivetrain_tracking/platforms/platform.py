@@ -84,7 +84,9 @@ class Platform(ABC):
             TrackerStateError: It is not started.
         """
         if not self._is_started:
-            raise TrackerStateError(f"{self.name}: a value before start(): call start(run_name, config) first")
+            raise TrackerStateError(
+                f"{self.name}: a value before start(): call start(run_name, config) first"
+            )
         self.write_records(records)
 
     def finish(self) -> None:
@@ -112,7 +114,7 @@ class Platform(ABC):
         A forwarder asks this of the records that were on their way when a writer was killed, or a call failed.
         """
 
-    def record_plan(self, plan: Metrics) -> None:
+    def record_plan(self, plan: Metrics) -> None:  # noqa: B027 - most have no place for it
         """Keep the run's effective plan. Platforms without a place for it leave it to the log."""
 
     def run_id(self, run_name: str) -> str | None:

@@ -57,9 +57,11 @@ def _hardware() -> dict[str, Plain]:
 
 def _accelerators() -> list[str]:
     torch: Any = sys.modules.get("torch")  # this package does not import it
-    accelerator = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
+    accelerator: Any = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
-    module = getattr(torch, accelerator.type)
-    name_of = getattr(module, "get_device_name", lambda index: f"{accelerator.type}:{index}")
-    return [str(name_of(index)) for index in range(torch.accelerator.device_count())]
+    name_of = getattr(getattr(torch, accelerator.type), "get_device_name", None)
+    return [
+        f"{accelerator.type}:{index}" if name_of is None else str(name_of(index))
+        for index in range(torch.accelerator.device_count())
+    ]

@@ -25,7 +25,9 @@ def git_info(folder: Path) -> dict[str, Plain] | None:
         "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
         "remote": mask_text(_git(folder, "config", "--get", "remote.origin.url") or ""),
         "diff": mask_text(diff[:_DIFF_BYTES]),
-        "untracked": list[Plain]((_git(folder, "ls-files", "--others", "--exclude-standard") or "").splitlines()[:1000]),
+        "untracked": list[Plain](
+            (_git(folder, "ls-files", "--others", "--exclude-standard") or "").splitlines()[:1000]
+        ),
     }
     if len(diff) > _DIFF_BYTES:
         info["diff_left_out"] = len(diff) - _DIFF_BYTES

@@ -6,12 +6,29 @@ from typing import Any, cast
 
 MASK = "***"
 
-# Words of a name that say what its value is. "token" is a word of vocabularies too (pad_token, num_tokens), so that it
-# counts alone, or behind a word that says whose it is.
-_SECRET_WORDS = frozenset({"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"})
+# Words of a name that say what its value is. "token" is a word of vocabularies too (pad_token, num_tokens), so that
+# it counts alone, or behind a word that says whose it is.
+_SECRET_WORDS = frozenset(
+    {"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
+)
 _KEY_OWNERS = frozenset({"api", "access", "private", "secret", "account", "encryption", "signing"})
 _TOKEN_OWNERS = frozenset(
-    {"access", "api", "auth", "bearer", "bot", "gh", "github", "gitlab", "hf", "hub", "id", "refresh", "session", "wandb"}
+    {
+        "access",
+        "api",
+        "auth",
+        "bearer",
+        "bot",
+        "gh",
+        "github",
+        "gitlab",
+        "hf",
+        "hub",
+        "id",
+        "refresh",
+        "session",
+        "wandb",
+    }
 )
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
@@ -22,7 +39,9 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
-_ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_][\w.-]*)(?P<between>[\"']?\s*[:=]\s*[\"']?)(?P<value>[^\s\"',;]{4,})")
+_ASSIGNMENT = re.compile(
+    r"(?P<name>[A-Za-z_][\w.-]*)(?P<between>[\"']?\s*[:=]\s*[\"']?)(?P<value>[^\s\"',;]{4,})"
+)
 
 
 def is_secret_name(name: str) -> bool:

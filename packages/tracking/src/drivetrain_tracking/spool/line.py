@@ -41,7 +41,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     body, tail = line[:-_TAIL], line[-_TAIL:]
     if not tail.startswith(_MARK) or not tail.endswith(_END):
         return None
-    if tail != b'%b%08x%b' % (_MARK, crc32(body), _END):
+    if tail != b"%b%08x%b" % (_MARK, crc32(body), _END):
         return None
     return json.loads(body + b"}")
 

@@ -25,8 +25,8 @@ class Spool:
     A record is with the operating system when `append` returns: it survives the end of this process by any signal. It
     survives the end of the machine from the next flush on, which a thread of the spool makes every `flush_seconds`.
 
-    A disk that is full or fails takes nothing from training: records that could not be written are counted, told once,
-    and a record of their number follows when the disk takes records again.
+    A disk that is full or fails takes nothing from training: records that could not be written are counted, told
+    once, and a record of their number follows when the disk takes records again.
 
     Args:
         path: The file, created if it is missing; what a killed process left of a line is removed first.
@@ -130,7 +130,9 @@ def _open_alone(path: Path) -> int:
             f"{path}: another run logs to this file; give each run a folder of its own, or end the other one first"
         ) from None
     except OSError as error:
-        logger.warning("%s has no locks (%s): a second run that logs there is not noticed", path.parent, error)
+        logger.warning(
+            "%s has no locks (%s): a second run that logs there is not noticed", path.parent, error
+        )
     return file
 
 
