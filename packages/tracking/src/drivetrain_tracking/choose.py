@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from drivetrain_tracking.arguments import check_tracker
 from drivetrain_tracking.forwarding.forwarded_tracker import ForwardedTracker
@@ -71,6 +71,7 @@ def as_tracker(live: Any) -> Tracker:
     is_live = not isinstance(live, type) and not callable(getattr(live, "start", None))
     name = _TRACKER_OF_MODULE.get(type(live).__module__.partition(".")[0])
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name) if is_live and name else ():
-        return cast("Tracker", cast("Any", point.load()).of(live))
+        platform: Any = point.load()
+        return platform.of(live)
     check_tracker(live)
     return live

@@ -109,7 +109,7 @@ def _picture(pixels: Any) -> Any:
     """Return a Pillow image of pixels, shape (height, width) or (height, width, channels)."""
     numpy = media_library("numpy")
     if pixels.dtype.kind == "f":
-        pixels = numpy.clip(numpy.nan_to_num(pixels) * 255.0 + 0.5, 0, 255)
+        pixels = numpy.clip(numpy.nan_to_num(pixels), 0, 1) * 255.0 + 0.5
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]
     return media_library("PIL.Image").fromarray(pixels.astype(numpy.uint8))

@@ -57,9 +57,9 @@ def _hardware() -> dict[str, Plain]:
 
 def _accelerators() -> list[str]:
     torch: Any = sys.modules.get("torch")  # this package does not import it
-    accelerator: Any = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    if torch is None or not torch.accelerator.is_available():
         return []
+    accelerator: Any = torch.accelerator.current_accelerator()
     name_of = getattr(getattr(torch, accelerator.type), "get_device_name", None)
     return [
         f"{accelerator.type}:{index}" if name_of is None else str(name_of(index))
