@@ -28,7 +28,7 @@ from rounds import RESULTS, Table, installed, repeated, report, take_turns
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from drivetrain_memory import PeakMemory
+from drivetrain_memory import PeakRecord, record_peak
 
 WIDTH, BLOCKS, ITEMS = 512, 6, 64
 STEPS = 3  # in one turn
@@ -291,7 +291,7 @@ def measure(way: Way, arguments: argparse.Namespace) -> None:
     found: dict[str, list[float]]
     if arguments.contestant:
         import_all(way)
-        with PeakMemory() as peak:
+        with record_peak() as peak:
             step = contestants(way)[arguments.contestant]()
             for _ in range(STEPS):
                 step()
@@ -334,7 +334,7 @@ def synchronised(step: Step) -> Step:
     return waited
 
 
-def peak_bytes(peak: PeakMemory) -> int:
+def peak_bytes(peak: PeakRecord) -> int:
     """What model and steps added at most: on the device, or to the process."""
     if peak.device_bytes is not None and peak.device_before_bytes is not None:
         return peak.device_bytes - peak.device_before_bytes

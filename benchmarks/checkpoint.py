@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from drivetrain import Accelerator
-from drivetrain_memory import PeakMemory
+from drivetrain_memory import record_peak
 
 WIDTH, LAYERS = 2048, 36  # 151 million parameters: 604 MB, with AdamW 1.8 GB
 STEP_WIDTH, STEP_ITEMS = 256, 256  # of the training that goes on meanwhile
@@ -283,7 +283,7 @@ def measure_memory(ours: Run) -> dict[str, float]:
         ),
         "load": lambda: ours.accelerator.load_state(),
     }.items():
-        with PeakMemory() as memory:
+        with record_peak() as memory:
             call()
         found[name] = memory.host_bytes - memory.host_before_bytes
     return found

@@ -59,10 +59,10 @@ def save(library: str, length: int, folder: Path) -> None:
 
 def first_batch(library: str, length: int, folder: Path | None) -> Mapping[str, float]:
     """Seconds to the first batch of a fresh epoch, or of the rest of a saved one; and the peak of bytes it took."""
-    from drivetrain_memory import PeakMemory
+    from drivetrain_memory import record_peak
 
     accelerator, loader, skip_first_batches = start(library, length)
-    with PeakMemory() as memory:
+    with record_peak() as memory:
         began = time.perf_counter()
         if folder is not None:
             accelerator.load_state(folder)

@@ -7,19 +7,25 @@ import torch
 from torch import nn
 
 from accelerator import device
-from drivetrain_memory import PeakMemory, find_executable_batch_size, free_memory
+from drivetrain_memory import (
+    MemoryTracker,
+    find_executable_batch_size,
+    free_memory,
+    memory_breakdown,
+    record_peak,
+)
 
 MB = 2**20
 
 
 def measures() -> None:
     place = torch.device(device.NAME, 0)
-    with PeakMemory() as memory:
+    with record_peak() as memory:
         before = memory.device_before_bytes
         assert before is not None
         block = torch.ones(3 * MB, dtype=torch.uint8, device=place)
         del block
-        with PeakMemory() as inner:
+        with record_peak() as inner:
             torch.ones(MB, dtype=torch.uint8, device=place)
         assert inner.device_bytes is not None
         assert MB <= inner.device_bytes - before < 2 * MB
@@ -27,6 +33,31 @@ def measures() -> None:
     assert 3 * MB <= memory.device_bytes - before < 4 * MB
     assert memory.device_reserved_bytes is not None
     assert memory.device_reserved_bytes >= memory.device_bytes
+
+
+def tracks() -> None:
+    place = torch.device(device.NAME, 0)
+    name = f"{device.NAME}:0"
+    model = nn.Linear(512, 512, bias=False).to(place)
+    with device.synchronisations() as waits, MemoryTracker(None, interval_seconds=0.01) as tracker:
+        with tracker.phase("forward") as peak:
+            block = torch.ones(3 * MB, dtype=torch.uint8, device=place)
+            del block
+        metrics = tracker.as_metrics()
+        found = tracker.record_breakdown(model)
+    assert waits == []
+    assert metrics[f"memory/{name}/allocated_bytes"] >= MB
+    (of_device, *_) = peak.devices
+    assert of_device.device == name
+    assert 3 * MB <= of_device.peak_bytes - of_device.before_bytes < 4 * MB
+    summary = tracker.summary()
+    assert summary.phases["forward"].device_peak_bytes == sum(one.peak_bytes for one in peak.devices)
+    assert summary.device_peaks[name] >= of_device.peak_bytes
+    assert found.by_device[name]["parameters"] == 4 * 512 * 512
+    assert found.by_device[name]["rest"] >= 0
+    beside = torch.ones(2 * MB, dtype=torch.uint8, device=place)
+    assert memory_breakdown(model).by_device[name]["rest"] >= found.by_device[name]["rest"] + 2 * MB
+    del beside
 
 
 def searches() -> None:
@@ -62,3 +93,9 @@ def test_a_batch_size_that_fits_is_found_and_nothing_is_left_of_the_others(
     on_accelerators: Callable[..., list[object]],
 ) -> None:
     on_accelerators(searches)
+
+
+def test_a_tracker_sees_the_device_without_waiting_for_it(
+    on_accelerators: Callable[..., list[object]],
+) -> None:
+    on_accelerators(tracks)

@@ -64,9 +64,9 @@ def test_what_imports_a_change_is_reached(workspace: Path, changed: str, reached
 
 
 def test_a_leaf_of_this_workspace_reaches_its_own_tests_alone() -> None:
-    found = reached_tests(ROOT, [ROOT / "packages/memory/src/drivetrain_memory/peak.py"])
+    found = reached_tests(ROOT, [ROOT / "packages/memory/src/drivetrain_memory/peaks/peak_record.py"])
     assert found is not None
-    assert ROOT / "tests/memory/test_peak.py" in found
+    assert ROOT / "tests/memory/peaks/test_peak_record.py" in found
     assert not [file for file in found if "dispatch" in file.parts]
 
 

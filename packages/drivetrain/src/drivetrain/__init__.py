@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from drivetrain_dispatch import retie_parameters as retie_parameters
     from drivetrain_launcher import debug_launcher as debug_launcher
     from drivetrain_launcher import notebook_launcher as notebook_launcher
-    from drivetrain_memory import PeakMemory as PeakMemory
     from drivetrain_memory import find_executable_batch_size as find_executable_batch_size
     from drivetrain_memory import free_memory as free_memory
+    from drivetrain_memory import record_peak as record_peak
     from drivetrain_precision import PrecisionError as PrecisionError
     from drivetrain_precision import PrecisionSettings as PrecisionSettings
     from drivetrain_precision import supported_modes as supported_modes
@@ -79,7 +79,6 @@ _HOMES = {
     "Layers": "drivetrain_config",
     "PairingError": "drivetrain_backends",
     "ParallelDims": "drivetrain_state",
-    "PeakMemory": "drivetrain_memory",
     "PlanMismatchError": "drivetrain.effective_plan",
     "PlanRow": "drivetrain.effective_plan",
     "PrecisionError": "drivetrain_precision",
@@ -107,6 +106,7 @@ _HOMES = {
     "load_checkpoint_and_dispatch": "drivetrain_dispatch",
     "load_checkpoint_in_model": "drivetrain_dispatch",
     "notebook_launcher": "drivetrain_launcher",
+    "record_peak": "drivetrain_memory",
     "register_backend": "drivetrain_backends",
     "remove_hooks": "drivetrain_dispatch",
     "resolve": "drivetrain_config",

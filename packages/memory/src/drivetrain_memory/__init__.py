@@ -1,27 +1,63 @@
-"""Measure peak memory, find a batch size that fits, free cached memory, and profile.
+"""Measure peak memory, follow it over a run, say where it went, and find a batch size that fits.
 
-`PeakMemory` reads the counters of the kernel and of the accelerator's allocator, so that it misses no short peak.
-`find_executable_batch_size` halves a batch size until a function fits in memory. `profile` writes one trace per rank.
+`record_peak` reads the counters of the kernel and of the accelerators' allocators, so that it misses no short peak.
+`MemoryTracker` samples a whole run, `memory_breakdown` says what holds memory, `MemoryGuard` speaks up before the
+kernel ends the process. `find_executable_batch_size` halves a batch size until a function fits in memory. `profile`
+writes one trace per rank.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain_memory.batch_size import find_executable_batch_size as find_executable_batch_size
+    from drivetrain_memory.breakdown.activations import ActivationMemory as ActivationMemory
+    from drivetrain_memory.breakdown.activations import record_activations as record_activations
+    from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown as MemoryBreakdown
+    from drivetrain_memory.breakdown.memory_shares import ModuleMemory as ModuleMemory
+    from drivetrain_memory.breakdown.model_memory import memory_breakdown as memory_breakdown
     from drivetrain_memory.errors import NoBatchSizeFitsError as NoBatchSizeFitsError
     from drivetrain_memory.free import free_memory as free_memory
+    from drivetrain_memory.memory_guard import MemoryGuard as MemoryGuard
     from drivetrain_memory.out_of_memory import is_out_of_memory as is_out_of_memory
-    from drivetrain_memory.peak import PeakMemory as PeakMemory
+    from drivetrain_memory.peaks.device_peak import DevicePeak as DevicePeak
+    from drivetrain_memory.peaks.host_peak import ChildPeak as ChildPeak
+    from drivetrain_memory.peaks.peak_record import PeakRecord as PeakRecord
+    from drivetrain_memory.peaks.peak_record import record_peak as record_peak
     from drivetrain_memory.profiling import profile as profile
+    from drivetrain_memory.report.page import write_page as write_page
+    from drivetrain_memory.report.plot import plot_memory as plot_memory
+    from drivetrain_memory.tracker.memory_tracker import MemoryTracker as MemoryTracker
+    from drivetrain_memory.tracker.rank_summary import RankSummary as RankSummary
+    from drivetrain_memory.tracker.rank_summary import RunMemory as RunMemory
+    from drivetrain_memory.tracker.rank_summary import merge_summaries as merge_summaries
+    from drivetrain_memory.tracker.rank_summary import read_summaries as read_summaries
+    from drivetrain_memory.usage.sampler import SamplerSettings as SamplerSettings
 
 # Public name -> the module that defines it.
 _MODULES = {
+    "ActivationMemory": "breakdown.activations",
+    "ChildPeak": "peaks.host_peak",
+    "DevicePeak": "peaks.device_peak",
+    "MemoryBreakdown": "breakdown.memory_shares",
+    "MemoryGuard": "memory_guard",
+    "MemoryTracker": "tracker.memory_tracker",
+    "ModuleMemory": "breakdown.memory_shares",
     "NoBatchSizeFitsError": "errors",
-    "PeakMemory": "peak",
+    "PeakRecord": "peaks.peak_record",
+    "RankSummary": "tracker.rank_summary",
+    "RunMemory": "tracker.rank_summary",
+    "SamplerSettings": "usage.sampler",
     "find_executable_batch_size": "batch_size",
     "free_memory": "free",
     "is_out_of_memory": "out_of_memory",
+    "memory_breakdown": "breakdown.model_memory",
+    "merge_summaries": "tracker.rank_summary",
+    "plot_memory": "report.plot",
     "profile": "profiling",
+    "read_summaries": "tracker.rank_summary",
+    "record_activations": "breakdown.activations",
+    "record_peak": "peaks.peak_record",
+    "write_page": "report.page",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

@@ -1,0 +1,161 @@
+"""The memory of activations: tensors that a forward saves for the backward, by the module that saves them."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain_memory.breakdown.storages import StorageKey, StorageSize, storages_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationMemory:
+    """The activations of a block.
+
+    Attributes:
+        peak_bytes: The most that was saved at one time, over all devices.
+        held_bytes: The bytes that are saved now; after the block, those whose backward has not run.
+        peak_by_device: The bytes on each device at that time.
+        by_module: The peak of each module by name, each at its own time; empty for tensors saved outside any module.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+    peak_by_device: Mapping[str, int]
+    by_module: Mapping[str, int]
+
+
+class ActivationRecorder:
+    """The count of saved tensors; `record_activations` makes it. A storage counts once, until no graph holds it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model_storages = {
+            storage.key
+            for tensor in (*model.parameters(), *model.buffers())
+            for storage in storages_of(tensor)
+        }
+        self._lock = threading.RLock()  # a graph is freed in autograd's threads, and at any allocation
+        self._modules: list[str] = []
+        self._holders: dict[StorageKey, int] = defaultdict(int)
+        self._owners: dict[StorageKey, str] = {}
+        self._held = 0
+        self._peak = 0
+        self._by_device: dict[str, int] = defaultdict(int)
+        self._peak_by_device: dict[str, int] = {}
+        self._by_module: dict[str, int] = defaultdict(int)
+        self._peak_by_module: dict[str, int] = defaultdict(int)
+
+    def memory(self) -> ActivationMemory:
+        """Return what was saved so far."""
+        with self._lock:
+            return ActivationMemory(
+                peak_bytes=self._peak,
+                held_bytes=self._held,
+                peak_by_device=dict(self._peak_by_device),
+                by_module=dict(self._peak_by_module),
+            )
+
+    def enter(self, name: str) -> None:
+        """Note that a module's forward begins."""
+        self._modules.append(name)
+
+    def leave(self) -> None:
+        """Note that a module's forward ended."""
+        self._modules.pop()
+
+    def pack(self, tensor: torch.Tensor) -> "_Saved":
+        """Count a tensor that autograd saves."""
+        counted = [storage for storage in storages_of(tensor) if storage.key not in self._model_storages]
+        with self._lock:
+            for storage in counted:
+                self._holders[storage.key] += 1
+                if self._holders[storage.key] == 1:
+                    self._owners[storage.key] = self._modules[-1] if self._modules else ""
+                    self._change(storage, storage.size_bytes)
+        return _Saved(self, tensor, counted)
+
+    def release(self, counted: list[StorageSize]) -> None:
+        """Take the storages of a saved tensor off the count."""
+        with self._lock:
+            for storage in counted:
+                self._holders[storage.key] -= 1
+                if not self._holders[storage.key]:
+                    self._change(storage, -storage.size_bytes)
+                    del self._holders[storage.key], self._owners[storage.key]
+
+    def _change(self, storage: StorageSize, added_bytes: int) -> None:
+        owner = self._owners[storage.key]
+        self._held += added_bytes
+        self._by_device[storage.key.device] += added_bytes
+        self._by_module[owner] += added_bytes
+        self._peak_by_module[owner] = max(self._peak_by_module[owner], self._by_module[owner])
+        if self._held > self._peak:
+            self._peak, self._peak_by_device = self._held, dict(self._by_device)
+
+
+class _Saved:
+    """A saved tensor in a graph; it is counted as long as the graph holds this."""
+
+    __slots__ = ("_counted", "_recorder", "tensor")
+
+    def __init__(
+        self, recorder: ActivationRecorder, tensor: torch.Tensor, counted: list[StorageSize]
+    ) -> None:
+        self._recorder, self.tensor, self._counted = recorder, tensor, counted
+
+    def __del__(self) -> None:
+        self._recorder.release(self._counted)
+
+
+@contextmanager
+def record_activations(model: nn.Module) -> Generator[ActivationRecorder]:
+    """Measure the tensors that forwards save for their backward, by the module that saves them.
+
+    Torch's hooks for saved tensors tell of each; parameters and buffers of the model are not counted. It costs some
+    10 us for each saved tensor, so measure one step, not all. What `torch.compile` saves counts for the module whose
+    forward was compiled; activation checkpointing saves its inputs alone, as it should. Forwards of several threads
+    are counted together, and their modules are mixed up.
+
+    Args:
+        model: The model; hooks are put on all of its modules for the block.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(10, 20), nn.ReLU())
+        >>> with record_activations(model) as recorder:
+        ...     loss = model(torch.ones(5, 10)).sum()
+        >>> recorder.memory().peak_bytes  # the input of the layer, and the output of ReLU
+        600
+    """
+    recorder = ActivationRecorder(model)
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(_entering(recorder, name)).remove)
+            # `always_call`: a forward that raises has left the module too.
+            stack.callback(module.register_forward_hook(_leaving(recorder), always_call=True).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, _unpack))
+        yield recorder
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.tensor
+
+
+def _entering(recorder: ActivationRecorder, name: str) -> Callable[..., None]:
+    def enter(module: nn.Module, inputs: object) -> None:
+        del module, inputs
+        recorder.enter(name)
+
+    return enter
+
+
+def _leaving(recorder: ActivationRecorder) -> Callable[..., None]:
+    def leave(module: nn.Module, inputs: object, output: object) -> None:
+        del module, inputs, output
+        recorder.leave()
+
+    return leave

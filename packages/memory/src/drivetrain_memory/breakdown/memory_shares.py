@@ -1,0 +1,87 @@
+"""The values that say where memory went; they need no torch."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "activations")
+REST = "rest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMemory:
+    """The memory of the tensors that one module itself holds, without those of the modules in it, in bytes.
+
+    Attributes:
+        name: The name in the model, such as "layers.0.attention"; empty for the model itself.
+        kind: The class of the module.
+        parameters: The bytes of its parameters.
+        gradients: The bytes of their gradients.
+        optimizer_states: The bytes of their optimizer states.
+        buffers: The bytes of its buffers.
+        activations: The bytes of tensors that its forward saved for the backward, at its own peak.
+    """
+
+    name: str
+    kind: str
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+    buffers: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """The bytes of all kinds together."""
+        return self.parameters + self.gradients + self.optimizer_states + self.buffers + self.activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """The memory of a model by kind, device and module.
+
+    Attributes:
+        by_device: The bytes of each kind ("parameters", "gradients", "optimizer_states", "buffers", "activations",
+            "rest") on each device. "rest" is what the device's allocator holds for tensors beside these.
+        modules: The modules that hold memory, in the model's order.
+        shared: The names of tensors that share the storage of one before them, such as tied weights, and its name.
+    """
+
+    by_device: Mapping[str, Mapping[str, int]]
+    modules: tuple[ModuleMemory, ...]
+    shared: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The bytes of each kind over all devices."""
+        found: dict[str, int] = defaultdict(int)
+        for kinds in self.by_device.values():
+            for kind, size_bytes in kinds.items():
+                found[kind] += size_bytes
+        return dict(found)
+
+    def by_prefix(self, depth: int) -> tuple[ModuleMemory, ...]:
+        """Return the memory of modules down to a depth of names, what is below them included.
+
+        Args:
+            depth: The number of parts of a name: 1 for "layers", 2 for "layers.0".
+
+        Raises:
+            ValueError: The depth is not positive.
+        """
+        if depth < 1:
+            raise ValueError(f"depth={depth}: must be at least 1")
+        found: dict[str, ModuleMemory] = {}
+        for module in self.modules:
+            name = ".".join(module.name.split(".")[:depth])
+            before = found.get(name, ModuleMemory(name=name, kind=module.kind if name == module.name else ""))
+            found[name] = _sum(before, module)
+        return tuple(found.values())
+
+    def largest(self, number: int) -> tuple[ModuleMemory, ...]:
+        """Return the modules that hold most, largest first."""
+        return tuple(sorted(self.modules, key=lambda module: -module.total)[:number])
+
+
+def _sum(left: ModuleMemory, right: ModuleMemory) -> ModuleMemory:
+    return replace(left, **{kind: getattr(left, kind) + getattr(right, kind) for kind in KINDS})

@@ -1,0 +1,194 @@
+"""Watch the memory of a program from outside: of a process that runs, or of a command that is started."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import psutil
+
+from drivetrain_memory.cli.live_table import LiveTable
+from drivetrain_memory.peaks.process_peak import read_high_water
+from drivetrain_memory.report.page import write_page
+from drivetrain_memory.report.quantities import bytes_text, seconds_text
+from drivetrain_memory.tracker.rank_summary import RankSummary, merge_summaries, write_summary
+from drivetrain_memory.tracker.sample_recorder import SampleRecorder, samples_file
+from drivetrain_memory.usage.sampler import UsageSampler
+
+_USAGE, _NOT_FOUND, _NOT_EXECUTABLE, _BY_SIGNAL = 2, 127, 126, 128  # exit codes, as shells have them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchArguments:
+    """The arguments of `drivetrain memory watch`."""
+
+    target: str = field(
+        metadata={"positional": True, "help": "A process id, or a command after `--`; flags stand before it."}
+    )
+    command: tuple[str, ...] = field(
+        default=(), metadata={"rest": True, "help": "The arguments of the command."}
+    )
+    interval: float = field(default=0.1, metadata={"help": "Seconds between two samples."})
+    out: str = field(
+        default="memory-watch", metadata={"help": "Folder for samples, summary and page (memory.html)."}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.001 <= self.interval <= 3600:
+            raise ValueError(f"--interval {self.interval}: give 0.001 to 3600 seconds")
+
+
+class Command(NamedTuple):
+    """A subcommand of `drivetrain`, in the shape that the launcher takes.
+
+    Attributes:
+        arguments: The dataclass of its arguments.
+        run: A function that takes the arguments and returns the exit code.
+        help: A description in one sentence.
+    """
+
+    arguments: type[Any]
+    run: Callable[[Any], int]
+    help: str
+
+
+def run(arguments: WatchArguments) -> int:
+    """Watch until the program ends, or Ctrl-C ends the watch of a process; write summary and page.
+
+    Returns:
+        The exit code of the command, 128 and the signal's number if a signal ended it; 0 for a process that was
+        watched; 2 for a process that is not there.
+    """
+    if arguments.target.isdecimal() and not arguments.command:
+        return _watch_process(arguments, int(arguments.target))
+    try:
+        process = subprocess.Popen([arguments.target, *arguments.command])
+    except FileNotFoundError:
+        return _fail(
+            f"no program {arguments.target!r}: give a process id, or a command after `--`", _NOT_FOUND
+        )
+    except OSError as error:
+        return _fail(f"{arguments.target!r} does not start: {error}", _NOT_EXECUTABLE)
+    with _handing_signals_on(process):
+        # The program owns stdout: what is shown here goes beside it.
+        watch = _Watch(arguments, process.pid, LiveTable(sys.stderr))
+        while process.poll() is None and watch.look():
+            time.sleep(arguments.interval)
+        code = process.wait()
+    watch.end(sys.stderr)
+    return code if code >= 0 else _BY_SIGNAL - code
+
+
+def _watch_process(arguments: WatchArguments, pid: int) -> int:
+    if not psutil.pid_exists(pid):
+        return _fail(f"no process {pid}: `ps` lists those that run", _USAGE)
+    watch = _Watch(arguments, pid, LiveTable(sys.stdout))
+    try:
+        while watch.look():
+            time.sleep(arguments.interval)
+    except KeyboardInterrupt:  # the end of the watch, not of the program
+        pass
+    watch.end(sys.stdout)
+    return 0
+
+
+class _Watch:
+    """A watch in progress."""
+
+    def __init__(self, arguments: WatchArguments, pid: int, table: LiveTable) -> None:
+        self._folder, self._pid, self._table = Path(arguments.out), pid, table
+        self._recorder = SampleRecorder(
+            UsageSampler(pid),
+            rank=0,
+            interval_seconds=arguments.interval,
+            file=samples_file(self._folder, 0),
+        )
+        self._cpu_before = time.process_time()
+        self._peak_bytes, self._source = 0, "sampled"
+
+    def look(self) -> bool:
+        """Take and show a sample; return False if the process ended."""
+        # The mark is not reset: the peak since the process began is what a watch from outside should tell.
+        mark = read_high_water(self._pid)
+        if mark is not None:
+            self._peak_bytes, self._source = max(self._peak_bytes, mark.peak_bytes), "kernel"
+        if psutil.pid_exists(self._pid) and _is_zombie(self._pid):
+            return False
+        if not self._recorder.take():
+            return False
+        self._table.show(self._recorder.newest)
+        return True
+
+    def end(self, stream: Any) -> None:
+        """Write the summary and the page, and say where they are."""
+        self._recorder.close()
+        summary = self._summary()
+        write_summary(self._folder, summary)
+        page = write_page(
+            self._folder / "memory.html", merge_summaries([summary]), title=f"Memory of process {self._pid}"
+        )
+        stream.write(f"{summary_text(summary)}\n{page}\n")
+
+    def _summary(self) -> RankSummary:
+        return self._recorder.summary(
+            host_peak_bytes=self._peak_bytes,
+            host_source=self._source,
+            device_peaks={},
+            phases={},
+            sampling_cpu_seconds=time.process_time() - self._cpu_before,
+        )
+
+
+def summary_text(summary: RankSummary) -> str:
+    """Return the end of a watch in a line."""
+    children = summary.peaks.get("children/resident_bytes")
+    below = f", processes below it {bytes_text(children.value)}" if children and children.value else ""
+    return (
+        f"process {summary.pid}, {seconds_text(summary.seconds)}: peak {bytes_text(summary.host_peak_bytes)} "
+        f"by the {summary.host_source}{below}; {summary.num_samples} samples"
+    )
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
+@contextmanager
+def _handing_signals_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
+    """Hand SIGTERM on to the program, and leave Ctrl-C to it: the terminal sends that to both."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        del frame
+        process.send_signal(number)
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        del number, frame
+
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, hand_on)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"drivetrain: error: {message}\n")
+    return code
+
+
+command = Command(
+    arguments=WatchArguments,
+    run=run,
+    help="Watch the memory of a process, or of a command, from outside; write a summary and an HTML page.",
+)

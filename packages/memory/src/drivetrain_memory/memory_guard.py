@@ -1,0 +1,182 @@
+"""A guard that speaks up before the kernel ends the process for its memory."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown
+from drivetrain_memory.report.quantities import bytes_text
+from drivetrain_memory.usage.memory_cgroup import (
+    CGROUP_ROOT,
+    CgroupFiles,
+    CgroupUsage,
+    find_cgroups,
+    read_cgroup,
+)
+from drivetrain_memory.usage.process_tree import PROC
+
+_logger = logging.getLogger(__name__)
+_REARM = 0.05  # held memory falls by this part of the limit below the threshold before another warning
+_NUM_NAMED = 5
+
+
+class MemoryGuard:
+    """A thread that watches the limit of this job's control group.
+
+    Near the limit it warns with what holds memory; on request it raises `should_stop`, which a training loop reads at
+    each step, at the cost of an attribute, to save a checkpoint and end before the kernel kills it. What the kernel
+    can drop does not count:
+
+        held = current - (active_file + inactive_file - dirty - writeback + slab_reclaimable)
+
+    The guard looks at the group's size, which is cheap, and at its statistics only when the size with all cache is
+    near the limit. An allocation that goes from below the threshold past the limit between two looks is not caught.
+    Without a limit it does nothing. Made on each rank; where ranks are to stop together, reduce the flag over them.
+
+    Args:
+        warn_at: The part of the limit at which it warns; once, until held memory has fallen by 5 % of the limit.
+        stop_at: The part of the limit at which `should_stop` becomes true; None for never.
+        interval_seconds: The time between two looks.
+        describe: A function that says where memory went, such as `lambda: memory_breakdown(model, optimizer)`; it is
+            called in the guard's thread, once for each warning.
+        cgroup_root: The folder where the system mounts control groups.
+        proc: The folder of the kernel's process files.
+
+    Raises:
+        ValueError: A threshold is not above 0 and at most 1, or the interval is not positive.
+
+    Example:
+        >>> with MemoryGuard(stop_at=0.95) as guard:
+        ...     for step in range(3):
+        ...         if guard.should_stop:
+        ...             break
+    """
+
+    def __init__(
+        self,
+        *,
+        warn_at: float = 0.9,
+        stop_at: float | None = None,
+        interval_seconds: float = 0.1,
+        describe: Callable[[], MemoryBreakdown] | None = None,
+        cgroup_root: Path = CGROUP_ROOT,
+        proc: Path = PROC,
+    ) -> None:
+        for name, value in (("warn_at", warn_at), ("stop_at", stop_at)):
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name}={value!r}: give a part of the limit above 0 and at most 1")
+        if not interval_seconds > 0:
+            raise ValueError(f"interval_seconds={interval_seconds!r}: must be above 0")
+        self.should_stop = False
+        self._warn_at, self._stop_at = warn_at, stop_at
+        self._interval_seconds, self._describe = interval_seconds, describe
+        self._groups = tuple(
+            group for group in find_cgroups(root=cgroup_root, proc=proc) if group.limit_bytes is not None
+        )
+        self._is_armed = True
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The smallest limit of the groups that this process is in, in bytes; None without one."""
+        return min((group.limit_bytes for group in self._groups if group.limit_bytes), default=None)
+
+    def check(self) -> CgroupUsage | None:
+        """Look once, now; warn and raise the flag where they are due.
+
+        Returns:
+            The usage of the group that is nearest to its limit, if one is near; None otherwise.
+        """
+        least = min(self._warn_at, self._stop_at or 1.0)
+        near = [usage for group in self._groups if (usage := _usage_above(group, least - _REARM)) is not None]
+        usage = max(near, key=lambda one: one.held_fraction, default=None)
+        if usage is None or usage.held_fraction < self._warn_at - _REARM:
+            self._is_armed = True
+        if usage is None:
+            return None
+        if self._stop_at is not None and usage.held_fraction >= self._stop_at:
+            self.should_stop = True
+        if self._is_armed and usage.held_fraction >= self._warn_at:
+            self._is_armed = False
+            _logger.warning("%s", describe_usage(usage, None if self._describe is None else self._describe()))
+        return usage
+
+    def start(self) -> None:
+        """Begin to look. `with guard:` does the same, and ends with the block.
+
+        Raises:
+            RuntimeError: The guard was started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("this guard was started before: make another")
+        self._thread = threading.Thread(target=self._run, name="drivetrain-memory-guard", daemon=True)
+        if self._groups:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; the flag stays as it is."""
+        self._ended.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_seconds):
+            try:
+                self.check()
+            except (
+                Exception
+            ):  # the user's `describe` may fail in the midst of a step; the flag must still come
+                _logger.warning("describing what holds memory failed", exc_info=True)
+
+
+def describe_usage(usage: CgroupUsage, breakdown: MemoryBreakdown | None) -> str:
+    """Return the text of a warning: how near the limit is, and what holds memory."""
+    limit = usage.limit_bytes or 0
+    lines = [
+        f"{usage.held_fraction:.0%} of this job's memory limit is held: {bytes_text(usage.held_bytes)} of "
+        f"{bytes_text(limit)}. The kernel ends a process when it cannot free enough.",
+        f"  page cache beside it: {bytes_text(usage.cache_bytes)}, of which the kernel can drop "
+        f"{bytes_text(usage.droppable_bytes)}",
+    ]
+    if breakdown is not None:
+        lines += _breakdown_lines(breakdown)
+    return "\n".join(lines)
+
+
+def _breakdown_lines(breakdown: MemoryBreakdown) -> Sequence[str]:
+    kinds = sorted(breakdown.totals.items(), key=lambda item: -item[1])
+    modules = [
+        f"{module.name or '(the model)'} {bytes_text(module.total)}"
+        for module in breakdown.largest(_NUM_NAMED)
+    ]
+    host = breakdown.by_device.get("cpu", {})
+    return (
+        "  tensors: "
+        + ", ".join(f"{kind.replace('_', ' ')} {bytes_text(size)}" for kind, size in kinds if size),
+        f"  of these on the host: {bytes_text(sum(host.values()))}",
+        f"  largest modules: {', '.join(modules) or 'none'}",
+    )
+
+
+def _usage_above(group: CgroupFiles, fraction: float) -> CgroupUsage | None:
+    """Return the usage of a group whose size, cache included, is above a part of its limit; None otherwise."""
+    try:
+        current = int(group.current_file.read_bytes())
+    except OSError:
+        return None
+    if group.limit_bytes is None or current < fraction * group.limit_bytes:
+        return None
+    return read_cgroup(group)

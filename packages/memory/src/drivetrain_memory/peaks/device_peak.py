@@ -1,0 +1,72 @@
+"""The peak memory of tensors on each accelerator during a block, from torch's allocators."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePeak:
+    """The peak of one accelerator.
+
+    Attributes:
+        device: The name that torch gives the device, such as "cuda:0".
+        peak_bytes: The peak memory of tensors during the block, in bytes.
+        before_bytes: The memory of tensors when the block began.
+        reserved_bytes: The peak memory that the allocator reserved, cache included.
+    """
+
+    device: str
+    peak_bytes: int
+    before_bytes: int
+    reserved_bytes: int
+
+
+def begin_device_peaks() -> tuple[DevicePeak, ...]:
+    """Reset the allocators' peaks and return what each accelerator holds now; nothing without an accelerator.
+
+    The counters move when memory is allocated, not when kernels run: nothing waits for the device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ()
+    peaks: list[DevicePeak] = []
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.reset_peak_memory_stats(index)
+        held = torch.accelerator.memory_allocated(index)
+        peaks.append(
+            DevicePeak(
+                device=f"{accelerator.type}:{index}",
+                peak_bytes=held,
+                before_bytes=held,
+                reserved_bytes=torch.accelerator.memory_reserved(index),
+            )
+        )
+    return tuple(peaks)
+
+
+def read_device_peaks(begun: tuple[DevicePeak, ...]) -> tuple[DevicePeak, ...]:
+    """Return the peaks, raised to the allocators' counters."""
+    return tuple(
+        replace(
+            peak,
+            peak_bytes=max(peak.peak_bytes, torch.accelerator.max_memory_allocated(index)),
+            reserved_bytes=max(peak.reserved_bytes, torch.accelerator.max_memory_reserved(index)),
+        )
+        for index, peak in enumerate(begun)
+    )
+
+
+def including(outer: tuple[DevicePeak, ...], inner: tuple[DevicePeak, ...]) -> tuple[DevicePeak, ...]:
+    """Return the peaks of a measurement, raised to those of one within it."""
+    found = {peak.device: peak for peak in inner}
+    return tuple(
+        replace(
+            peak,
+            peak_bytes=max(peak.peak_bytes, found[peak.device].peak_bytes),
+            reserved_bytes=max(peak.reserved_bytes, found[peak.device].reserved_bytes),
+        )
+        if peak.device in found
+        else peak
+        for peak in outer
+    )

@@ -1,0 +1,130 @@
+"""The peak of this process and of its children during a block."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_memory.peaks.portable_peak import PortablePeak
+from drivetrain_memory.peaks.process_peak import (
+    PeakSource,
+    ProcessPeak,
+    largest_ended_child_bytes,
+)
+from drivetrain_memory.usage.process_tree import PROC, ProcessKey, descendants_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildPeak:
+    """The peak of a child process, or of a child's child.
+
+    Attributes:
+        pid: The process id.
+        peak_bytes: The peak resident memory during the block, in bytes.
+        before_bytes: The resident memory when the block began; 0 for a process that began in it.
+        source: "kernel" for the exact peak; "sampled" for the larger of begin and end, if the mark could not be
+            reset.
+        has_ended: Whether the process ended in the block: what it used after the last look is then not known.
+    """
+
+    pid: int
+    peak_bytes: int
+    before_bytes: int
+    source: PeakSource
+    has_ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPeak:
+    """The peak of host memory during a block.
+
+    Attributes:
+        peak_bytes: The peak resident memory of this process, in bytes.
+        before_bytes: The resident memory of this process when the block began.
+        source: The counter that `peak_bytes` comes from.
+        children: The children and their children, by process id.
+        ended_child_bytes: The largest peak of a child that ended and was waited for, if `getrusage` tells it; else
+            None.
+    """
+
+    peak_bytes: int = 0
+    before_bytes: int = 0
+    source: PeakSource = "kernel"
+    children: tuple[ChildPeak, ...] = ()
+    ended_child_bytes: int | None = None
+
+
+class HostPeakMeter:
+    """The measurement of a block; begins when it is made.
+
+    Args:
+        children: Whether children count.
+        proc: The folder of the kernel's process files.
+    """
+
+    def __init__(self, *, children: bool, proc: Path = PROC) -> None:
+        self._pid, self._proc = os.getpid(), proc
+        self._counts_children = children
+        self._children: dict[ProcessKey, ProcessPeak] = {}
+        self._living: set[ProcessKey] = set()
+        self._ended_before = largest_ended_child_bytes() if children else 0
+        if children:
+            self._living = set(descendants_of(self._pid, proc=proc))
+            self._children = {key: ProcessPeak(key.pid, proc=proc) for key in self._living}
+        own = ProcessPeak(self._pid, proc=proc)
+        self._own: ProcessPeak | PortablePeak = own if own.is_exact else PortablePeak()
+
+    def read(self) -> HostPeak:
+        """Return the peaks so far."""
+        if isinstance(self._own, ProcessPeak):
+            self._own.update()
+            source: PeakSource = "kernel"
+        else:
+            source = self._own.source
+        if self._counts_children:
+            self._update_children()
+        peak_bytes = self._own.peak_bytes
+        return HostPeak(
+            peak_bytes=peak_bytes,
+            before_bytes=self._own.before_bytes,
+            source=source,
+            children=tuple(self._child(key, peak) for key, peak in sorted(self._children.items())),
+            ended_child_bytes=self._ended_child(peak_bytes),
+        )
+
+    def include(self, inner: "HostPeakMeter") -> None:
+        """Raise the peaks to those of a measurement within this one."""
+        self._own.include(inner._own.peak_bytes)
+        for key, peak in inner._children.items() if self._counts_children else ():
+            self._children.setdefault(key, peak).include(peak.peak_bytes)
+
+    def stop(self) -> None:
+        """End what runs beside the block."""
+        if isinstance(self._own, PortablePeak):
+            self._own.stop()
+
+    def _update_children(self) -> None:
+        self._living = set(descendants_of(self._pid, proc=self._proc))
+        for key in self._living:
+            if key not in self._children:
+                self._children[key] = ProcessPeak(key.pid, born_within=True, proc=self._proc)
+            self._children[key].update()
+
+    def _child(self, key: ProcessKey, peak: ProcessPeak) -> ChildPeak:
+        return ChildPeak(
+            pid=key.pid,
+            peak_bytes=peak.peak_bytes,
+            before_bytes=peak.before_bytes,
+            source="kernel" if peak.is_exact else "sampled",
+            has_ended=key not in self._living,
+        )
+
+    def _ended_child(self, own_peak_bytes: int) -> int | None:
+        """Return the peak of an ended child, where the system's number can be nothing else.
+
+        The system keeps the largest of all children ever. And a program that is started inherits the mark of the
+        process that starts it, so that a number up to this process's own peak may be that.
+        """
+        if not self._counts_children:
+            return None
+        largest = largest_ended_child_bytes()
+        return largest if largest > max(self._ended_before, own_peak_bytes) else None

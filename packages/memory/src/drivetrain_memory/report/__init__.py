@@ -1,0 +1,1 @@
+"""Pictures of a run's memory: one HTML page that needs nothing else, and a plot."""

@@ -1,0 +1,156 @@
+"""A chart of lines over time as SVG text, with a strip of phases below. All text is escaped."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from drivetrain_memory.report.quantities import bytes_text, seconds_text
+
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac")
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _STRIP = 920, 190, 76, 10, 24, 18
+_LIMIT_COLOUR = "#c0392b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        label: The text of its legend.
+        values: The values, one for each bucket of time; NaN for none.
+        is_limit: Whether it is a limit, drawn dashed.
+    """
+
+    label: str
+    values: Sequence[float]
+    is_limit: bool = False
+
+
+def colour_of(index: int) -> str:
+    """Return the colour of a line or phase by its place in the legend."""
+    return _COLOURS[index % len(_COLOURS)]
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    bucket_seconds: float,
+    phases: Sequence[Mapping[str, float]] = (),
+    phase_names: Sequence[str] = (),
+) -> str:
+    """Return the SVG of lines in bytes over time.
+
+    Args:
+        lines: The lines; those without any number are left out.
+        bucket_seconds: The time of each value.
+        phases: The share of each phase in each bucket, 0 to 1, for the strip below; empty for none.
+        phase_names: The phases in the order of their colours.
+    """
+    drawn = [line for line in lines if any(not math.isnan(value) for value in line.values)]
+    num_buckets = max((len(line.values) for line in drawn), default=1)
+    most = max([1.0, *(v for line in drawn for v in line.values if not math.isnan(v))])
+    top = _ceiling(most)
+    strip = _STRIP if any(phases) else 0
+    height = _TOP + _HEIGHT + strip + _BOTTOM
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img" '
+        'font-family="sans-serif" font-size="11">'
+    ]
+    parts += _axes(top, bucket_seconds * num_buckets, strip)
+    for index, line in enumerate(drawn):
+        colour = _LIMIT_COLOUR if line.is_limit else colour_of(index)
+        dash = ' stroke-dasharray="6 4"' if line.is_limit else ""
+        title = f"<title>{escape(line.label)}: at most {bytes_text(_most(line.values))}</title>"
+        parts += [
+            f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}>{title}</path>'
+            for path in _paths(line.values, num_buckets, top)
+        ]
+    if strip:
+        parts += _phase_strip(phases, phase_names, num_buckets)
+    return "\n".join([*parts, "</svg>", _legend(drawn)])
+
+
+def phase_legend(phase_names: Sequence[str]) -> str:
+    """Return the HTML legend of the strips of phases."""
+    items = [(colour_of(index), name) for index, name in enumerate(phase_names)]
+    return _legend_of(items) if items else ""
+
+
+def _axes(top: float, seconds: float, strip: int) -> list[str]:
+    parts: list[str] = []
+    for tick in range(5):
+        y = _TOP + _HEIGHT * (1 - tick / 4)
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555">{bytes_text(top * tick / 4)}</text>'
+        )
+    bottom = _TOP + _HEIGHT + strip + 16
+    for tick in range(6):
+        x = _LEFT + (_WIDTH - _LEFT) * tick / 5
+        anchor = "start" if tick == 0 else "end" if tick == 5 else "middle"
+        parts.append(
+            f'<text x="{x:.1f}" y="{bottom}" text-anchor="{anchor}" fill="#555">'
+            f"{seconds_text(seconds * tick / 5)}</text>"
+        )
+    return parts
+
+
+def _paths(values: Sequence[float], num_buckets: int, top: float) -> list[str]:
+    """Return the paths of a line, which is broken where there is no number."""
+    width = (_WIDTH - _LEFT) / num_buckets
+    paths: list[str] = []
+    points: list[str] = []
+    for index, value in enumerate((*values, math.nan)):
+        if not math.isnan(value):
+            y = _TOP + _HEIGHT * (1 - value / top)
+            # Each bucket is a level stretch: a point alone would not be seen.
+            points += [f"{_LEFT + index * width:.1f},{y:.1f}", f"{_LEFT + (index + 1) * width:.1f},{y:.1f}"]
+        elif points:
+            paths.append("M" + " L".join(points))
+            points = []
+    return paths
+
+
+def _phase_strip(
+    phases: Sequence[Mapping[str, float]], phase_names: Sequence[str], num_buckets: int
+) -> list[str]:
+    width = (_WIDTH - _LEFT) / num_buckets
+    parts: list[str] = []
+    for index, shares in enumerate(phases):
+        y = _TOP + _HEIGHT + 2.0
+        for name in phase_names:
+            if share := shares.get(name, 0.0):
+                high = (_STRIP - 4) * share
+                parts.append(
+                    f'<rect x="{_LEFT + index * width:.2f}" y="{y:.2f}" width="{width:.2f}" height="{high:.2f}" '
+                    f'fill="{colour_of(phase_names.index(name))}"><title>{escape(name)}: {share:.0%}</title></rect>'
+                )
+                y += high
+    return parts
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    items = [
+        (
+            _LIMIT_COLOUR if line.is_limit else colour_of(index),
+            f"{line.label} (at most {bytes_text(_most(line.values))})",
+        )
+        for index, line in enumerate(lines)
+    ]
+    return _legend_of(items)
+
+
+def _legend_of(items: Sequence[tuple[str, str]]) -> str:
+    spans = [f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in items]
+    return f'<div class="legend">{"".join(spans)}</div>'
+
+
+def _most(values: Sequence[float]) -> float:
+    return max(value for value in values if not math.isnan(value))
+
+
+def _ceiling(value: float) -> float:
+    """Return the next of 1, 2, 2.5, 4, 5, 8, 10 times a power of ten."""
+    unit = 10 ** math.floor(math.log10(value))
+    return next(step * unit for step in (1, 2, 2.5, 4, 5, 8, 10) if step * unit >= value * 0.9999999)

@@ -1,0 +1,1 @@
+"""The memory of a run over time: samples, phases, and a summary of each rank."""

@@ -1,0 +1,214 @@
+"""A thread that samples the memory of a rank, with phases, steps and a summary at the end."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from drivetrain_memory.breakdown.activations import ActivationMemory
+from drivetrain_memory.breakdown.model_memory import MemoryBreakdown, memory_breakdown
+from drivetrain_memory.peaks.peak_record import PeakRecord, record_peak
+from drivetrain_memory.tracker.phases import PhaseStack
+from drivetrain_memory.tracker.rank_summary import RankSummary, write_summary
+from drivetrain_memory.tracker.sample_recorder import SampleRecorder, samples_file
+from drivetrain_memory.usage.sampler import SamplerSettings, UsageSampler
+
+_logger = logging.getLogger(__name__)
+
+
+class MemoryTracker:
+    """The memory of this rank over its run: host, children, control group and every device.
+
+    A thread takes a sample every `interval_seconds`; phases have exact peaks besides, from the counters that
+    `record_peak` reads. The newest samples stay in a ring of fixed size, all of them are written to
+    `FOLDER/memory-rank-RANK.jsonl`, and a summary to `FOLDER/memory-rank-RANK.json` at the end. `read_summaries`
+    merges those of all ranks. Made on each rank that is to be seen; the ranks do not talk.
+
+    Args:
+        folder: The folder of this run, which the ranks share; None writes nothing.
+        rank: The index of this process in the run.
+        interval_seconds: The time between two samples; at 0.1 s the thread takes less than 1 % of a core.
+        settings: The times between two looks at what is dear to read.
+
+    Raises:
+        ValueError: The interval or the rank is out of range.
+
+    Example:
+        >>> with MemoryTracker(None) as tracker:
+        ...     for step in range(2):
+        ...         with tracker.phase("forward"):
+        ...             block = bytes(10_000_000)
+        ...         tracker.step()
+        >>> tracker.summary().phases["forward"].count
+        2
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        rank: int = 0,
+        interval_seconds: float = 0.1,
+        settings: SamplerSettings | None = None,
+    ) -> None:
+        if not 0.001 <= interval_seconds <= 3600:
+            raise ValueError(f"interval_seconds={interval_seconds!r}: give 0.001 to 3600")
+        if rank < 0:
+            raise ValueError(f"rank={rank}: must be 0 or more")
+        self._folder = None if folder is None else Path(folder)
+        self._rank, self._interval_seconds, self._settings = rank, interval_seconds, settings
+        self._phases = PhaseStack()
+        self._step: int | None = None
+        self._recorder: SampleRecorder | None = None
+        self._peak: PeakRecord | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._cpu_seconds = 0.0
+        self._breakdown: MemoryBreakdown | None = None
+        self._summary: RankSummary | None = None
+
+    def start(self) -> None:
+        """Begin to sample. `with tracker:` does the same, and stops at the end.
+
+        Raises:
+            RuntimeError: The tracker was started before.
+            OSError: The file of samples cannot be made.
+        """
+        if self._recorder is not None:
+            raise RuntimeError("this tracker was started before: make another for another stretch")
+        self._recorder = SampleRecorder(
+            UsageSampler(settings=self._settings),
+            rank=self._rank,
+            interval_seconds=self._interval_seconds,
+            file=None if self._folder is None else samples_file(self._folder, self._rank),
+        )
+        self._peak = record_peak(children=False).__enter__()
+        self._recorder.take()
+        self._thread = threading.Thread(target=self._run, name="drivetrain-memory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> RankSummary:
+        """Take a last sample, write the summary and return it; a second call returns the same.
+
+        Raises:
+            RuntimeError: The tracker was not started.
+            OSError: The summary cannot be written.
+        """
+        if self._summary is not None:
+            return self._summary
+        recorder, thread, peak = self._started()
+        self._ended.set()
+        thread.join()
+        recorder.take(phase=self._phases.path, step=self._step)
+        peak.__exit__(None, None, None)
+        recorder.close()
+        self._summary = self._build(recorder, peak)
+        if self._folder is not None:
+            write_summary(self._folder, self._summary)
+        return self._summary
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[PeakRecord]:
+        """Name what runs in a block, such as "forward"; phases may be nested, and each has an exact peak.
+
+        A phase costs some 150 us. Enter phases in the thread that started the tracker.
+
+        Raises:
+            ValueError: The name is empty or has a slash.
+        """
+        before = self._phases.enter(name)
+        begin = time.perf_counter()
+        peak = record_peak(children=False)
+        try:
+            with peak:
+                yield peak
+        finally:
+            self._phases.leave(before, time.perf_counter() - begin, peak)
+
+    def step(self, number: int | None = None) -> None:
+        """Say that a step begins; without a number, the next one."""
+        self._step = number if number is not None else (0 if self._step is None else self._step + 1)
+
+    def record_breakdown(
+        self,
+        model: nn.Module,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        *,
+        activations: ActivationMemory | None = None,
+    ) -> MemoryBreakdown:
+        """Put where the model's memory is now into the summary, in place of an earlier breakdown, and return it."""
+        self._breakdown = memory_breakdown(model, optimizers, activations=activations)
+        return self._breakdown
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the newest sample as flat names and numbers for a tracker, such as "memory/host/resident_bytes".
+
+        Numbers that are not known are left out.
+        """
+        recorder, _, _ = self._started()
+        newest = recorder.newest
+        return {
+            f"memory/{name}": value
+            for name, value in newest.items()
+            if name != "seconds" and not math.isnan(value)
+        }
+
+    def samples(self) -> list[dict[str, float]]:
+        """Return the newest samples, oldest first: up to 6000, the others are on disk alone."""
+        recorder, _, _ = self._started()
+        return [dict(zip(recorder.columns, row, strict=True)) for row in recorder.ring]
+
+    def summary(self) -> RankSummary:
+        """Return the summary so far; after `stop`, the last one."""
+        if self._summary is not None:
+            return self._summary
+        recorder, _, peak = self._started()
+        return self._build(recorder, peak)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _build(self, recorder: SampleRecorder, peak: PeakRecord) -> RankSummary:
+        return recorder.summary(
+            host_peak_bytes=peak.host_bytes,
+            host_source=peak.host_source,
+            device_peaks={device.device: device.peak_bytes for device in peak.devices},
+            phases=self._phases.uses,
+            sampling_cpu_seconds=self._cpu_seconds,
+            breakdown=self._breakdown,
+        )
+
+    def _started(self) -> tuple[SampleRecorder, threading.Thread, PeakRecord]:
+        if self._recorder is None or self._thread is None or self._peak is None:
+            raise RuntimeError("this tracker is not started: use it as `with tracker:`, or call start()")
+        return self._recorder, self._thread, self._peak
+
+    def _run(self) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        due = time.monotonic()
+        while True:
+            due = max(due + self._interval_seconds, time.monotonic())  # what was missed is not made up for
+            if self._ended.wait(due - time.monotonic()):
+                return
+            try:
+                recorder.take(phase=self._phases.path, step=self._step)
+            except Exception:  # training goes on without samples
+                _logger.warning("sampling of memory failed and ends here", exc_info=True)
+                return
+            finally:
+                self._cpu_seconds = time.thread_time()

@@ -1,0 +1,231 @@
+"""The summary of a rank, and how those of all ranks become one."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown, ModuleMemory
+from drivetrain_memory.tracker.timeline import Timeline
+
+_VERSION = 1
+_PREFIX = "memory-rank-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseUse:
+    """All runs of one phase.
+
+    Attributes:
+        count: The number of runs.
+        seconds: The time of all of them.
+        host_peak_bytes: The largest peak of the process in any of them.
+        host_added_bytes: The most that a run had above its beginning.
+        device_peak_bytes: The largest peak of tensors on all accelerators together; 0 without one.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    host_peak_bytes: int = 0
+    host_added_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledPeak:
+    """The largest sample of a column.
+
+    Attributes:
+        value: The number, in the column's unit.
+        seconds: The time of the sample after the beginning.
+        phase: The path of the phase that ran; empty outside any.
+        step: The step; None before the first.
+    """
+
+    value: float
+    seconds: float
+    phase: str
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """The memory of one rank over its run.
+
+    Attributes:
+        rank: The index of the process.
+        host: The name of its machine.
+        pid: The process id.
+        started_at: The begin, in seconds since 1970.
+        seconds: The time from begin to end.
+        interval_seconds: The time between two samples.
+        num_samples: The number of samples.
+        num_lost: The samples that could not be written to disk.
+        sampling_cpu_seconds: The processor time that sampling took.
+        host_peak_bytes: The exact peak of the process, of which samples see less.
+        host_source: The source of that peak: "kernel" and "getrusage" are exact, "sampled" is a lower bound.
+        device_peaks: The exact peak of tensors on each accelerator.
+        peaks: The largest sample of each column.
+        phases: The phases by path.
+        timeline: The course in a fixed number of buckets.
+        models: The product names of devices.
+        absent_drivers: The reason for each vendor whose devices are not read.
+        breakdown: The memory of the model, if it was recorded.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    started_at: float
+    seconds: float
+    interval_seconds: float
+    num_samples: int
+    num_lost: int
+    sampling_cpu_seconds: float
+    host_peak_bytes: int
+    host_source: str
+    device_peaks: Mapping[str, int]
+    peaks: Mapping[str, SampledPeak]
+    phases: Mapping[str, PhaseUse]
+    timeline: Timeline
+    models: Mapping[str, str] = field(default_factory=dict[str, str])
+    absent_drivers: Mapping[str, str] = field(default_factory=dict[str, str])
+    breakdown: MemoryBreakdown | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        return plain | {
+            "version": _VERSION,
+            "peaks": {name: asdict(peak) for name, peak in self.peaks.items()},
+            "phases": {path: asdict(use) for path, use in self.phases.items()},
+            "timeline": self.timeline.to_json(),
+            "breakdown": None if self.breakdown is None else asdict(self.breakdown),
+        }
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> "RankSummary":
+        """Return the summary that `to_json` described.
+
+        Raises:
+            ValueError: It was written by another version.
+        """
+        if said.get("version") != _VERSION:
+            raise ValueError(
+                f"a summary of version {said.get('version')!r}: this drivetrain-memory reads {_VERSION}"
+            )
+        plain: dict[str, Any] = {name: said[name] for name in cls.__slots__}
+        breakdown = said["breakdown"]
+        plain["peaks"] = {name: SampledPeak(**peak) for name, peak in said["peaks"].items()}
+        plain["phases"] = {path: PhaseUse(**use) for path, use in said["phases"].items()}
+        plain["timeline"] = Timeline.from_json(said["timeline"])
+        plain["breakdown"] = None if breakdown is None else _breakdown(breakdown)
+        return cls(**plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMemory:
+    """The memory of all ranks of a run.
+
+    Attributes:
+        ranks: The summaries in the order of ranks.
+    """
+
+    ranks: tuple[RankSummary, ...]
+
+    @property
+    def started_at(self) -> float:
+        """The begin of the first rank, in seconds since 1970."""
+        return min(summary.started_at for summary in self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first begin to the last end."""
+        return max(summary.started_at + summary.seconds for summary in self.ranks) - self.started_at
+
+    def highest(self) -> dict[str, tuple[int, SampledPeak]]:
+        """Return for each column the rank with the largest sample, and the sample."""
+        found: dict[str, tuple[int, SampledPeak]] = {}
+        for summary in self.ranks:
+            for name, peak in summary.peaks.items():
+                if name not in found or peak.value > found[name][1].value:
+                    found[name] = (summary.rank, peak)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: each rank's summary, and the highest of all."""
+        return {
+            "started_at": self.started_at,
+            "seconds": self.seconds,
+            "highest": {
+                name: {"rank": rank, **asdict(peak)} for name, (rank, peak) in self.highest().items()
+            },
+            "ranks": [summary.to_json() for summary in self.ranks],
+        }
+
+
+def merge_summaries(summaries: Iterable[RankSummary]) -> RunMemory:
+    """Merge the summaries of ranks, in any order.
+
+    Raises:
+        ValueError: There is none, or two of one rank.
+    """
+    ordered = tuple(sorted(summaries, key=lambda summary: summary.rank))
+    if not ordered:
+        raise ValueError("no summary to merge: give that of one rank at least")
+    ranks = [summary.rank for summary in ordered]
+    if len(set(ranks)) < len(ranks):
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        raise ValueError(
+            f"several summaries of rank {twice}: give each rank once, and each run its own folder"
+        )
+    return RunMemory(ranks=ordered)
+
+
+def summary_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's summary."""
+    return folder / f"{_PREFIX}{rank:05}.json"
+
+
+def write_summary(folder: Path, summary: RankSummary) -> Path:
+    """Write a rank's summary into a folder that all ranks share; a reader never sees half of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = summary_file(folder, summary.rank)
+    partial = file.with_suffix(f".{summary.pid}.part")
+    partial.write_text(json.dumps(summary.to_json(), allow_nan=False), encoding="utf-8")
+    os.replace(partial, file)
+    return file
+
+
+def read_summaries(folder: str | Path) -> RunMemory:
+    """Read and merge the summaries of all ranks in a folder. Called on one rank, after all have stopped.
+
+    Raises:
+        FileNotFoundError: The folder has no summary.
+        ValueError: A summary cannot be read.
+    """
+    files = sorted(Path(folder).glob(f"{_PREFIX}*.json"))
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} has no {_PREFIX}*.json: name the folder that MemoryTracker wrote into, "
+            "and stop the trackers first"
+        )
+    summaries: list[RankSummary] = []
+    for file in files:
+        try:
+            summaries.append(RankSummary.from_json(json.loads(file.read_text(encoding="utf-8"))))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file} is no summary of memory: {error}; remove it to read the others"
+            ) from error
+    return merge_summaries(summaries)
+
+
+def _breakdown(said: Mapping[str, Any]) -> MemoryBreakdown:
+    return MemoryBreakdown(
+        by_device=said["by_device"],
+        modules=tuple(ModuleMemory(**module) for module in said["modules"]),
+        shared=said["shared"],
+    )

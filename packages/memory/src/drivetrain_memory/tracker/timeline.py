@@ -1,0 +1,128 @@
+"""A whole run in a fixed number of buckets: the maximum of each column, and which phases ran."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Bucket:
+    """The samples of a stretch of time.
+
+    Attributes:
+        most: The maximum of each column; NaN for a column without a number.
+        phases: The number of samples in each phase.
+    """
+
+    most: list[float]
+    phases: Counter[str] = field(default_factory=Counter[str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The course of a run.
+
+    Attributes:
+        bucket_seconds: The time that each bucket stands for.
+        columns: The names of the columns.
+        values: The maxima of each column, one for each bucket; NaN where there is no number.
+        phases: The share of samples in each phase, 0 to 1, for each bucket.
+    """
+
+    bucket_seconds: float
+    columns: tuple[str, ...]
+    values: Mapping[str, tuple[float, ...]]
+    phases: tuple[Mapping[str, float], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; a missing number is None."""
+        return {
+            "bucket_seconds": self.bucket_seconds,
+            "values": {
+                name: [None if math.isnan(value) else value for value in values]
+                for name, values in self.values.items()
+            },
+            "phases": [dict(shares) for shares in self.phases],
+        }
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> "Timeline":
+        """Return the timeline that `to_json` described."""
+        values = {
+            name: tuple(math.nan if value is None else float(value) for value in column)
+            for name, column in said["values"].items()
+        }
+        return cls(
+            bucket_seconds=float(said["bucket_seconds"]),
+            columns=tuple(values),
+            values=values,
+            phases=tuple(dict(shares) for shares in said["phases"]),
+        )
+
+
+class TimelineBuilder:
+    """A timeline that grows by samples and never takes more than its buckets.
+
+    When all buckets are in use, each two become one of twice the time: no maximum is ever lost.
+
+    Args:
+        columns: The names of the columns.
+        bucket_seconds: The time of a bucket at the beginning.
+        num_buckets: The most buckets, an even number.
+    """
+
+    def __init__(self, columns: Sequence[str], *, bucket_seconds: float, num_buckets: int = 512) -> None:
+        if num_buckets < 2 or num_buckets % 2:
+            raise ValueError(f"num_buckets={num_buckets}: must be even, and at least 2")
+        self._columns = tuple(columns)
+        self._bucket_seconds = bucket_seconds
+        self._num_buckets = num_buckets
+        self._buckets: list[Bucket] = []
+
+    def add(self, seconds: float, row: Sequence[float], phase: str) -> None:
+        """Add a sample that was taken some seconds after the beginning."""
+        while int(seconds / self._bucket_seconds) >= self._num_buckets:
+            self._halve()
+        index = int(seconds / self._bucket_seconds)
+        while len(self._buckets) <= index:
+            self._buckets.append(Bucket([math.nan] * len(self._columns)))
+        bucket = self._buckets[index]
+        bucket.most = _most(bucket.most, row)
+        if phase:
+            bucket.phases[phase] += 1
+        bucket.phases[""] += 1  # all samples
+
+    def build(self) -> Timeline:
+        """Return the course so far."""
+        return Timeline(
+            bucket_seconds=self._bucket_seconds,
+            columns=self._columns,
+            values={
+                name: tuple(bucket.most[index] for bucket in self._buckets)
+                for index, name in enumerate(self._columns)
+            },
+            phases=tuple(
+                {name: count / bucket.phases[""] for name, count in bucket.phases.items() if name}
+                for bucket in self._buckets
+            ),
+        )
+
+    def _halve(self) -> None:
+        pairs = [self._buckets[index : index + 2] for index in range(0, len(self._buckets), 2)]
+        self._buckets = [_merged(pair) for pair in pairs]
+        self._bucket_seconds *= 2
+
+
+def _merged(pair: Sequence[Bucket]) -> Bucket:
+    first, *others = pair
+    for other in others:
+        first.most = _most(first.most, other.most)
+        first.phases.update(other.phases)
+    return first
+
+
+def _most(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    """Return the larger of each two; a number counts more than none."""
+    return [b if b > a or a != a else a for a, b in zip(left, right, strict=True)]

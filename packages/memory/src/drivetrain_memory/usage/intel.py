@@ -1,0 +1,68 @@
+"""Intel's devices (XPU), read through torch, which asks Level Zero's system management."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from drivetrain_memory.usage.device_drivers import DeviceReading, DriverAbsentError, first_line
+
+
+class IntelDriver:
+    """The devices that torch's XPU backend sees.
+
+    Args:
+        xpu: The module `torch.xpu`; its functions for power, temperature and utilisation came with torch 2.15.
+    """
+
+    def __init__(self, xpu: Any) -> None:
+        self._xpu = xpu
+        count = range(xpu.device_count())
+        self._models = [str(xpu.get_device_name(index)) for index in count]
+        # What fails once, such as a system without the management library, is not asked again.
+        self._missing: set[str] = set()
+
+    def read(self) -> tuple[DeviceReading, ...]:
+        """Return the numbers of every device."""
+        return tuple(self._read(index, model) for index, model in enumerate(self._models))
+
+    def close(self) -> None:
+        """Do nothing: the library is torch's."""
+
+    def _read(self, index: int, model: str) -> DeviceReading:
+        memory = self._ask("mem_get_info", index)
+        return DeviceReading(
+            device=f"intel:{index}",
+            model=model,
+            used_bytes=None if memory is None else int(memory[1] - memory[0]),
+            total_bytes=None if memory is None else int(memory[1]),
+            power_watts=self._ask("power_draw", index),  # over 100 ms, for which the call sleeps
+            temperature_celsius=self._ask("temperature", index),
+            utilization_percent=self._ask("utilization", index),
+        )
+
+    def _ask(self, name: str, index: int) -> Any:
+        question: Callable[[int], Any] | None = getattr(self._xpu, name, None)
+        if question is None or name in self._missing:
+            return None
+        try:
+            return question(index)
+        except (RuntimeError, ModuleNotFoundError):
+            self._missing.add(name)
+            return None
+
+
+def open_intel() -> IntelDriver:
+    """Read the devices of a program that uses torch's XPU backend.
+
+    Raises:
+        DriverAbsentError: The program has not imported torch, or torch sees no such device.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        raise DriverAbsentError("Intel's devices are read through torch, which this program has not imported")
+    if not torch.xpu.is_available():
+        raise DriverAbsentError("torch sees no Intel device (XPU)")
+    try:
+        return IntelDriver(torch.xpu)
+    except RuntimeError as error:
+        raise DriverAbsentError(f"no Intel driver: {first_line(error)}") from error

@@ -1,0 +1,164 @@
+"""The memory of this job's control group and its limit, versions 2 and 1.
+
+The kernel counts the page cache of the files that a group reads and writes as the group's memory, and drops it when
+memory is needed. What matters before its limit strikes is the rest:
+
+    held = current - droppable
+    droppable = active_file + inactive_file - dirty - writeback + slab_reclaimable
+
+`active_file` and `inactive_file` are the page cache without shared memory (tmpfs counts as anonymous memory), `dirty`
+and `writeback` the part of it that must be written before it can be dropped. Version 1 does not tell the reclaimable
+slab: there it counts as held.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from drivetrain_memory.usage.process_tree import PROC
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+# Version 1 writes "no limit" as the largest multiple of a page; no machine has as much.
+_NO_LIMIT = 2**60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CgroupFiles:
+    """The files of one memory control group.
+
+    Attributes:
+        folder: The folder of the group.
+        version: The version of the interface, 2 or 1.
+        limit_bytes: The memory that the group may hold; None for no limit.
+    """
+
+    folder: Path
+    version: int
+    limit_bytes: int | None
+
+    @property
+    def current_file(self) -> Path:
+        """The file that tells the group's memory."""
+        return self.folder / ("memory.current" if self.version == 2 else "memory.usage_in_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CgroupUsage:
+    """The memory of a control group now.
+
+    Attributes:
+        current_bytes: All memory that the kernel counts as the group's.
+        cache_bytes: The page cache in it: files that were read or written, without shared memory.
+        droppable_bytes: The part that the kernel drops when memory is needed.
+        limit_bytes: The memory that the group may hold; None for no limit.
+    """
+
+    current_bytes: int
+    cache_bytes: int
+    droppable_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that the kernel cannot drop, in bytes."""
+        return max(0, self.current_bytes - self.droppable_bytes)
+
+    @property
+    def held_fraction(self) -> float:
+        """The part of the limit that is held; 0 without a limit."""
+        return self.held_bytes / self.limit_bytes if self.limit_bytes else 0.0
+
+
+def find_cgroups(
+    pid: int | str = "self", *, root: Path = CGROUP_ROOT, proc: Path = PROC
+) -> tuple[CgroupFiles, ...]:
+    """Return the control group that a process is in, and those around it that have a memory limit.
+
+    Each limit can end the process: it counts the memory of all groups within. A group that tells no memory, such as
+    the root of version 2, is left out.
+
+    Args:
+        pid: The id of the process.
+        root: The folder where the system mounts control groups.
+        proc: The folder of the kernel's process files.
+    """
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError:  # not Linux, or the process is gone
+        return ()
+    found: list[CgroupFiles] = []
+    for mount, path, version in _hierarchies(lines, root):
+        for level, folder in enumerate(_upwards(mount, path)):
+            group = CgroupFiles(folder=folder, version=version, limit_bytes=_limit(folder, version))
+            if group.current_file.exists() and (level == 0 or group.limit_bytes is not None):
+                found.append(group)
+    return tuple(found)
+
+
+def read_cgroup(group: CgroupFiles) -> CgroupUsage | None:
+    """Read a group; None if it is gone. The kernel adds its statistics up for it: some 50 us and more."""
+    try:
+        current = int(group.current_file.read_bytes())
+        return parse_usage(current, (group.folder / "memory.stat").read_text(), group)
+    except OSError:
+        return None
+
+
+def parse_usage(current_bytes: int, stat: str, group: CgroupFiles) -> CgroupUsage:
+    """Return the memory of a group from the text of its files.
+
+    Args:
+        current_bytes: The content of `memory.current` or `memory.usage_in_bytes`.
+        stat: The content of `memory.stat`.
+        group: The group that they describe.
+    """
+    counts = _counts(stat)
+    if group.version == 2:
+        unwritten = counts.get("file_dirty", 0) + counts.get("file_writeback", 0)
+        prefix, slab = "", counts.get("slab_reclaimable", 0)
+    else:  # the names with "total_" count the groups within too, as the limit does
+        unwritten, slab = counts.get("total_dirty", 0) + counts.get("total_writeback", 0), 0
+        prefix = "total_"
+    cache = counts.get(f"{prefix}active_file", 0) + counts.get(f"{prefix}inactive_file", 0)
+    return CgroupUsage(
+        current_bytes=current_bytes,
+        cache_bytes=cache,
+        droppable_bytes=min(current_bytes, max(0, cache - unwritten) + slab),
+        limit_bytes=group.limit_bytes,
+    )
+
+
+def _hierarchies(lines: list[str], root: Path) -> Iterator[tuple[Path, str, int]]:
+    """Yield mount, path and version of each hierarchy that may limit memory, from lines like `0::/user.slice`."""
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            # Where both versions are mounted, version 2 is in a folder of its own.
+            yield (root / "unified" if (root / "unified").is_dir() else root), path, 2
+        elif "memory" in controllers.split(","):
+            yield root / "memory", path, 1
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """Yield the folders of a group and of those around it, up to the mount.
+
+    In a container the mount is often the group itself, and the path, which is seen from outside, leads nowhere.
+    """
+    inner = PurePosixPath(path.lstrip("/"))
+    if ".." in inner.parts or not (mount / inner).is_dir():
+        inner = PurePosixPath()
+    for part in (inner, *inner.parents) if inner.parts else (inner,):
+        yield mount / part
+
+
+def _limit(folder: Path, version: int) -> int | None:
+    try:
+        text = (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and int(text) < _NO_LIMIT else None
+
+
+def _counts(stat: str) -> Mapping[str, int]:
+    pairs = (line.split() for line in stat.splitlines())
+    return {name: int(count) for name, count in pairs}

@@ -1,0 +1,168 @@
+"""A look at all sources: a row of numbers, always in the same columns."""
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_memory.usage.device_drivers import DriversFound, find_drivers
+from drivetrain_memory.usage.driver_poller import DriverPoller
+from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, CgroupUsage, find_cgroups, read_cgroup
+from drivetrain_memory.usage.process_tree import PROC, ProcessKey, descendants_of
+from drivetrain_memory.usage.process_usage import ProcessReader
+from drivetrain_memory.usage.torch_allocators import accelerator_names, pinned_bytes, read_allocator
+
+HOST_COLUMNS = (
+    "host/resident_bytes",
+    "host/shared_bytes",
+    "host/proportional_bytes",
+    "children/resident_bytes",
+    "children/proportional_bytes",
+    "children/count",
+    "host/pinned_bytes",
+    "cgroup/current_bytes",
+    "cgroup/held_bytes",
+    "cgroup/cache_bytes",
+    "cgroup/limit_bytes",
+)
+_ALLOCATOR_COLUMNS = ("allocated_bytes", "reserved_bytes")
+_DRIVER_COLUMNS = (
+    "used_bytes",
+    "total_bytes",
+    "power_watts",
+    "temperature_celsius",
+    "utilization_percent",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSettings:
+    """The times between two looks at what is dear to read; in between, the last number stands.
+
+    Attributes:
+        children_seconds: For the list of child processes: some 10 us for each thread.
+        cgroup_seconds: For the control group, whose statistics the kernel adds up: some 50 us and more.
+        pinned_seconds: For pinned memory.
+        drivers_seconds: For power, temperature and utilisation; a thread of its own reads them.
+        proportional_seconds: For proportional set sizes: the kernel walks all pages, some 10 ms for a GB.
+    """
+
+    children_seconds: float = 1.0
+    cgroup_seconds: float = 0.5
+    pinned_seconds: float = 1.0
+    drivers_seconds: float = 1.0
+    proportional_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be above 0 seconds")
+
+
+class UsageSampler:
+    """A reader of everything that is known of the memory of a process, its children and its devices.
+
+    Args:
+        pid: The id of the process; None for this one.
+        settings: The times between two looks at what is dear to read.
+        drivers: The device drivers; None for those of this machine.
+        proc: The folder of the kernel's process files.
+        cgroup_root: The folder where the system mounts control groups.
+    """
+
+    def __init__(
+        self,
+        pid: int | None = None,
+        *,
+        settings: SamplerSettings | None = None,
+        drivers: DriversFound | None = None,
+        proc: Path = PROC,
+        cgroup_root: Path = CGROUP_ROOT,
+    ) -> None:
+        self.pid = os.getpid() if pid is None else pid
+        self._settings = SamplerSettings() if settings is None else settings
+        self._proc = proc
+        self._process = ProcessReader(self.pid, proc=proc)
+        self._children: dict[ProcessKey, ProcessReader] = {}
+        self._cgroups = find_cgroups(self.pid, root=cgroup_root, proc=proc)
+        # Torch's numbers are those of the process that asks.
+        self._devices = accelerator_names() if self.pid == os.getpid() else ()
+        found = find_drivers() if drivers is None else drivers
+        self.absent_drivers: Mapping[str, str] = found.absent
+        self._poller = DriverPoller(found.drivers, interval_seconds=self._settings.drivers_seconds)
+        self.models = {reading.device: reading.model for reading in self._poller.newest}
+        self.columns: tuple[str, ...] = (
+            *HOST_COLUMNS,
+            *(f"{device}/{name}" for device in self._devices for name in _ALLOCATOR_COLUMNS),
+            *(f"{device}/{name}" for device in self.models for name in _DRIVER_COLUMNS),
+        )
+        self._next: dict[str, float] = {}
+        self._cgroup: CgroupUsage | None = None
+        self._pinned: int | None = None
+        self._proportional: tuple[int | None, int | None] = (None, None)
+
+    def sample(self) -> list[float] | None:
+        """Return the numbers of now, one for each of `columns`; None if the process ended. NaN is not known."""
+        now = time.monotonic()
+        own = self._process.read()
+        if own is None:
+            return None
+        if self._is_due("children", self._settings.children_seconds, now):
+            self._find_children()
+        children = [usage for reader in self._children.values() if (usage := reader.read()) is not None]
+        if self._is_due("cgroup", self._settings.cgroup_seconds, now):
+            used = [usage for group in self._cgroups if (usage := read_cgroup(group)) is not None]
+            self._cgroup = max(used, key=lambda usage: usage.held_fraction, default=None)
+        if self._is_due("pinned", self._settings.pinned_seconds, now):
+            self._pinned = pinned_bytes() if self._devices else None
+        if self._is_due("proportional", self._settings.proportional_seconds, now):
+            self._proportional = self._read_proportional()
+        row: list[float | None] = [
+            own.resident_bytes,
+            own.shared_bytes,
+            self._proportional[0],
+            sum(usage.resident_bytes for usage in children),
+            self._proportional[1],
+            len(children),
+            self._pinned,
+            *_cgroup_row(self._cgroup),
+        ]
+        for device in self._devices:
+            held = read_allocator(device)
+            row += [held.allocated_bytes, held.reserved_bytes]
+        for reading in self._poller.newest:
+            row += [getattr(reading, name) for name in _DRIVER_COLUMNS]
+        return [math.nan if value is None else float(value) for value in row]
+
+    def close(self) -> None:
+        """Close all files and drivers."""
+        self._poller.close()
+        for reader in (self._process, *self._children.values()):
+            reader.close()
+
+    def _is_due(self, name: str, interval_seconds: float, now: float) -> bool:
+        if now < self._next.get(name, -math.inf):
+            return False
+        self._next[name] = now + interval_seconds
+        return True
+
+    def _find_children(self) -> None:
+        living = descendants_of(self.pid, proc=self._proc)
+        for key in self._children.keys() - set(living):
+            self._children.pop(key).close()
+        for key in living:
+            if key not in self._children:
+                self._children[key] = ProcessReader(key.pid, proc=self._proc)
+
+    def _read_proportional(self) -> tuple[int | None, int | None]:
+        children = [reader.proportional_bytes() for reader in self._children.values()]
+        known = [size for size in children if size is not None]
+        return self._process.proportional_bytes(), sum(known) if known or not children else None
+
+
+def _cgroup_row(usage: CgroupUsage | None) -> Sequence[float | None]:
+    if usage is None:
+        return (None, None, None, None)
+    return (usage.current_bytes, usage.held_bytes, usage.cache_bytes, usage.limit_bytes)

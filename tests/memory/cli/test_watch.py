@@ -1,0 +1,77 @@
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain_memory import read_summaries
+from drivetrain_memory.cli.live_table import plain_line, table_lines
+from drivetrain_memory.cli.watch import WatchArguments, command, run
+
+TAKES = (
+    "import mmap, time\n"
+    "mmap.mmap(-1, 200 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()\n"
+    "time.sleep(0.2)\nprint('from the program', flush=True)\nraise SystemExit(7)"
+)
+
+
+def watch(tmp_path: Path, target: str, *arguments: str) -> int:
+    return run(WatchArguments(target=target, command=arguments, interval=0.02, out=str(tmp_path)))
+
+
+def test_a_command_keeps_its_output_and_exit_code_and_its_peak_is_the_kernels(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert watch(tmp_path, sys.executable, "-ISc", TAKES) == 7
+    out, err = capfd.readouterr()
+    assert out == "from the program\n"
+    assert "resident" in err
+    assert "by the kernel" in err
+    (summary,) = read_summaries(tmp_path).ranks
+    assert summary.host_peak_bytes > 200 * 2**20
+    assert summary.num_samples > 3
+    assert "Memory of process" in (tmp_path / "memory.html").read_text()
+
+
+def test_a_process_is_watched_until_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = "import time; time.sleep(0.4)"
+    with subprocess.Popen([sys.executable, "-ISc", source]) as process:
+        assert watch(tmp_path, str(process.pid)) == 0
+    out, err = capfd.readouterr()
+    assert f"process {process.pid}" in out
+    assert err == ""
+
+
+def test_a_program_that_a_signal_ends_gives_the_shells_exit_code(tmp_path: Path) -> None:
+    source = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert watch(tmp_path, sys.executable, "-ISc", source) == 128 + signal.SIGKILL
+
+
+def test_what_is_not_there_is_a_plain_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert watch(tmp_path, "4194305") == 2
+    assert watch(tmp_path, "no-such-program", "--flag") == 127
+    assert watch(tmp_path, str(tmp_path)) == 126
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "drivetrain: error: no process 4194305: `ps` lists those that run"
+    assert lines[1].startswith("drivetrain: error: no program 'no-such-program'")
+    assert lines[2].endswith("Permission denied: " + repr(str(tmp_path)))
+    with pytest.raises(ValueError, match=r"--interval 0: give 0\.001 to 3600 seconds"):
+        WatchArguments(target="1", interval=0)
+
+
+def test_the_command_needs_no_torch() -> None:
+    source = "import sys, drivetrain_memory.cli.watch; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert command.arguments is WatchArguments
+
+
+def test_a_terminal_gets_a_table_and_a_pipe_lines() -> None:
+    newest = {"seconds": 2.0, "host/resident_bytes": 1e9, "cuda:0/power_watts": 300.0, "x": float("nan")}
+    most = {"host/resident_bytes": 2e9, "cuda:0/power_watts": 310.0}
+    assert plain_line(newest) == "2 s: resident 1.00 GB, cuda:0/power_watts 300 W"
+    lines = table_lines(newest, most)
+    assert [line.split()[-2:] for line in lines[1:]] == [["2.00", "GB"], ["310", "W"]]
+    assert json.dumps(lines).count("now") == 1
