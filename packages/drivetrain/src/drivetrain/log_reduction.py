@@ -134,11 +134,19 @@ class LogReducer:
     def _vector(self, numbers: Sequence[Any]) -> Tensor:
         """Return numbers as a vector on the context's device, exact for those of 64 bits. Shape (len(numbers),)."""
         device = self._context.device
-        if not any(isinstance(number, Tensor) for number in numbers):
-            return torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=device)
+        there = [isinstance(number, Tensor) and number.device == device for number in numbers]
+        on_host = [0.0 if is_there else float(number) for number, is_there in zip(numbers, there, strict=True)]
+        # Pinned, so that the copy waits for nothing that the device still computes.
+        pinned = torch.tensor(on_host, dtype=torch.float64, pin_memory=device.type != "cpu")
+        sent = pinned.to(device, non_blocking=True)
+        if not any(there):
+            return sent
         return torch.stack(
-            [torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]
-        ).detach()
+            [
+                number.detach().to(torch.float64) if is_there else sent[index]
+                for index, (number, is_there) in enumerate(zip(numbers, there, strict=True))
+            ]
+        )
 
     def _named(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
         return dict(zip(flat.names, numbers.unbind(), strict=True))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from drivetrain_tracking.arguments import check_tracker
 from drivetrain_tracking.forwarding.forwarded_tracker import ForwardedTracker
@@ -74,4 +74,4 @@ def as_tracker(live: Any) -> Tracker:
         platform: Any = point.load()
         return platform.of(live)
     check_tracker(live)
-    return live
+    return cast("Tracker", live)

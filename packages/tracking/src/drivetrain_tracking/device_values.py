@@ -24,7 +24,8 @@ class _Pending(Generic[Purpose]):
 
     def read(self) -> tuple[Purpose, dict[str, Plain]]:
         for event in self.events:
-            event.synchronize()
+            if not event.query():
+                event.synchronize()
         return self.purpose, plain_values(self.values)
 
 
