@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NUM_RECORDS = 40
+RECORDS_A_ROUND = 15
 FIRST_TIME = 1_700_000_000.125
 
 _SCRIPT = """
@@ -83,11 +83,12 @@ def run_killed_writers(
         seed: The seed of the points at which writers are killed.
         jitter_seconds: The longest time between a write's return and a kill.
     """
+    count = RECORDS_A_ROUND * (rounds + 1)
     script = folder / "writers.py"
     script.write_text(
-        _SCRIPT.format(code=code, first=FIRST_TIME, count=NUM_RECORDS, jitter=jitter_seconds)
+        _SCRIPT.format(code=code, first=FIRST_TIME, count=count, jitter=jitter_seconds)
     )
     command = [sys.executable, str(script), str(folder), str(rounds), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [(n, {"loss": n / 4, "lr/head": n / 8, "lr/body": n / 16}) for n in range(NUM_RECORDS)]
+    return [(n, {"loss": n / 4, "lr/head": n / 8, "lr/body": n / 16}) for n in range(count)]

@@ -4,7 +4,8 @@ Those libraries have no public call for them. tests/tracking/test_compat.py hold
 docs/platforms.md lists them. No library is imported here: each function takes objects of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
@@ -40,6 +41,35 @@ def dvclive_sends_to_studio(live: Any) -> bool:
 def swanlab_emit(run: Any, event: object) -> None:
     """Hand an event to the thread of a swanlab.Run that stores; unlike `Run.log`, an event has its own time."""
     run._components.emitter.emit(event)
+
+
+def swanlab_takes(run: Any, key: str, *, step: int, column_type: int) -> bool:
+    """Return whether a swanlab.Run keeps a value: it drops those of another type, or at a step that the key has."""
+    metric = run._core._metrics.get(key)
+    if metric is None:
+        return True
+    return metric.column_type == column_type and step > metric.min_step and step not in metric.steps
+
+
+def swanlab_stop_watching(run: Any) -> None:
+    """End the thread that a swanlab.Run begins to watch files, which it leaves behind if it never watched any."""
+    watcher = run._core._watcher
+    if watcher is not None and getattr(watcher, "_started", True) is False:
+        watcher._observer.stop()
+
+
+@contextmanager
+def swanlab_quiet(library: Any) -> Iterator[None]:
+    """Keep SwanLab's greetings off the console. Its warnings in other calls stay.
+
+    Args:
+        library: The module `swanlab.sdk.internal.pkg.console`.
+    """
+    before, library.c.quiet = library.c.quiet, True
+    try:
+        yield
+    finally:
+        library.c.quiet = before
 
 
 class SwanLabFlush(dict[str, Any]):
