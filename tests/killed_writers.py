@@ -1,8 +1,8 @@
 """Rounds in which the process of a tracker is killed at a random point, and another process goes on.
 
-`run_killed_writers(code, folder, ...)` starts one process that imports the platform's library once and forks a writer for
-each round. A writer goes on where the last one was killed, as a forwarder does: it asks `count_held` of the records that
-were on their way, and writes the rest. After the last round it writes what is left, and finishes the run.
+`run_killed_writers(code, folder, ...)` starts one process that imports the platform's library once, and forks a writer
+for each round. A writer goes on where the last one was killed, as a forwarder does: it asks `count_held` of the
+records that were on their way, and writes the rest. After the last round it writes what is left, and finishes the run.
 """
 
 import subprocess
@@ -74,10 +74,10 @@ for number in range(rounds + 1):
 def run_killed_writers(
     code: str, folder: Path, *, rounds: int, seed: int = 0, jitter_seconds: float = 0.004
 ) -> list[tuple[int, dict[str, float]]]:
-    """Kill as many writers as there are rounds, let the last one finish, and return the steps and values to read back.
+    """Kill as many writers as there are rounds, let the last one finish, and return what to read back.
 
     Args:
-        code: Statements that import the library, and define `make(folder)`, a tracker, and `begin(tracker)`, its start.
+        code: Statements that import the library and define `make(folder)`, a tracker, and `begin(tracker)`.
         folder: An empty folder.
         rounds: The number of kills.
         seed: The seed of the points at which writers are killed.
@@ -85,9 +85,7 @@ def run_killed_writers(
     """
     count = RECORDS_A_ROUND * (rounds + 1)
     script = folder / "writers.py"
-    script.write_text(
-        _SCRIPT.format(code=code, first=FIRST_TIME, count=count, jitter=jitter_seconds)
-    )
+    script.write_text(_SCRIPT.format(code=code, first=FIRST_TIME, count=count, jitter=jitter_seconds))
     command = [sys.executable, str(script), str(folder), str(rounds), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

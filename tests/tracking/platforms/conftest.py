@@ -16,7 +16,9 @@ def media(tmp_path: Path) -> Mapping[str, StoredMedium]:
     pillow = pytest.importorskip("PIL.Image")
     for name in ("image", "figure"):
         pillow.new("RGB", (4, 3), (250, 0, 0)).save(folder / f"{name}.png")
-    pillow.new("RGB", (4, 3)).save(folder / "video.gif", save_all=True, append_images=[pillow.new("RGB", (4, 3), "red")])
+    pillow.new("RGB", (4, 3)).save(
+        folder / "video.gif", save_all=True, append_images=[pillow.new("RGB", (4, 3), "red")]
+    )
     with wave.open(str(folder / "audio.wav"), "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", "not compressed"))
         sound.writeframes(bytes(range(200)))
@@ -34,6 +36,8 @@ def media(tmp_path: Path) -> Mapping[str, StoredMedium]:
     return {
         **files,
         "table": StoredMedium(kind="table", data={"columns": ["name", "n"], "rows": [["a", 1], ["b", 2.5]]}),
-        "histogram": StoredMedium(kind="histogram", data={"edges": [0.0, 1.0, 2.0, 3.0], "counts": [1, 4, 2]}),
+        "histogram": StoredMedium(
+            kind="histogram", data={"edges": [0.0, 1.0, 2.0, 3.0], "counts": [1, 4, 2]}
+        ),
         "text": StoredMedium(kind="text", data="a text"),
     }

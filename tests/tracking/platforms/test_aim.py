@@ -1,8 +1,8 @@
-from collections.abc import Iterator, Mapping, Sequence
 import math
 import os
 import shutil
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,9 @@ def read(place: str, run_hash: str) -> list[tuple[int, dict[str, object]]]:
     return [(step, found[time, step]) for time, step in sorted(found)]
 
 
-def sequence(run: Any, kind: str, name: str, context: Mapping[str, Any]) -> tuple[list[int], list[float], list[Any]]:
+def sequence(
+    run: Any, kind: str, name: str, context: Mapping[str, Any]
+) -> tuple[list[int], list[float], list[Any]]:
     """Return the steps, times and values of a sequence."""
     get = {
         "metric": run.get_metric,
@@ -106,7 +108,12 @@ def test_numbers_that_are_none_stay_and_none_is_left_out(tmp_path: Path) -> None
     tracker.log({"loss": math.nan, "norm": -math.inf, "best": None, "done": True})
     tracker.finish()
     ((step, values),) = read(InOneRepository.place, tracker.run_id("run"))
-    assert (step, values.keys(), values["norm"], values["done"]) == (0, {"loss", "norm", "done"}, -math.inf, 1.0)
+    assert (step, values.keys(), values["norm"], values["done"]) == (
+        0,
+        {"loss", "norm", "done"},
+        -math.inf,
+        1.0,
+    )
     assert math.isnan(values["loss"])
 
 
@@ -115,7 +122,10 @@ def test_a_text_under_the_name_of_a_number_gets_a_name_of_its_own(tmp_path: Path
     tracker.log({"loss": 0.5}, step=0)
     tracker.log({"loss": "diverged"}, step=1)
     tracker.finish()
-    assert read(InOneRepository.place, tracker.run_id("run")) == [(0, {"loss": 0.5}), (1, {"loss.text": "diverged"})]
+    assert read(InOneRepository.place, tracker.run_id("run")) == [
+        (0, {"loss": 0.5}),
+        (1, {"loss.text": "diverged"}),
+    ]
 
 
 def test_steps_logged_again_have_a_context(tmp_path: Path) -> None:
@@ -159,7 +169,10 @@ def test_bins_of_several_widths_become_bins_of_one(tmp_path: Path) -> None:
 
 def test_a_run_of_the_users_stays_open(tmp_path: Path) -> None:
     live = aim.Run(
-        repo=InOneRepository.place, system_tracking_interval=None, capture_terminal_logs=False, experiment="mine"
+        repo=InOneRepository.place,
+        system_tracking_interval=None,
+        capture_terminal_logs=False,
+        experiment="mine",
     )
     tracker = AimTracker.of(live)
     tracker.start("run", {"lr": 0.1})
@@ -196,7 +209,9 @@ def begin(tracker):
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path, shared_repository: str) -> None:
+def test_a_kill_takes_nothing_and_doubles_nothing(
+    rounds: int, tmp_path: Path, shared_repository: str
+) -> None:
     shutil.copytree(Path(shared_repository) / ".aim", tmp_path / ".aim")
     wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
     assert read(str(tmp_path), AimTracker(tmp_path).run_id("killed")) == wanted

@@ -42,7 +42,9 @@ class Numbers(Contract):
     """The contract, with what are numbers read as such."""
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
-        return [(step, {k: number(v) for k, v in values.items()}) for step, values in super().logged(directory)]
+        return [
+            (step, {k: number(v) for k, v in values.items()}) for step, values in super().logged(directory)
+        ]
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
         return {name: number(value) for name, value in super().as_stored(values).items()}
@@ -86,7 +88,11 @@ def test_dvc_reads_parameters_plan_and_summary(tmp_path: Path) -> None:
     folder = tmp_path / "dvclive" / "run"
     parameters = pytest.importorskip("dvclive.serialize").load_yaml(folder / "params.yaml")
     assert parameters == {"lr": 0.1, "model": {"width": 8}, "plan": {"world_size": 2}}
-    assert json.loads((folder / "metrics.json").read_text()) == {"loss": 0.5, "eval": {"loss": 0.75}, "step": 3}
+    assert json.loads((folder / "metrics.json").read_text()) == {
+        "loss": 0.5,
+        "eval": {"loss": 0.75},
+        "step": 3,
+    }
     listed = pytest.importorskip("dvclive.serialize").load_yaml(folder / "dvc.yaml")
     assert listed["plots"] == [{"plots/metrics": {"x": "step"}}]
 

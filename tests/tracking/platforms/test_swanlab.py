@@ -55,7 +55,7 @@ def stored(directory: Path, kind: str) -> list[Any]:
 
 
 def read(directory: Path) -> list[tuple[int, dict[str, object]]]:
-    """Return the steps and values of a run by the times of the values; a text is the name of its file until it is read."""
+    """Return the steps and values of a run by the times of the values."""
     found: dict[tuple[int, int], dict[str, object]] = {}
     for one in stored(directory, "scalar"):
         values = found.setdefault((one.timestamp.ToNanoseconds(), one.step), {})

@@ -34,9 +34,11 @@ def read(folder: Path) -> list[tuple[int, dict[str, object]]]:
     """Return the steps and values of all events by their times; those of the run itself have none."""
     found = []
     for file in sorted(folder.glob("**/events.*")):
-        for event in events.EventFileLoader(str(file)).Load():
-            if event.wall_time and event.summary.value:
-                found.append((event.wall_time, event.step, {v.tag: _content(v) for v in event.summary.value}))
+        found += [
+            (event.wall_time, event.step, {v.tag: _content(v) for v in event.summary.value})
+            for event in events.EventFileLoader(str(file)).Load()
+            if event.wall_time and event.summary.value
+        ]
     return [(step, values) for _, step, values in sorted(found, key=lambda one: one[0])]
 
 

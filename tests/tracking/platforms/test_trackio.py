@@ -19,7 +19,9 @@ pytest.importorskip("orjson", reason="a dependency of trackio alone")
 @pytest.fixture(scope="module", autouse=True)
 def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Import Trackio with a folder of the tests': it reads the variable once, on import."""
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "trackio"}
+    before = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "trackio"
+    }
     folder = tmp_path_factory.mktemp("trackio")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder))
@@ -51,8 +53,8 @@ def read(run_id: str | None, project: str = "drivetrain") -> list[tuple[int, dic
     found: list[tuple[str, int, dict[str, object]]] = []
     for record in storage().get_run_records(project):
         if run_id is not None and record["id"].startswith(run_id):
-            for row in storage().get_logs(project, run_id=record["id"]):
-                found.append((row.pop("timestamp"), row.pop("step"), row))
+            rows = storage().get_logs(project, run_id=record["id"])
+            found += [(row.pop("timestamp"), row.pop("step"), row) for row in rows]
     return [(step, values) for _, step, values in sorted(found, key=lambda one: one[0])]
 
 
@@ -165,9 +167,7 @@ def begin(tracker):
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_kill_takes_nothing_and_doubles_nothing(
-    rounds: int, tmp_path: Path, database: Path
-) -> None:
+def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path, database: Path) -> None:
     wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
     for file in tmp_path.glob("drivetrain.db*"):
         file.rename(database / file.name)

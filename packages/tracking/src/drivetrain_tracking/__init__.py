@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from drivetrain_tracking.jsonl import JSONLTracker as JSONLTracker
     from drivetrain_tracking.plain import plain_config as plain_config
     from drivetrain_tracking.plain import plain_values as plain_values
+    from drivetrain_tracking.platforms.aim import AimTracker as AimTracker
+    from drivetrain_tracking.platforms.dvclive import DVCLiveTracker as DVCLiveTracker
+    from drivetrain_tracking.platforms.swanlab import SwanLabTracker as SwanLabTracker
+    from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker as TensorBoardTracker
+    from drivetrain_tracking.platforms.trackio import TrackioTracker as TrackioTracker
     from drivetrain_tracking.protocol import Metrics as Metrics
     from drivetrain_tracking.protocol import PlanTracker as PlanTracker
     from drivetrain_tracking.protocol import Tracker as Tracker
@@ -25,8 +30,13 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
+    "AimTracker": "platforms.aim",
+    "DVCLiveTracker": "platforms.dvclive",
     "JSONLTracker": "jsonl",
     "PlanTracker": "protocol",
+    "SwanLabTracker": "platforms.swanlab",
+    "TensorBoardTracker": "platforms.tensorboard",
+    "TrackioTracker": "platforms.trackio",
     "Tracker": "protocol",
     "TrackerFailedError": "errors",
     "TrackerGroup": "group",

@@ -4,14 +4,16 @@ Those libraries have no public call for them. tests/tracking/test_compat.py hold
 docs/platforms.md lists them. No library is imported here: each function takes objects of it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
 
-def aim_track(run: Any, value: object, *, time: float, name: str, step: int, context: Mapping[str, Any]) -> None:
-    """Track a value of an aim.Run with the time of its record, on this thread; `Run.track` notes the time of the call."""
+def aim_track(
+    run: Any, value: object, *, time: float, name: str, step: int, context: Mapping[str, Any]
+) -> None:
+    """Track a value of an aim.Run with its own time, on this thread; `Run.track` notes the time of the call."""
     run._tracker._track(value, time, name, step, None, context=dict(context))
 
 
@@ -59,7 +61,7 @@ def swanlab_stop_watching(run: Any) -> None:
 
 
 @contextmanager
-def swanlab_quiet(library: Any) -> Iterator[None]:
+def swanlab_quiet(library: Any) -> Generator[None]:
     """Keep SwanLab's greetings off the console. Its warnings in other calls stay.
 
     Args:
@@ -78,7 +80,7 @@ class SwanLabFlush(dict[str, Any]):
     SwanLab's file keeps up to 8 KiB in this process, and its thread waits for half a second; neither has a flush.
 
     Args:
-        run: A swanlab.Run.
+        run: The swanlab.Run whose file is flushed.
     """
 
     def __init__(self, run: Any) -> None:
@@ -120,7 +122,11 @@ def trackio_medium(value: Any, *, project: str, run: str, step: int) -> dict[str
     if hasattr(value, "_save"):
         value._save(project, run, step)
         return value._to_dict()
-    return value._to_dict(project=project, run=run, step=step) if hasattr(value, "_process_data") else value._to_dict()
+    return (
+        value._to_dict(project=project, run=run, step=step)
+        if hasattr(value, "_process_data")
+        else value._to_dict()
+    )
 
 
 def trackio_manifest(artifact: Any, project: str) -> Any:

@@ -1,6 +1,7 @@
 """Aim: runs in the repository `DIRECTORY/.aim`, which `aim up --repo DIRECTORY` shows, or on an Aim server."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ class AimTracker(Platform):
             repo: The folder of the repository, or a server, `aim://HOST:PORT`; the tracker's directory by default.
             experiment: The experiment that the run belongs to.
             tags: The tags of the run.
-            force_resume: True to break the lock that a killed process left. Aim breaks it by itself where it sees that
-                the process is gone, which it cannot on another machine, or if another process has its number now.
+            force_resume: True to break the lock that a killed process left. Aim breaks it itself where it sees that
+                the process is gone: not on another machine, and not if another process has its number now.
         """
         self._place, self._experiment, self._tags = repo, experiment, tags
         self._force_resume = force_resume
@@ -110,10 +111,8 @@ class AimTracker(Platform):
         if run.repo.is_remote_repo:
             return
         errors = load_library("aimrocks.errors", extra=self.name)
-        try:
+        with suppress(errors.RocksIOError):  # a running `aim up` holds the index, and adds the run itself
             compat.aim_add_to_index(run)
-        except errors.RocksIOError:
-            pass  # a running `aim up` holds the index, and adds the run itself
 
     def _open(self, run_name: str) -> Any:
         library = load_library("aim", extra=self.name)
@@ -168,7 +167,7 @@ class AimTracker(Platform):
             self._run.log_artifact(str(medium.path), f"{folder_name(name)}-{at}{suffix}", block=True)
 
     def _distribution(self, medium: StoredMedium) -> Any:
-        """Return a histogram with bins of one width, as Aim's have; counts of other bins go to where their centre is."""
+        """Return a histogram with bins of one width, as Aim's have; other bins count where their centre is."""
         numpy = load_library("numpy", extra=self.name)
         assert isinstance(medium.data, dict)
         edges, counts = numpy.asarray(medium.data["edges"]), numpy.asarray(medium.data["counts"])

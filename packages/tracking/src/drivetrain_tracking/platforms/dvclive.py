@@ -1,4 +1,4 @@
-"""DVCLive: tables, parameters and images in `DIRECTORY/dvclive/RUN`, which DVC, its editor extension and Studio show."""
+"""DVCLive: tables, parameters and images in `DIRECTORY/dvclive/RUN`, which DVC and its editor extension show."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,9 @@ from drivetrain_tracking.platforms.platform import Platform, folder_name, load_l
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 
-_STATE = ".drivetrain.json"  # in the run's folder: the last record's time, and how long each table was after it
+_STATE = (
+    ".drivetrain.json"  # in the run's folder: the last record's time, and how long each table was after it
+)
 
 
 class DVCLiveTracker(Platform):

@@ -38,7 +38,7 @@ class SwanLabTracker(Platform):
         self._given: Any = None  # a run of the user's
         self._options: dict[str, Any] = {}
         self._held: dict[int, list[str]] = {}  # time in nanoseconds -> names that the last count found
-        self._step = -1
+        self._step: int | None = None  # the last one; None where the files must be read for it
 
     @classmethod
     def of(cls, live: Any) -> "SwanLabTracker":
@@ -64,8 +64,8 @@ class SwanLabTracker(Platform):
         Args:
             run_name: The name of the run.
             config: The configuration of the run.
-            mode: Where values go. By default online if SwanLab finds a key (`swanlab login`, `SWANLAB_API_KEY`), else
-                offline. SwanLab's own `SWANLAB_MODE` counts too.
+            mode: The place that values go to. By default online if SwanLab finds a key (`swanlab login`,
+                `SWANLAB_API_KEY`), else offline. SwanLab's own `SWANLAB_MODE` counts too.
             project: The project; the name of the current folder by default.
             workspace: The workspace on the server.
             group: The group of runs that this one belongs to.
@@ -86,7 +86,7 @@ class SwanLabTracker(Platform):
         """Open a run with the id of the stopped one, if there is one."""
         self._run = self._given or self._open(run_name)
         self._run.config.update(dict(config))
-        self._step, self._held = self._last_step(), {}
+        self._step, self._held = None, {}
         self._flush()
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
@@ -96,24 +96,26 @@ class SwanLabTracker(Platform):
         events = load_library(f"{_INTERNAL}.bus.events", extra=self.name)
         taken: dict[str, tuple[int, set[int]]] = {}  # by name, in this call: its type and steps
         for record in records:
-            self._step = self._step + 1 if record.step is None else record.step
+            step = self._step = self._next_step() if record.step is None else record.step
             held = self._held.get(_nanoseconds(record.time), [])
             entries: dict[str, Any] = {}
             for name, value in self._entries(record):
                 if not any(_is_of(name, one) for one in held):
-                    entries[self._free_key(name, value, taken)] = value
-            event = events.MetricLogEvent(data=entries, step=self._step, timestamp=_timestamp(record.time))
+                    entries[self._free_key(name, value, step, taken)] = value
+            event = events.MetricLogEvent(data=entries, step=step, timestamp=_timestamp(record.time))
             compat.swanlab_emit(self._run, event)
             for name, medium in record.media.items():
                 if medium.kind == "artifact" and medium.path is not None:
-                    self._save(folder_name(f"{name}-{record.attempt}-{self._step}"), medium.path)
+                    self._save(folder_name(f"{name}-{record.attempt}-{step}"), medium.path)
         self._flush()
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records all of whose values are in the run's files."""
         if self._run.mode == "disabled":
             return len(records)
-        wanted = {_nanoseconds(record.time): [name for name, _ in self._entries(record)] for record in records}
+        wanted = {
+            _nanoseconds(record.time): [name for name, _ in self._entries(record)] for record in records
+        }
         held: defaultdict[int, list[str]] = defaultdict(list)
         for entry in self._stored():
             if (time := entry.timestamp.ToNanoseconds()) in wanted:
@@ -136,7 +138,9 @@ class SwanLabTracker(Platform):
 
     def _open(self, run_name: str) -> Any:
         library = load_library("swanlab", extra=self.name)
-        run_id = self.run_id(run_name) or load_library("swanlab.utils.experiment", extra=self.name).generate_id()
+        run_id = (
+            self.run_id(run_name) or load_library("swanlab.utils.experiment", extra=self.name).generate_id()
+        )
         self.remember_run_id(run_name, run_id)
         settings, options = library.Settings(), dict(self._options)
         if settings.mode == "online" and settings.api_key is None:
@@ -158,13 +162,11 @@ class SwanLabTracker(Platform):
             return
         events = load_library(f"{_INTERNAL}.bus.events", extra=self.name)
         flush = compat.SwanLabFlush(self._run)
-        compat.swanlab_emit(
-            self._run, events.MetricLogEvent(data=flush, step=0, timestamp=_timestamp(0.0))
-        )
+        compat.swanlab_emit(self._run, events.MetricLogEvent(data=flush, step=0, timestamp=_timestamp(0.0)))
         flush.wait()
 
     def _stored(self) -> Iterator[Any]:
-        """Yield the scalars and media in the files of all starts of the run, up to where a kill cut each one short."""
+        """Yield the scalars and media in the files of all starts, up to where a kill cut each one short."""
         store = load_library(f"{_INTERNAL}.core_python.store", extra=self.name)
         records = load_library("swanlab.proto.swanlab.record.v1.record_pb2", extra=self.name)
         for file in sorted(self._run.dir.parent.glob(f"*/run-{self._run.id}.swanlab")):
@@ -178,8 +180,9 @@ class SwanLabTracker(Platform):
                     yield getattr(record, kind)
             reader.close()
 
-    def _last_step(self) -> int:
-        return max((entry.step for entry in self._stored()), default=-1)
+    def _next_step(self) -> int:
+        last = max((entry.step for entry in self._stored()), default=-1) if self._step is None else self._step
+        return last + 1
 
     def _entries(self, record: LoggedRecord) -> Iterator[tuple[str, Any]]:
         """Yield what a record becomes in SwanLab, by name."""
@@ -193,16 +196,17 @@ class SwanLabTracker(Platform):
             if medium.kind != "artifact":
                 yield _key(above + name), self._medium(medium)
 
-    def _free_key(self, name: str, value: Any, taken: dict[str, tuple[int, set[int]]]) -> str:
+    def _free_key(self, name: str, value: Any, step: int, taken: dict[str, tuple[int, set[int]]]) -> str:
         """Return the name, with a number if SwanLab would drop the value under it, and note it as taken."""
         kinds = load_library("swanlab.proto.swanlab.metric.column.v1.column_pb2", extra=self.name).ColumnType
         kind = kinds.COLUMN_TYPE_SCALAR if isinstance(value, float) else value.column_type()
         for key in (name if n == 1 else f"{name} ({n})" for n in count(1)):
             own, steps = taken.get(key, (kind, set[int]()))
-            if own == kind and self._step not in steps:
-                if compat.swanlab_takes(self._run, key, step=self._step, column_type=kind):
-                    taken[key] = kind, {*steps, self._step}
-                    return key
+            is_free = own == kind and step not in steps
+            if is_free and compat.swanlab_takes(self._run, key, step=step, column_type=kind):
+                steps.add(step)
+                taken[key] = kind, steps
+                return key
         raise AssertionError("there is always another number")
 
     def _medium(self, medium: StoredMedium) -> Any:
@@ -211,7 +215,9 @@ class SwanLabTracker(Platform):
         caption = medium.caption or None
         match medium.kind:
             case "table":
-                return library.ECharts(library.echarts.Table().add(data["columns"], data["rows"]), caption=caption)
+                return library.ECharts(
+                    library.echarts.Table().add(data["columns"], data["rows"]), caption=caption
+                )
             case "histogram":
                 bars = library.echarts.Bar().add_xaxis([f"{edge:.6g}" for edge in data["edges"][:-1]])
                 return library.ECharts(bars.add_yaxis("count", data["counts"]), caption=caption)

@@ -36,7 +36,7 @@ class TensorBoardTracker(Platform):
 
     @classmethod
     def of(cls, live: Any) -> "TensorBoardTracker":
-        """Return a tracker of torch's or tensorboardX's `SummaryWriter` that the caller made; `finish` leaves it open.
+        """Return a tracker of a `SummaryWriter` of torch or tensorboardX; `finish` leaves it open.
 
         Raises:
             TrackerStateError: The writer is closed.
@@ -107,7 +107,9 @@ class TensorBoardTracker(Platform):
         self._writers[attempt].add_event(event)
 
     def _add_to_given(self, event: Any, wall_time: float) -> None:
-        if type(self._given).__module__.partition(".")[0] == "tensorboardX":  # it has an Event class of its own
+        if (
+            type(self._given).__module__.partition(".")[0] == "tensorboardX"
+        ):  # it has an Event class of its own
             own = load_library("tensorboardX.proto.event_pb2", extra=self.name).Event
             event = own.FromString(event.SerializeToString())
         self._given.file_writer.add_event(event, self._step, wall_time)

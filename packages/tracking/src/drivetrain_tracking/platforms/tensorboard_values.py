@@ -4,6 +4,7 @@ import math
 import struct
 import wave
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ def medium_value(name: str, medium: StoredMedium) -> Any:
 
 
 def hyperparameters(config: Mapping[str, Plain], *, start_time: float) -> Any:
-    """Return the value that lists a configuration in the HParams tab; None and empty containers have no place there."""
+    """Return the value that lists a configuration in the HParams tab, which has no place for None."""
     data = load_library(f"{_HPARAMS}.plugin_data_pb2", extra="tensorboard")
     metadata = load_library(f"{_HPARAMS}.metadata", extra="tensorboard")
     session = data.SessionStartInfo(start_time_secs=start_time)
@@ -86,7 +87,7 @@ def _audio(name: str, path: Path) -> Any:
 
 def _histogram(name: str, data: Mapping[str, list[float]]) -> Any:
     edges, counts = data["edges"], data["counts"]
-    centres = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
+    centres = [(low + high) / 2 for low, high in pairwise(edges)]
     summary = _proto("summary")
     histogram = summary.HistogramProto(
         min=edges[0],

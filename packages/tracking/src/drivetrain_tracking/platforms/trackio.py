@@ -77,7 +77,11 @@ class TrackioTracker(Platform):
         storage = self._storage()
         created = datetime.now(UTC).isoformat()
         if self._given is not None:
-            self._project, self._run_name, self._run_id = self._given.project, self._given.name, self._given.id
+            self._project, self._run_name, self._run_id = (
+                self._given.project,
+                self._given.name,
+                self._given.id,
+            )
             own = self._given.config
         else:
             storage.validate_project_name(self._project)
@@ -146,9 +150,13 @@ class TrackioTracker(Platform):
             if medium.kind == "artifact":
                 self._add_artifact(record, name, medium)
             else:
-                place = {"run": self._name_of(record.attempt), "step": record.step or 0}
-                value = self._medium(medium)
-                row.update(_not_reserved({name: compat.trackio_medium(value, project=self._project, **place)}))
+                kept = compat.trackio_medium(
+                    self._medium(medium),
+                    project=self._project,
+                    run=self._name_of(record.attempt),
+                    step=record.step or 0,
+                )
+                row.update(_not_reserved({name: kept}))
         return row
 
     def _medium(self, medium: StoredMedium) -> Any:
@@ -188,9 +196,11 @@ class TrackioTracker(Platform):
 
 
 def _not_reserved(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with two underscores in front of names that Trackio has for itself, as `trackio.log` puts them."""
+    """Return values with two underscores in front of names that Trackio has for itself."""
     reserved = load_library("trackio.utils", extra="trackio").RESERVED_KEYS
-    return {f"__{name}" if name in reserved or name.startswith("_") else name: v for name, v in values.items()}
+    return {
+        f"__{name}" if name in reserved or name.startswith("_") else name: v for name, v in values.items()
+    }
 
 
 def _timestamp(time: float) -> str:
