@@ -1,8 +1,9 @@
 """Rounds in which the process of a tracker is killed at a random point, and another process goes on.
 
-`run_killed_writers(code, folder, ...)` starts one process that imports the platform's library once, and forks a writer
-for each round. A writer goes on where the last one was killed, as a forwarder does: it asks `count_held` of the
-records that were on their way, and writes the rest. After the last round it writes what is left, and finishes the run.
+`run_killed_writers(code, folder, ...)` starts one process that imports the platform's library once, and forks a
+writer for each round. A writer goes on where the last one was killed, as a forwarder does: it asks `count_held` of
+the records that were on their way, and writes the rest. After the last round it writes what is left, and finishes the
+run.
 """
 
 import subprocess

@@ -1,5 +1,6 @@
-"""One medium of each kind, as a log keeps them beside itself."""
+"""What the tests of platforms share: a network that ends at this machine, and one medium of each kind."""
 
+import socket
 import wave
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,27 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking.records import StoredMedium
+
+
+@pytest.fixture(autouse=True)
+def only_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse connections to other machines, and questions for their addresses."""
+    connect, look_up = socket.socket.connect, socket.getaddrinfo
+
+    def connect_here(self: socket.socket, address: object) -> None:
+        if self.family != socket.AF_UNIX and not str(address).startswith(
+            ("('127.", "('::1'", "('localhost'")
+        ):
+            raise AssertionError(f"a platform's library connects to {address}")
+        connect(self, address)
+
+    def look_up_here(host: str | None, *args: object, **options: object) -> object:
+        if host not in (None, "localhost", "127.0.0.1", "::1"):
+            raise AssertionError(f"a platform's library asks for the address of {host}")
+        return look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_here)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_here)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -147,6 +148,25 @@ def test_a_live_of_the_users_stays_open(tmp_path: Path) -> None:
     live.log_metric("loss", 0.25)
     assert read(tmp_path / "mine") == [(0, {"before": "1.0"}), (1, {"loss": "0.5"}), (2, {"loss": "0.25"})]
     live.end()
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_as_an_experiment_of_dvc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("NAME", "a tester"), ("EMAIL", "tester@example.org")):
+        monkeypatch.setenv(f"GIT_AUTHOR_{name}", value)
+        monkeypatch.setenv(f"GIT_COMMITTER_{name}", value)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *command], check=True)
+    tracker = started(repository, save_experiment=True)
+    tracker.log({"loss": 0.5}, step=1)
+    tracker.finish()
+    with pytest.importorskip("dvc.repo").Repo(str(repository)) as repo:
+        (saved,) = repo.experiments.ls().values()
+    assert [name for name, _ in saved] == ["run"]
 
 
 def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain_tracking.platforms.swanlab import SwanLabTracker
+from drivetrain_tracking.platforms.swanlab import SwanLabTracker, chosen_mode
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
 from killed_writers import run_killed_writers
@@ -179,6 +179,21 @@ def test_a_disabled_swanlab_writes_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert tracker.count_held([LoggedRecord(time=1.0)]) == 1
     tracker.finish()
     assert not (tmp_path / "swanlog").exists()
+
+
+@pytest.mark.parametrize("asked", [None, "online", "offline", "local"])
+@pytest.mark.parametrize("configured", ["online", "offline", "local", "disabled"])
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_run_is_offline_where_nothing_else_is_said_and_no_key_is_there(
+    asked: str | None, configured: str, has_key: bool
+) -> None:
+    mode = chosen_mode(asked, configured, has_key=has_key)
+    if asked:
+        assert mode == asked
+    elif configured == "online":
+        assert mode == ("online" if has_key else "offline")
+    else:
+        assert mode == configured
 
 
 def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

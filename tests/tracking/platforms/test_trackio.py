@@ -147,6 +147,27 @@ def test_a_run_of_the_users_stays_open(tmp_path: Path, monkeypatch: pytest.Monke
     assert storage().get_run_config("mine", "live")["seed"] == 1
 
 
+def test_a_run_of_a_server_is_refused_with_another_way(tmp_path: Path) -> None:
+    trackio = sys.modules["trackio"]
+    live = trackio.Run(
+        "http://127.0.0.1:1", "far", object(), name="live", server_base_url="http://127.0.0.1:1"
+    )
+    with pytest.raises(ValueError, match=r"'live' goes to http://127.0.0.1:1; .*trackio.sync"):
+        TrackioTracker.of(live)
+    live.finish()
+
+
+def test_a_hostile_run_name_stays_in_the_folder(
+    tmp_path: Path, database: Path, media: Mapping[str, StoredMedium]
+) -> None:
+    tracker = TrackioTracker(tmp_path)
+    tracker.start("../../../escaped", {}, project="hostile")
+    tracker.write([LoggedRecord(time=1.0, step=1, media=media)])
+    images = (database / "media" / "hostile").rglob("1/*.png")
+    assert len(list(images)) == 2
+    assert not [one for one in database.parent.rglob("escaped*") if database not in one.parents]
+
+
 def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = threading.active_count()
     tracker = started(tmp_path)

@@ -143,8 +143,7 @@ class SwanLabTracker(Platform):
         )
         self.remember_run_id(run_name, run_id)
         settings, options = library.Settings(), dict(self._options)
-        if settings.mode == "online" and settings.api_key is None:
-            options["mode"] = options["mode"] or "offline"
+        options["mode"] = chosen_mode(options["mode"], settings.mode, has_key=settings.api_key is not None)
         probe = dict.fromkeys(("hardware", "runtime", "requirements", "git", "swanlab", "monitor"), False)
         own = library.Settings(
             interactive=False,
@@ -232,6 +231,11 @@ class SwanLabTracker(Platform):
         events = load_library(f"{_INTERNAL}.bus.events", extra=self.name)
         event = events.FileSaveEvent(source_path=str(path), name=f"{name}{path.suffix}", policy="now")
         compat.swanlab_emit(self._run, event)
+
+
+def chosen_mode(asked: str | None, configured: str, *, has_key: bool) -> str:
+    """Return the mode of a run: what is asked, else what SwanLab's settings say, but never online without a key."""
+    return asked or ("offline" if configured == "online" and not has_key else configured)
 
 
 def _key(name: str) -> str:

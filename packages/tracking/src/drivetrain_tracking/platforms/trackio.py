@@ -153,7 +153,7 @@ class TrackioTracker(Platform):
                 kept = compat.trackio_medium(
                     self._medium(medium),
                     project=self._project,
-                    run=self._name_of(record.attempt),
+                    run=folder_name(self._name_of(record.attempt)),  # a folder's name there
                     step=record.step or 0,
                 )
                 row.update(_not_reserved({name: kept}))
