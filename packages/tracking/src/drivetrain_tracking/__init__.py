@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from drivetrain_tracking.media.sound import Audio as Audio
     from drivetrain_tracking.plain import plain_config as plain_config
     from drivetrain_tracking.plain import plain_values as plain_values
+    from drivetrain_tracking.platforms.aim import AimTracker as AimTracker
+    from drivetrain_tracking.platforms.dvclive import DVCLiveTracker as DVCLiveTracker
     from drivetrain_tracking.platforms.platform import Platform as Platform
+    from drivetrain_tracking.platforms.swanlab import SwanLabTracker as SwanLabTracker
+    from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker as TensorBoardTracker
+    from drivetrain_tracking.platforms.trackio import TrackioTracker as TrackioTracker
     from drivetrain_tracking.protocol import InfoTracker as InfoTracker
     from drivetrain_tracking.protocol import Metrics as Metrics
     from drivetrain_tracking.protocol import PlanTracker as PlanTracker
@@ -68,8 +73,13 @@ _MODULES = {
     "as_tracker": "choose",
     "collect_info": "run_info.collect",
     "make_trackers": "choose",
+    "AimTracker": "platforms.aim",
+    "DVCLiveTracker": "platforms.dvclive",
     "JSONLTracker": "jsonl",
     "PlanTracker": "protocol",
+    "SwanLabTracker": "platforms.swanlab",
+    "TensorBoardTracker": "platforms.tensorboard",
+    "TrackioTracker": "platforms.trackio",
     "Tracker": "protocol",
     "TrackerFailedError": "errors",
     "TrackerGroup": "group",

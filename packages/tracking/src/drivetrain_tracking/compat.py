@@ -1,0 +1,139 @@
+"""The private names of the platforms' libraries that this package uses, in one place.
+
+Those libraries have no public call for them. tests/tracking/test_compat.py holds each one to what is relied on, and
+docs/platforms.md lists them. No library is imported here: each function takes objects of it.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+
+def aim_track(
+    run: Any, value: object, *, time: float, name: str, step: int, context: Mapping[str, Any]
+) -> None:
+    """Track a value of an aim.Run with its own time, on this thread; `Run.track` notes the time of the call."""
+    run._tracker._track(value, time, name, step, None, context=dict(context))
+
+
+def aim_add_to_index(run: Any) -> None:
+    """Add an aim.Run to its repository's index, which queries read; otherwise only a running `aim up` does so."""
+    repo = run.repo
+    tree = repo.request_tree("meta", run.hash, read_only=True, skip_read_optimization=True).subtree("meta")
+    tree.subtree("chunks").subtree(run.hash).finalize(index=repo._get_index_tree("meta", 0).view(()))
+
+
+def aim_forget_runs(repo: Any) -> None:
+    """Have an aim.Repo look at its folder again: it remembers for half a second which runs there are."""
+    repo._all_run_hashes.cache_clear()
+
+
+def aim_wait_for_server(repo: Any) -> None:
+    """Wait until the server of a remote aim.Repo has all that was sent."""
+    if repo.is_remote_repo:
+        repo._client.get_queue().wait_for_finish()
+
+
+def dvclive_sends_to_studio(live: Any) -> bool:
+    """Return whether a dvclive.Live has a token of DVC Studio, to which it then posts."""
+    return bool(live._dvc_studio_config)
+
+
+def swanlab_emit(run: Any, event: object) -> None:
+    """Hand an event to the thread of a swanlab.Run that stores; unlike `Run.log`, an event has its own time."""
+    run._components.emitter.emit(event)
+
+
+def swanlab_takes(run: Any, key: str, *, step: int, column_type: int) -> bool:
+    """Return whether a swanlab.Run keeps a value: it drops those of another type, or at a step that the key has."""
+    metric = run._core._metrics.get(key)
+    if metric is None:
+        return True
+    return metric.column_type == column_type and step > metric.min_step and step not in metric.steps
+
+
+def swanlab_stop_watching(run: Any) -> None:
+    """End the thread that a swanlab.Run begins to watch files, which it leaves behind if it never watched any."""
+    watcher = run._core._watcher
+    if watcher is not None and getattr(watcher, "_started", True) is False:
+        watcher._observer.stop()
+
+
+@contextmanager
+def swanlab_quiet(library: Any) -> Generator[None]:
+    """Keep SwanLab's greetings off the console. Its warnings in other calls stay.
+
+    Args:
+        library: The module `swanlab.sdk.internal.pkg.console`.
+    """
+    before, library.c.quiet = library.c.quiet, True
+    try:
+        yield
+    finally:
+        library.c.quiet = before
+
+
+class SwanLabFlush(dict[str, Any]):
+    """The data of an event that, read by the thread that stores, has it store all events before and flush the file.
+
+    SwanLab's file keeps up to 8 KiB in this process, and its thread waits for half a second; neither has a flush.
+
+    Args:
+        run: The swanlab.Run whose file is flushed.
+    """
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self._run = run
+        self._is_done = Event()
+        self._error: Exception | None = None
+
+    def items(self) -> Any:
+        """Store and flush, on the thread that calls; return no items."""
+        try:
+            consumer = self._run._components.consumer
+            consumer._flush()
+            if not consumer._batch_empty:  # it puts back what it could not store, and only logs the reason
+                raise OSError(f"SwanLab could not store values in {self._run.dir}; its debug.log says why")
+            if (store := self._run._core._store) is not None:
+                store.ensure_flushed()
+        except Exception as error:  # noqa: BLE001 raised in `wait`, on the thread that writes
+            self._error = error
+        finally:
+            self._is_done.set()
+        return super().items()
+
+    def wait(self, *, timeout_seconds: float = 60.0) -> None:
+        """Wait until the thread has flushed.
+
+        Raises:
+            TimeoutError: The thread did not get to it in time.
+            OSError: It could not store or flush.
+        """
+        if not self._is_done.wait(timeout_seconds):
+            raise TimeoutError(f"SwanLab did not store its values in {timeout_seconds:g} s")
+        if self._error is not None:
+            raise self._error
+
+
+def trackio_medium(value: Any, *, project: str, run: str, step: int) -> dict[str, Any]:
+    """Return what a row of Trackio's database holds of a medium, and copy its file to Trackio's folder."""
+    if hasattr(value, "_save"):
+        value._save(project, run, step)
+        return value._to_dict()
+    return (
+        value._to_dict(project=project, run=run, step=step)
+        if hasattr(value, "_process_data")
+        else value._to_dict()
+    )
+
+
+def trackio_manifest(artifact: Any, project: str) -> Any:
+    """Copy the files of a trackio.Artifact into a project, and return the list of them."""
+    return artifact._build_manifest(project)
+
+
+def trackio_is_local(run: Any) -> bool:
+    """Return whether a trackio.Run writes to the local database, and not to a Space or a server."""
+    return bool(run._is_local)
