@@ -28,7 +28,9 @@ def logs(folder: str) -> None:
             accelerator.log({"loss": weight + rank}, reduce="mean", count=weight * (1 - rank))
         assert not [one for one in found if "gloo" not in one], "\n".join(found)
     for step in range(12, 40):  # a device that is far behind is waited for, so that nothing grows
-        accelerator.log({"loss": weight * step + rank, "nested": {"half": step}, "lr": 0.5, "same": step}, step=step)
+        accelerator.log(
+            {"loss": weight * step + rank, "nested": {"half": step}, "lr": 0.5, "same": step}, step=step
+        )
     accelerator.end_training()
 
 

@@ -135,7 +135,9 @@ class LogReducer:
         """Return numbers as a vector on the context's device, exact for those of 64 bits. Shape (len(numbers),)."""
         device = self._context.device
         there = [isinstance(number, Tensor) and number.device == device for number in numbers]
-        on_host = [0.0 if is_there else float(number) for number, is_there in zip(numbers, there, strict=True)]
+        on_host = [
+            0.0 if is_there else float(number) for number, is_there in zip(numbers, there, strict=True)
+        ]
         # Pinned, so that the copy waits for nothing that the device still computes.
         pinned = torch.tensor(on_host, dtype=torch.float64, pin_memory=device.type != "cpu")
         sent = pinned.to(device, non_blocking=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from drivetrain_tracking.arguments import check_options, check_tracker
 from drivetrain_tracking.device_values import DeviceValues
@@ -62,6 +62,11 @@ class TrackerGroup:
                 )
         self._by_name = {tracker.name: tracker for tracker in trackers}
         self._used = tuple(tracker for tracker in trackers if is_main or tracker.on_all_ranks)
+        # Looked at once: a check of a protocol takes as long as the whole rest of a call.
+        self._platforms = frozenset(
+            tracker.name for tracker in self._used if isinstance(tracker, PlatformTracker)
+        )
+        self._log = next((tracker for tracker in self._used if isinstance(tracker, JSONLTracker)), None)
         self._settings = settings or TrackingSettings()
         self._is_started = False
         self._is_main = is_main
@@ -188,10 +193,6 @@ class TrackerGroup:
                 self._temporary.cleanup()
 
     @property
-    def _log(self) -> JSONLTracker | None:
-        return next((tracker for tracker in self._used if isinstance(tracker, JSONLTracker)), None)
-
-    @property
     def _steps(self) -> StepOrder:
         return self._own_steps if self._log is None else self._log.steps
 
@@ -213,8 +214,8 @@ class TrackerGroup:
                 tracker: Tracker, record: LoggedRecord = record, options: Options = logged.options
             ) -> None:
                 own = options.get(tracker.name, {})
-                if isinstance(tracker, PlatformTracker) and not own:
-                    tracker.write([record])
+                if tracker.name in self._platforms and not own:
+                    cast("PlatformTracker", tracker).write([record])
                 elif record.values or not record.media:
                     tracker.log(record.values, step=record.step, **own)
 
