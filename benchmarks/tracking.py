@@ -38,10 +38,10 @@ class Platform:
     def __init__(self, directory: object = None) -> None:
         pass
 
-    def start(self, run_name: str, config: object) -> None:
+    def start(self, run_name: str, config: object) -> None:  # noqa: ARG002
         """Start a run."""
 
-    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
+    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:  # noqa: ARG002
         """Take values."""
 
     def finish(self) -> None:
@@ -53,7 +53,7 @@ class Sleeping(Platform):
 
     name = "sleeping"
 
-    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
+    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:  # noqa: ARG002
         """Take values, after five seconds."""
         time.sleep(5)
 
@@ -63,7 +63,7 @@ class Raising(Platform):
 
     name = "raising"
 
-    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
+    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:  # noqa: ARG002
         """Raise."""
         raise OSError("503: service unavailable")
 
