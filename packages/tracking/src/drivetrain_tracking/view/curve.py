@@ -101,17 +101,24 @@ class Curve:
         values: Sequence[float],
     ) -> None:
         """Append points to branches of their attempt, and make new ones for steps that fall back."""
-        for start, stop in _ascending_runs(steps):
-            branch = next(
-                (one for one in branches if one.attempt == attempt and one.points.steps[-1] <= steps[start]), None
-            )
-            if branch is None:
-                if sum(one.attempt == attempt for one in branches) >= _MAX_BRANCHES:
-                    self.num_left_out += stop - start
-                    continue
-                branch = Branch(attempt=attempt, points=SortedPoints())
-                branches.append(branch)
-            branch.points.extend(steps[start:stop], times[start:stop], values[start:stop])
+        own = [branch for branch in branches if branch.attempt == attempt]
+        if not own:
+            own = [Branch(attempt=attempt, points=SortedPoints())]
+            branches.append(own[0])
+        last = own[0].points.steps
+        if len(own) == 1 and sorted(steps) == steps and (not last or last[-1] <= steps[0]):
+            own[0].points.extend(steps, times, values)
+            return
+        ends = [branch.points.steps[-1] if len(branch.points) else None for branch in own]
+        chosen = _choose_branches(steps, ends)
+        self.num_left_out += chosen.count(None)
+        for number in range(1 + max((number for number in chosen if number is not None), default=-1)):
+            if number == len(own):
+                own.append(Branch(attempt=attempt, points=SortedPoints()))
+                branches.append(own[number])
+            rows = [row for row, to in zip(zip(steps, times, values, strict=True), chosen, strict=True) if to == number]
+            if rows:
+                own[number].points.extend(*_columns(rows))
 
 
 def _columns(
@@ -120,9 +127,18 @@ def _columns(
     return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
-def _ascending_runs(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of indices, as long as possible, in which steps do not decrease."""
-    if sorted(steps) == steps:
-        return [(0, len(steps))]
-    starts = [index for index in range(1, len(steps)) if steps[index] < steps[index - 1]]
-    return list(zip([0, *starts], [*starts, len(steps)], strict=True))
+def _choose_branches(steps: Sequence[int], ends: Sequence[int | None]) -> list[int | None]:
+    """Return the branch of each step: the one whose last step is nearest below it, or a new one, or None for none."""
+    lasts = list(ends)
+    chosen: list[int | None] = []
+    for step in steps:
+        fitting = [(last, number) for number, last in enumerate(lasts) if last is not None and last <= step]
+        number = max(fitting)[1] if fitting else lasts.index(None) if None in lasts else len(lasts)
+        if number == len(lasts):
+            if number >= _MAX_BRANCHES:
+                chosen.append(None)
+                continue
+            lasts.append(step)
+        lasts[number] = step
+        chosen.append(number)
+    return chosen

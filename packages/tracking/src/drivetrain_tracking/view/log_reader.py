@@ -108,11 +108,18 @@ def parse_lines(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
     Returns:
         The records, and the number of lines that hold none.
     """
-    whole = [line for line in lines if line[_MARK] != CHECKSUM_MARK or line[_SUM] == b"%08x" % crc32(line[:-_TAIL])]
-    records = _parse_together(whole)
+    marked = [line for line in lines if line[_MARK] == CHECKSUM_MARK]
+    whole = [line for line in marked if _is_whole(line)]
+    # Lines that no checksum vouches for are parsed one by one: two broken ones could be valid JSON together.
+    records = _parse_together(whole) if len(marked) == len(lines) else None
     if records is None:
-        records = [record for line in whole if (record := _parse(line)) is not None]
+        found = [_parse(line) for line in lines if line[_MARK] != CHECKSUM_MARK or _is_whole(line)]
+        records = [record for record in found if record is not None]
     return records, len(lines) - len(records)
+
+
+def _is_whole(line: bytes) -> bool:
+    return line[_SUM] == b"%08x" % crc32(line[:-_TAIL])
 
 
 def _parse_together(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:

@@ -4,7 +4,7 @@ import { durationTicks, linearTicks, logarithmicTicks } from "/scale.js";
 import { smooth } from "/smoothing.js";
 import { formatNumber, formatSeconds } from "/text.js";
 
-export const MARGIN = { left: 56, right: 12, top: 10, bottom: 22 };
+export const MARGIN = { left: 60, right: 12, top: 10, bottom: 22 };
 const LIGHT = ["#2563eb", "#e8590c", "#2f9e44", "#9c36b5", "#d6336c", "#0c8599", "#b7791f", "#5f3dc4", "#495057", "#66800b"];
 const DARK = ["#74a9ff", "#ff9f5a", "#69db7c", "#da77f2", "#ff8fab", "#3bc9db", "#ffd43b", "#a78bfa", "#ced4da", "#a9e34b"];
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]]; // beyond ten runs, a colour comes again with other dashes
@@ -30,7 +30,7 @@ export function prepare(canvas) {
   return { context, width, height };
 }
 
-export function drawAxes(context, width, height, xScale, yScale, axis) {
+export function drawAxes(context, width, height, xScale, yScale, axis, format) {
   const style = getComputedStyle(document.documentElement);
   const [grid, quiet] = [style.getPropertyValue("--grid"), style.getPropertyValue("--quiet")];
   context.font = '11px system-ui, "DejaVu Sans", sans-serif';
@@ -44,7 +44,7 @@ export function drawAxes(context, width, height, xScale, yScale, axis) {
     const y = Math.round(yScale.toPixel(tick)) + 0.5;
     if (y < MARGIN.top - 1 || y > height - MARGIN.bottom + 1) continue;
     line(context, MARGIN.left, y, width - MARGIN.right, y);
-    context.fillText(formatNumber(tick), MARGIN.left - 6, y);
+    context.fillText(format(tick), MARGIN.left - 6, y);
   }
   context.textAlign = "center";
   context.textBaseline = "top";

@@ -3,7 +3,7 @@
 import { MARGIN, colorOf, drawAxes, drawCurve, drawMarks, line, prepare } from "/drawing.js";
 import { nearestPoints } from "/nearest.js";
 import { makeScale, valueRange } from "/scale.js";
-import { element, formatNumber, formatPosition, nameElement, visible } from "/text.js";
+import { element, formatPosition, formatterOf, nameElement, visible } from "/text.js";
 
 const LEAST_DRAG = 5; // pixels; less is a click
 
@@ -11,6 +11,7 @@ export class Panel {
   // `view` holds what all panels share: axis, smoothing, isLogarithmic, low and high; `actions` are zoom, reset, point.
   constructor(metric, view, actions) {
     this.metric = metric;
+    this.format = formatterOf(metric);
     this.view = view;
     this.actions = actions;
     this.answer = null;
@@ -45,7 +46,7 @@ export class Panel {
     const ends = low < high ? [low, high] : [low - 0.5, high + 0.5];
     this.xScale = makeScale(...ends, MARGIN.left, width - MARGIN.right);
     this.yScale = makeScale(least, most, height - MARGIN.bottom, MARGIN.top, isLogarithmic);
-    drawAxes(context, width, height, this.xScale, this.yScale, axis);
+    drawAxes(context, width, height, this.xScale, this.yScale, axis, this.format);
     context.save();
     context.beginPath();
     context.rect(MARGIN.left, MARGIN.top - 4, width - MARGIN.left - MARGIN.right, height - MARGIN.top - MARGIN.bottom + 8);
@@ -85,9 +86,9 @@ export class Panel {
     const marks = counts.filter(([, count]) => count > 0).map(([kind]) => ({ nan: "× NaN", inf: "▲ infinite", "-inf": "▼ infinite" })[kind]);
     const hidden = isLogarithmic ? pieces.some((piece) => piece.y.some((value) => value <= 0)) : false;
     if (hidden) marks.push("values ≤ 0 not shown");
-    if (pieces.some((piece) => piece.is_replaced)) marks.push("dashed: logged again later");
+    if (pieces.some((piece) => piece.is_replaced)) marks.push("┄ logged again");
     this.note.textContent = marks.join(" · ");
-    const range = pieces.length > 0 ? `, values from ${formatNumber(least)} to ${formatNumber(most)}` : "";
+    const range = pieces.length > 0 ? `, values from ${this.format(least)} to ${this.format(most)}` : "";
     const said = `${visible(this.metric)}: ${curves.length} ${curves.length === 1 ? "curve" : "curves"}, `
       + `${formatPosition(axis, low)} to ${formatPosition(axis, high)}${range}${marks.length > 0 ? `; ${marks.join(", ")}` : ""}. `
       + "Arrow keys read values, plus and minus zoom, Escape resets.";
@@ -108,7 +109,7 @@ export class Panel {
       swatch.style.background = colorOf(point.run);
       const label = this.labels.get(point.run) ?? "";
       const replaced = point.isReplaced ? ` (attempt ${point.attempt}, logged again)` : "";
-      return element("li", {}, swatch, nameElement(label + replaced), element("span", { class: "value" }, formatNumber(point.y)));
+      return element("li", {}, swatch, nameElement(label + replaced), element("span", { class: "value" }, this.format(point.y)));
     });
     const title = formatPosition(this.view.axis, points[0].x);
     this.tip.replaceChildren(element("p", {}, title), element("ul", {}, ...rows));
@@ -118,7 +119,7 @@ export class Panel {
 
   say() {
     const points = nearestPoints(this.answer?.curves ?? [], this.cursor);
-    const said = points.map((point) => `${visible(this.labels.get(point.run) ?? "", 60)} ${formatNumber(point.y)}`);
+    const said = points.map((point) => `${visible(this.labels.get(point.run) ?? "", 60)} ${this.format(point.y)}`);
     this.spoken.textContent = points.length > 0 ? `${formatPosition(this.view.axis, points[0].x)}: ${said.join(", ")}` : "";
   }
 

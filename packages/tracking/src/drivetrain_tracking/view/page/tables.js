@@ -45,6 +45,7 @@ export async function showDifferences(place, runs, state) {
       element("th", { scope: "row" }, visible(row.name)), cell(row.first), cell(row.second),
     ));
     const count = compared.filter((row) => row.is_different).length;
+    if (rows.length === 0) return element("p", { class: "empty" }, `${title}: ${compared.length > 0 ? "no differences" : "none was logged"}.`);
     return table(`${title}: ${count} of ${compared.length} differ`, ["Name", ...labels], rows);
   });
   place.replaceChildren(controls, ...tables);

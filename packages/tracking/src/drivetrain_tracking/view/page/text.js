@@ -38,7 +38,16 @@ export function formatBytes(bytes) {
   let unit = 0;
   let size = bytes;
   while (size >= 1000 && unit < units.length - 1) { size /= 1000; unit += 1; }
-  return `${size.toFixed(unit === 0 ? 0 : 1)} ${units[unit]}`;
+  return `${Number(size.toPrecision(4))} ${units[unit]}`;
+}
+
+// Return how the values of a metric are written: sizes with their units.
+export function formatterOf(metric) {
+  return /(^|[/_])bytes$/.test(metric) ? formatSize : formatNumber;
+}
+
+function formatSize(value) {
+  return Number.isFinite(value) && value >= 1000 ? formatBytes(value) : formatNumber(value);
 }
 
 export function formatSeconds(seconds) {
