@@ -31,7 +31,7 @@ function metricsOfRuns() {
   for (const run of runs.filter((one) => chosenRuns.has(one.id))) {
     for (const [name, count] of Object.entries(run.metrics)) counts.set(name, (counts.get(name) ?? 0) + count);
   }
-  const rank = ([name]) => (/(^|\/|_)loss$/.test(name) ? 0 : 1);
+  const rank = ([name]) => (/(^|[/_ ])loss$/.test(name) ? 0 : 1);
   return [...counts].sort((a, b) => rank(a) - rank(b));
 }
 

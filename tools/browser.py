@@ -1,4 +1,4 @@
-"""A headless Chromium that tests drive over DevTools' pipe: no driver, no port and no further package is needed."""
+"""Drive a headless Chromium over DevTools' pipe, for tests and screenshots: it needs no driver, port or package."""
 
 import base64
 import json
@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 60.0  # for any answer: a loaded machine starts a browser slowly
 
@@ -24,11 +22,6 @@ _AT_3_AND_4 = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.arg
 def find_browser() -> str | None:
     """Return the path of Chromium, or None if there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
-
-
-needs_browser = pytest.mark.skipif(
-    find_browser() is None, reason="no Chromium here: apt-get install chromium, to drive the page in a browser"
-)
 
 
 class Browser:
@@ -113,6 +106,10 @@ class Browser:
         """Write what the window shows as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
+    def close(self) -> None:
+        """Tell the browser to end, which completes its logs."""
+        os.write(self._commands, b'{"id": 0, "method": "Browser.close"}\0')
+
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             part = os.read(self._answers, 1 << 20)
@@ -140,7 +137,8 @@ class Browser:
 def open_browser(folder: Path) -> Iterator[Browser]:
     """Start a browser whose profile lies in a folder, and that finds no host but the loopback; end it at the end."""
     path = find_browser()
-    assert path is not None, "check `needs_browser` first"
+    if path is None:
+        raise FileNotFoundError("no Chromium here: apt-get install chromium")
     flags = [
         "--headless=new",
         "--remote-debugging-pipe",
@@ -175,8 +173,7 @@ def open_browser(folder: Path) -> Iterator[Browser]:
     try:
         browser = Browser(command_writer, answer_reader)
         yield browser
-        browser._session = None
-        os.write(command_writer, b'{"id": 1000000, "method": "Browser.close"}\0')
+        browser.close()
         process.wait(SECONDS)
     finally:
         os.close(command_writer)
