@@ -3,7 +3,7 @@
     uv run python benchmarks/track_view.py
     uv run python benchmarks/track_view.py --points 1000000
 
-The log holds one loss. A query asks for a picture 1,000 pixels wide: of all points, of the middle half, of 1,000 points.
+The log holds one loss. A query asks for a picture of all points, of the middle half, or of 1,000 points.
 Python's own `json`, which reads the same lines one by one and keeps nothing, stands beside the index.
 """
 

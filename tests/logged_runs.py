@@ -14,7 +14,9 @@ BEGAN = 1_700_000_000.0
 
 def value_lines(steps: Iterable[int], **values: Any) -> list[dict[str, Any]]:
     """Records of a loss that falls, one a second."""
-    return [{"step": step, "time": BEGAN + step, "loss": 2 * math.exp(-step / 50), **values} for step in steps]
+    return [
+        {"step": step, "time": BEGAN + step, "loss": 2 * math.exp(-step / 50), **values} for step in steps
+    ]
 
 
 def start_line(name: str = "first", config: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 60.0  # for any answer: a loaded machine starts a browser slowly
 
 # The browser takes commands at descriptor 3 and answers at 4, each message ended by a null byte.
-_AT_3_AND_4 = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
+_AT_3_AND_4 = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); "
+    "os.execvp(sys.argv[3], sys.argv[3:])"
+)
 
 
 def find_browser() -> str | None:
@@ -67,7 +70,11 @@ class Browser:
     def open(self, address: str, *, width: int = 1280, height: int = 860, dark: bool = False) -> None:
         """Go to an address, in a window of a size in pixels."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -134,7 +141,7 @@ class Browser:
 
 
 @contextmanager
-def open_browser(folder: Path) -> Iterator[Browser]:
+def open_browser(folder: Path) -> Generator[Browser]:
     """Start a browser whose profile lies in a folder, and that finds no host but the loopback; end it at the end."""
     path = find_browser()
     if path is None:

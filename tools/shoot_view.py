@@ -35,14 +35,10 @@ def train_runs(runs: Path) -> None:
 
 
 def shoot(browser: Browser, address: str, picture: Path) -> None:
-    """Show the curves, smoothed, with the values under the pointer, and write the picture."""
-    browser.open(address, width=1280, height=760)
+    """Show the curves with the values under the pointer, and write the picture."""
+    browser.open(address, width=1280, height=640)
     browser.wait_for("document.body.dataset.state === 'ready'")
     browser.wait_for("document.querySelectorAll('canvas[aria-label]').length > 2")
-    browser.evaluate(
-        "(() => { const one = document.getElementById('smoothing'); one.value = 0.6; "
-        "one.dispatchEvent(new Event('input')); })()"
-    )
     box = browser.evaluate(
         "(() => { const box = document.querySelector('canvas').getBoundingClientRect(); "
         "return [box.left + 0.45 * box.width, box.top + 0.5 * box.height]; })()"

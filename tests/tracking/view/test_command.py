@@ -22,7 +22,10 @@ _SERVE = (
 def test_the_command_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     write_log(tmp_path, [start_line(), *value_lines([1])])
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", _SERVE, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     said = process.stdout.readline()
@@ -46,7 +49,10 @@ def test_a_port_in_use_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
         port = other.getsockname()[1]
         assert run(ViewArguments(folders=(str(tmp_path),), port=port)) == 2
     told = capsys.readouterr().err
-    assert told == f"drivetrain: error: --port {port} is in use: name another one, or leave it out to take any free port\n"
+    assert (
+        told
+        == f"drivetrain: error: --port {port} is in use: name another one, or leave it out to take any free port\n"
+    )
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
@@ -58,7 +64,10 @@ def test_a_port_that_does_not_exist_is_refused(port: int) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"holds no log\.jsonl, nor do the folders .*; .*|holds no log\.jsonl.*name the folder that runs log to"),
+        (
+            None,
+            r"holds no log\.jsonl, nor do the folders .*; .*|holds no log\.jsonl.*name the folder that runs log to",
+        ),
         (b"epoch,loss\n1,2\n", "is no log of drivetrain: its lines have neither a time nor an event"),
         (b'{"epoch": 1, "loss": 2}\n', "is no log of drivetrain"),
     ],
@@ -71,7 +80,9 @@ def test_a_folder_without_a_log_of_ours_is_told(tmp_path: Path, content: bytes |
 
 
 @pytest.mark.parametrize("content", [b"", b'{"event": "sta', b'half a line\n{"time": 1.0, "loss": 2}\n'])
-def test_a_run_that_has_just_begun_or_was_killed_at_its_first_line_is_taken(tmp_path: Path, content: bytes) -> None:
+def test_a_run_that_has_just_begun_or_was_killed_at_its_first_line_is_taken(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "log.jsonl").write_bytes(content)
     check_folders([tmp_path])
 

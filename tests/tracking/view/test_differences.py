@@ -2,7 +2,9 @@ from drivetrain_tracking.view.differences import compare_values
 
 
 def test_nested_values_are_compared_by_flat_names() -> None:
-    compared = compare_values({"lr": 0.1, "model": {"width": 64, "act": "relu"}}, {"model": {"width": 128}, "seed": 3})
+    compared = compare_values(
+        {"lr": 0.1, "model": {"width": 64, "act": "relu"}}, {"model": {"width": 128}, "seed": 3}
+    )
     assert [(one.name, one.first, one.second, one.is_different) for one in compared] == [
         ("lr", "0.1", None, True),
         ("model/width", "64", "128", True),

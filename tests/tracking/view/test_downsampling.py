@@ -56,7 +56,9 @@ def test_what_is_shown_are_points_in_order_and_few(points: SortedPoints, window:
     reduced = reduce_points(points, window)
     there = list(zip(points.positions(window.axis), points.values, strict=True))
     rest = iter(there)
-    assert all(point in rest for point in zip(reduced.xs, reduced.ys, strict=True)), "a subsequence of the points"
+    assert all(point in rest for point in zip(reduced.xs, reduced.ys, strict=True)), (
+        "a subsequence of the points"
+    )
     assert len(reduced.xs) <= 2 * window.num_columns + 2
     assert len(reduced.means) <= 2 * window.num_columns + 2
     assert reduced.num_points == sum(window.low <= x <= window.high for x, _ in there)
@@ -95,7 +97,9 @@ def test_marks_stand_in_every_column_that_has_one(points: SortedPoints, window: 
     xs = points.positions(window.axis)
     assert set(marks) <= set(xs)
     edges = column_edges(window)
-    for start, stop in pairwise([bisect_left(xs, edge) for edge in edges[:-1]] + [bisect_right(xs, edges[-1])]):
+    for start, stop in pairwise(
+        [bisect_left(xs, edge) for edge in edges[:-1]] + [bisect_right(xs, edges[-1])]
+    ):
         if start < stop:
             assert any(xs[start] <= mark <= xs[stop - 1] for mark in marks)
     assert len(marks) <= window.num_columns
@@ -110,6 +114,8 @@ def test_values_whose_sum_is_no_number_have_a_mean() -> None:
 
 def test_a_part_of_the_points_is_reduced_alone() -> None:
     points = SortedPoints()
-    points.extend(list(range(100)), [float(step) for step in range(100)], [float(step) for step in range(100)])
+    points.extend(
+        list(range(100)), [float(step) for step in range(100)], [float(step) for step in range(100)]
+    )
     reduced = reduce_points(points, Window(axis="step", low=0, high=99, num_columns=5), 20, 40)
     assert (min(reduced.ys), max(reduced.ys), reduced.num_points) == (20, 39, 20)

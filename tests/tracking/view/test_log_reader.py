@@ -45,7 +45,9 @@ def test_damaged_lines_are_counted_and_others_read(
     assert len(records) + num_damaged == len(lines)
 
 
-@pytest.mark.parametrize("line", [b"", b"[1]", b"1", b'{"a": 1', b"\xff", b'{"a": 1}, {"b": 2}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "line", [b"", b"[1]", b"1", b'{"a": 1', b"\xff", b'{"a": 1}, {"b": 2}', b"[" * 100_000]
+)
 def test_what_is_no_object_is_damage_alone_and_between_others(line: bytes) -> None:
     assert parse_lines([line]) == ([], 1)
     assert parse_lines([b'{"a": 1}', line, b'{"b": 2}']) == ([{"a": 1}, {"b": 2}], 1)

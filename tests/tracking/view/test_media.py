@@ -11,7 +11,9 @@ def test_a_file_in_the_runs_folder_is_found(tmp_path: Path) -> None:
     assert find_medium_file(tmp_path, "media/a.png") == tmp_path / "media" / "a.png"
 
 
-@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "link", "folder", "gone", "nul\0l", "circle", ""])
+@pytest.mark.parametrize(
+    "file", ["../secret", "/etc/passwd", "link", "folder", "gone", "nul\0l", "circle", ""]
+)
 def test_other_files_are_not(tmp_path: Path, file: str) -> None:
     run = tmp_path / "run"
     (run / "folder").mkdir(parents=True)
@@ -22,7 +24,8 @@ def test_other_files_are_not(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("a.PNG", "image/png"), ("a.wav", "audio/wav"), ("a.svg", DOWNLOAD), ("a.html", DOWNLOAD)]
+    ("name", "kind"),
+    [("a.PNG", "image/png"), ("a.wav", "audio/wav"), ("a.svg", DOWNLOAD), ("a.html", DOWNLOAD)],
 )
 def test_what_could_run_a_script_is_a_download(name: str, kind: str) -> None:
     assert content_type_of(Path(name)) == kind

@@ -17,15 +17,18 @@ from logged_runs import BEGAN, start_line, value_lines, write_log
 pytestmark = [
     pytest.mark.costly,
     pytest.mark.skipif(
-        find_browser() is None, reason="no Chromium here: apt-get install chromium, to drive the page in a browser"
+        find_browser() is None,
+        reason="no Chromium here: apt-get install chromium, to drive the page in a browser",
     ),
 ]
 
-IS_READY = "document.body.dataset.state === 'ready' && document.querySelectorAll('canvas[aria-label]').length === {}"
+IS_READY = (
+    "document.body.dataset.state === 'ready' && document.querySelectorAll('canvas[aria-label]').length === {}"
+)
 LABELS = "[...document.querySelectorAll('canvas')].map(one => one.getAttribute('aria-label'))"
 HOSTILE = [
     "<script>window.wasRun = true; alert(1)</script>",
-    "<img src=x onerror=\"window.wasRun = true\">",
+    '<img src=x onerror="window.wasRun = true">',
     "\"'`><svg onload=alert(1)>&amp;${alert(1)}{{1}}",
     "left \u202egpj.exe\u202c right \u2066x\u2069 \u200f",
     "__proto__",
@@ -71,18 +74,27 @@ def canvas_box(browser: Browser, number: int = 0) -> tuple[float, float, float, 
 def test_runs_are_shown_zoomed_compared_and_followed(browser: Browser, tmp_path: Path) -> None:
     speed = {"throughput": {"samples_per_second": 120.5}, "memory": {"peak_bytes": 3e9}}
     for name, lr in (("one", 0.1), ("two", 0.2)):
-        write_log(tmp_path / name, [start_line(name, {"lr": lr, "seed": 1}), *value_lines(range(101), **speed)])
+        write_log(
+            tmp_path / name, [start_line(name, {"lr": lr, "seed": 1}), *value_lines(range(101), **speed)]
+        )
     with served(tmp_path) as address:
         open_page(browser, address, num_panels=3)
         loss, throughput, memory = browser.evaluate(LABELS)
         assert loss.startswith("loss: 2 curves, step 0 to step 100, values from ")
         assert throughput.startswith("throughput/samples_per_second: 2 curves, step 0 to step 100")
-        assert memory.startswith("memory/peak_bytes: 2 curves, step 0 to step 100, values from 2.7 GB to 3.3 GB")
+        assert memory.startswith(
+            "memory/peak_bytes: 2 curves, step 0 to step 100, values from 2.7 GB to 3.3 GB"
+        )
         beside = browser.evaluate("document.querySelectorAll('#system canvas').length")
         assert beside == 2, "throughput and memory stand beside the loss"
 
         left, top, width, _ = canvas_box(browser)
-        for kind, at in (("mousePressed", 0.5), ("mouseMoved", 0.6), ("mouseMoved", 0.75), ("mouseReleased", 0.75)):
+        for kind, at in (
+            ("mousePressed", 0.5),
+            ("mouseMoved", 0.6),
+            ("mouseMoved", 0.75),
+            ("mouseReleased", 0.75),
+        ):
             browser.mouse(kind, left + at * width, top + 60)
         browser.wait_for(f"!{LABELS}[0].includes('step 0 to')")
         zoomed = [label.split(", ")[1] for label in browser.evaluate(LABELS)]
@@ -94,7 +106,9 @@ def test_runs_are_shown_zoomed_compared_and_followed(browser: Browser, tmp_path:
         browser.wait_for(f"{LABELS}[0].includes('step 0 to step 100')")
 
         browser.evaluate("document.querySelector('[data-view=differences]').click()")
-        rows = browser.wait_for("[...document.querySelectorAll('tr.differs')].map(row => row.innerText).join('|')")
+        rows = browser.wait_for(
+            "[...document.querySelectorAll('tr.differs')].map(row => row.innerText).join('|')"
+        )
         assert rows.split() == ["lr", "0.1", "0.2"]
         browser.evaluate("document.querySelector('[data-view=curves]').click()")
 
@@ -106,8 +120,13 @@ def test_runs_are_shown_zoomed_compared_and_followed(browser: Browser, tmp_path:
 def test_axes_smoothing_and_the_choice_of_runs_and_metrics(browser: Browser, tmp_path: Path) -> None:
     nan = {"step": 60, "time": BEGAN + 60, "loss": "NaN"}
     write_log(tmp_path / "one", [start_line("one"), *value_lines(range(60), lr=0.5), nan])
-    write_log(tmp_path / "two", [*value_lines(range(40)), {"event": "rewind", "step": 20}, *value_lines(range(20, 30))])
-    change = "(() => {{ const one = document.getElementById('{}'); {}; one.dispatchEvent(new Event('{}')); }})()"
+    write_log(
+        tmp_path / "two",
+        [*value_lines(range(40)), {"event": "rewind", "step": 20}, *value_lines(range(20, 30))],
+    )
+    change = (
+        "(() => {{ const one = document.getElementById('{}'); {}; one.dispatchEvent(new Event('{}')); }})()"
+    )
     with served(tmp_path) as address:
         open_page(browser, address, num_panels=2)
         assert "× NaN, ┄ logged again" in browser.evaluate(LABELS)[0]
@@ -125,7 +144,9 @@ def test_axes_smoothing_and_the_choice_of_runs_and_metrics(browser: Browser, tmp
     assert (browser.errors, browser.dialogs) == ([], [])
 
 
-def test_the_page_is_reached_by_keyboard_and_every_control_has_a_name(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_is_reached_by_keyboard_and_every_control_has_a_name(
+    browser: Browser, tmp_path: Path
+) -> None:
     write_log(tmp_path, [start_line(), *value_lines(range(101))])
     with served(tmp_path) as address:
         open_page(browser, address, num_panels=1)
@@ -142,7 +163,13 @@ def test_the_page_is_reached_by_keyboard_and_every_control_has_a_name(browser: B
         nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
     wanted = {"button", "checkbox", "combobox", "slider", "searchbox", "image"}
     found = [node for node in nodes if not node["ignored"] and node["role"]["value"] in wanted]
-    assert {node["role"]["value"] for node in found} >= {"button", "checkbox", "combobox", "slider", "searchbox"}
+    assert {node["role"]["value"] for node in found} >= {
+        "button",
+        "checkbox",
+        "combobox",
+        "slider",
+        "searchbox",
+    }
     assert [node for node in found if not node.get("name", {}).get("value")] == []
 
 
@@ -164,15 +191,22 @@ def test_hostile_names_are_text_and_run_nothing(browser: Browser, tmp_path: Path
         assert "<img src=x onerror=alert(1)> ⟨U+202E⟩'\"" in page
         assert "line⟨U+000A⟩break" in page
         assert "\u202e" not in page
-        assert browser.evaluate("document.body.scrollWidth <= window.innerWidth"), "a long name widens nothing"
+        assert browser.evaluate("document.body.scrollWidth <= window.innerWidth"), (
+            "a long name widens nothing"
+        )
         for view in ("differences", "details"):
             browser.evaluate(f"document.querySelector('[data-view={view}]').click()")
             browser.wait_for(f"document.querySelector('#view-{view} select') !== null")
-            assert browser.evaluate(f"document.querySelectorAll('#view-{view} :is(script, img, svg)').length") == 0
+            assert (
+                browser.evaluate(f"document.querySelectorAll('#view-{view} :is(script, img, svg)').length")
+                == 0
+            )
         shown = browser.evaluate("document.querySelector('#view-details').innerText")
         assert HOSTILE[0] in shown or "<" in shown
         assert browser.evaluate("window.wasRun === undefined")
-        assert browser.evaluate("({}).polluted === undefined && Object.getPrototypeOf({}) === Object.prototype")
+        assert browser.evaluate(
+            "({}).polluted === undefined && Object.getPrototypeOf({}) === Object.prototype"
+        )
     assert (browser.errors, browser.dialogs) == ([], [])
 
 
@@ -227,7 +261,11 @@ def test_no_request_leaves_the_loopback(tmp_path: Path) -> None:
     log = json.loads((tmp_path / "net.json").read_text())
     kinds = {number: name for name, number in log["constants"]["logEventTypes"].items()}
     events = [(kinds[event["type"]], event.get("params", {})) for event in log["events"]]
-    asked = {urlsplit(given["url"]).netloc for _, given in events if given.get("initiator") == address.rstrip("/")}
-    assert asked == {urlsplit(address).netloc}, "requests of other origins are the browser's own, to its maker"
+    asked = {
+        urlsplit(given["url"]).netloc for _, given in events if given.get("initiator") == address.rstrip("/")
+    }
+    assert asked == {urlsplit(address).netloc}, (
+        "requests of other origins are the browser's own, to its maker"
+    )
     # The browser opens a UDP socket to learn whether the machine has IPv6, and sends nothing through it.
     assert [given for kind, given in events if kind == "UDP_BYTES_SENT"] == []

@@ -12,7 +12,15 @@ def steps_of(index: RunIndex, name: str) -> list[tuple[int, list[int]]]:
 
 
 def test_values_of_all_kinds_are_curves_by_flat_names(tmp_path: Path) -> None:
-    record = {"step": 1, "time": BEGAN, "loss": 2.5, "lr": {"head": 0.1}, "n": 3, "done": True, "per_rank": [1.0, 2]}
+    record = {
+        "step": 1,
+        "time": BEGAN,
+        "loss": 2.5,
+        "lr": {"head": 0.1},
+        "n": 3,
+        "done": True,
+        "per_rank": [1.0, 2],
+    }
     index = read_whole(write_log(tmp_path, [start_line(), {**record, "note": "warm", "big": 10**400}]))
     assert {name: curve.last for name, curve in index.curves.items()} == {
         "loss": 2.5, "lr/head": 0.1, "n": 3, "done": 1, "per_rank/0": 1, "per_rank/1": 2, "big": float("inf"),
@@ -22,7 +30,9 @@ def test_values_of_all_kinds_are_curves_by_flat_names(tmp_path: Path) -> None:
 
 def test_the_strings_that_stand_for_what_is_not_finite_are_marks(tmp_path: Path) -> None:
     values = ["NaN", "Infinity", "-Infinity", 1.0]
-    index = read_whole(write_log(tmp_path, [{"step": n, "time": BEGAN, "loss": v} for n, v in enumerate(values)]))
+    index = read_whole(
+        write_log(tmp_path, [{"step": n, "time": BEGAN, "loss": v} for n, v in enumerate(values)])
+    )
     marks = {kind: list(found[0].points.steps) for kind, found in index.curves["loss"].marks.items()}
     assert marks == {"nan": [0], "inf": [1], "-inf": [2]}
     assert steps_of(index, "loss") == [(1, [3])]
@@ -34,7 +44,9 @@ def test_a_resumed_run_logs_steps_again_as_another_attempt(tmp_path: Path, how: 
     if how == "attempt":
         again = [{**record, "attempt": 2} for record in again]
     rewind = [{"event": "rewind", "time": BEGAN, "step": 3, "attempt": 2}] if how == "rewind" else []
-    index = read_whole(write_log(tmp_path, [start_line(), *value_lines(range(5)), start_line(), *rewind, *again]))
+    index = read_whole(
+        write_log(tmp_path, [start_line(), *value_lines(range(5)), start_line(), *rewind, *again])
+    )
     assert steps_of(index, "loss") == [(1, [0, 1, 2, 3, 4]), (2, [3, 4, 5, 6])]
     assert index.facts.attempt == 2
 

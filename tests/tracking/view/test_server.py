@@ -87,7 +87,14 @@ def test_a_request_by_another_name_is_refused(tmp_path: Path, host: str) -> None
 
 @pytest.mark.parametrize(
     "target",
-    ["/../../etc/passwd", "/%2e%2e/server.py", "//evil.example/", "/page/index.html", "/log.jsonl", "/media?run=0&medium=7"],
+    [
+        "/../../etc/passwd",
+        "/%2e%2e/server.py",
+        "//evil.example/",
+        "/page/index.html",
+        "/log.jsonl",
+        "/media?run=0&medium=7",
+    ],
 )
 def test_no_path_of_a_client_leads_to_a_file(tmp_path: Path, target: str) -> None:
     write_log(tmp_path, value_lines([1]))
@@ -107,8 +114,12 @@ def test_other_methods_are_refused(tmp_path: Path, method: str) -> None:
 
 
 def test_runs_are_listed_with_what_went_wrong(tmp_path: Path) -> None:
-    write_log(tmp_path / "a", [start_line("first"), *value_lines(range(5)), {"event": "lost", "count": 2}], damaged=b"x\n")
-    write_log(tmp_path / "b", value_lines([1], **{"throughput": {"samples_per_second": 9.5}}))
+    write_log(
+        tmp_path / "a",
+        [start_line("first"), *value_lines(range(5)), {"event": "lost", "count": 2}],
+        damaged=b"x\n",
+    )
+    write_log(tmp_path / "b", value_lines([1], throughput={"samples_per_second": 9.5}))
     with served(tmp_path) as server:
         one, other = read_runs(server)
     assert (one["label"], one["run"], one["num_damaged"], one["num_lost"]) == ("a", "first", 1, 2)
@@ -124,9 +135,13 @@ def test_curves_are_answered_over_each_axis(tmp_path: Path, axis: str, first: fl
         assert (answer["low"], answer["high"]) == (first, first + 999)
         (piece,) = answer["curves"][0]["pieces"]
         assert (piece["x"][0], piece["num_points"], len(piece["mean_x"])) == (first, 1000, 50)
-        part = ask(server, f"/api/curves?metric=loss&run=0&axis={axis}&columns=50&low={first + 10}&high={first + 20}")
+        part = ask(
+            server, f"/api/curves?metric=loss&run=0&axis={axis}&columns=50&low={first + 10}&high={first + 20}"
+        )
         (piece,) = part["curves"][0]["pieces"]
-        assert piece["x"] == [first + step for step in range(9, 22)], "all points, and a neighbour on each side"
+        assert piece["x"] == [first + step for step in range(9, 22)], (
+            "all points, and a neighbour on each side"
+        )
         assert piece["mean_x"] is None
 
 
@@ -172,7 +187,10 @@ def test_media_are_served_by_number_from_the_runs_folder_alone(tmp_path: Path) -
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert get(server, "/media?run=0&medium=1")[0] == 404
         _, headers, _ = get(server, "/media?run=0&medium=2")
-        assert (headers["Content-Type"], headers["Content-Disposition"]) == ("application/octet-stream", "attachment")
+        assert (headers["Content-Type"], headers["Content-Disposition"]) == (
+            "application/octet-stream",
+            "attachment",
+        )
         assert get(server, "/media?run=0&medium=3")[0] == 404
 
 

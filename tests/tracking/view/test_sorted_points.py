@@ -20,7 +20,9 @@ def points_of(values: list[float], *, parts: int = 1) -> SortedPoints:
 
 
 @given(st.integers(0, 2**32), st.integers(0, 4 * BLOCK), st.integers(0, 4 * BLOCK), st.integers(1, 9))
-def test_the_extremes_of_any_range_are_those_of_its_values(seed: int, one: int, other: int, parts: int) -> None:
+def test_the_extremes_of_any_range_are_those_of_its_values(
+    seed: int, one: int, other: int, parts: int
+) -> None:
     # Few distinct values, so that the lowest stands in blocks, before them and behind them at once.
     values = [float((seed * (index + 7) ** 3 >> 5) % 50) for index in range(4 * BLOCK + 1)]
     points = points_of(values, parts=parts)

@@ -4,7 +4,7 @@ A command's arguments are a frozen dataclass. Each field becomes a flag, like th
 `drivetrain_config.schema.flag_name` makes, except that:
 
 - a field of type `Layers` provides the flags of every installed section, and `--config FILE`;
-- a field with metadata `{"positional": True}` is a positional argument; the last one takes one or more if it is a tuple;
+- a field with metadata `{"positional": True}` is a positional argument; the last one takes several if it is a tuple;
 - a field with metadata `{"rest": True}`, a tuple of strings, takes all tokens after the positional arguments,
   unchanged.
 """

@@ -136,7 +136,11 @@ def _describe_curve(curve: Curve, window: Window, origin: float) -> dict[str, An
         kind: sorted({x - origin for branch in branches for x in marked_columns(branch.points, window)})
         for kind, branches in curve.marks.items()
     }
-    return {"pieces": [piece for piece in pieces if piece["x"]], "marks": marks, "num_points": curve.num_points}
+    return {
+        "pieces": [piece for piece in pieces if piece["x"]],
+        "marks": marks,
+        "num_points": curve.num_points,
+    }
 
 
 def _describe_points(reduced: ReducedPoints, origin: float) -> dict[str, Any]:
@@ -157,7 +161,9 @@ def _range_of(runs: Sequence[RunIndex], question: CurveQuestion) -> tuple[float,
         with run.lock:
             curve = run.curves.get(question.metric)
             origin = (run.facts.start_time or 0.0) if question.axis == "relative" else 0.0
-            branches = [] if curve is None else [*curve.branches, *(b for bs in curve.marks.values() for b in bs)]
+            branches = (
+                [] if curve is None else [*curve.branches, *(b for bs in curve.marks.values() for b in bs)]
+            )
             for branch in branches:
                 xs = branch.points.positions(_axis_of(question.axis))
                 low, high = min(low, xs[0] - origin), max(high, xs[-1] - origin)

@@ -23,14 +23,19 @@ class ViewArguments:
     """The arguments of `drivetrain track view`."""
 
     folders: tuple[str, ...] = field(
-        metadata={"positional": True, "help": f"Folders of runs: each has a {LOG_NAME}, or holds folders that do."}
+        metadata={
+            "positional": True,
+            "help": f"Folders of runs: each has a {LOG_NAME}, or holds folders that do.",
+        }
     )
     port: int = field(default=0, metadata={"help": "Port on 127.0.0.1; by default, any free one."})
 
     def __post_init__(self) -> None:
         """Check the port."""
         if not 0 <= self.port <= _MOST_PORT:
-            raise ValueError(f"--port {self.port}: say a number from 1 to {_MOST_PORT}, or 0 for any free port")
+            raise ValueError(
+                f"--port {self.port}: say a number from 1 to {_MOST_PORT}, or 0 for any free port"
+            )
 
 
 class Command(NamedTuple):
@@ -76,7 +81,7 @@ def check_folders(folders: Sequence[Path]) -> None:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(
-                f"{folder} is {'a file' if folder.is_file() else 'not there'}: name the folder of a run, the one that "
+                f"{folder} is {'a file' if folder.is_file() else 'not there'}: name the folder of a run, which "
                 f"holds its {LOG_NAME}, or one with several runs in it"
             )
         places = find_logs([folder])
@@ -103,7 +108,7 @@ def check_kind(log: Path) -> None:
     records, _ = parse_lines(whole)
     if whole and not any("event" in record or "time" in record for record in records):
         raise ValueError(
-            f"{log} is no log of drivetrain: its lines have neither a time nor an event. Name folders whose {LOG_NAME} "
+            f"{log} is no log of drivetrain: its lines have neither a time nor an event. Name folders whose log "
             "the tracker 'jsonl' has written"
         )
 
@@ -119,7 +124,9 @@ def open_server(collection: RunCollection, port: int) -> ViewServer:
     except OSError as error:
         why = {errno.EADDRINUSE: "is in use", errno.EACCES: "needs rights that this user lacks"}
         said = why.get(error.errno or 0, os.strerror(error.errno or errno.EIO))
-        raise OSError(f"--port {port} {said}: name another one, or leave it out to take any free port") from error
+        raise OSError(
+            f"--port {port} {said}: name another one, or leave it out to take any free port"
+        ) from error
 
 
 command = Command(

@@ -16,7 +16,7 @@ class Branch:
 
     Attributes:
         attempt: 1, and one more each time that a resumed run logs steps again.
-        points: The points.
+        points: The points, in the order of their steps.
     """
 
     attempt: int
@@ -28,7 +28,7 @@ class Piece:
     """A part of a branch.
 
     Attributes:
-        branch: The branch.
+        branch: The branch that it is a part of.
         start: The index of its first point.
         stop: The index behind its last point.
         is_replaced: True if a later attempt has logged these steps again.
@@ -43,8 +43,8 @@ class Piece:
 class Curve:
     """The points of one metric of a run. Not thread-safe.
 
-    An attempt is one branch as a rule. Where code logs the same metric with two step counters, each falling back behind
-    the other, the points go to branches in each of which steps grow; points that find none of 32 are counted only.
+    An attempt is one branch as a rule. Where code logs the same metric with two step counters, the points go to
+    several branches, in each of which steps grow; points that find none of 32 are only counted.
 
     Attributes:
         branches: The finite values, by attempt.
@@ -74,10 +74,15 @@ class Curve:
             return
         rows = list(zip(steps, times, values, strict=True))
         kinds = {"nan": [row for row in rows if row[2] != row[2]]}
-        kinds |= {"inf": [row for row in rows if row[2] == inf], "-inf": [row for row in rows if row[2] == -inf]}
+        kinds |= {
+            "inf": [row for row in rows if row[2] == inf],
+            "-inf": [row for row in rows if row[2] == -inf],
+        }
         for kind, found in kinds.items():
             if found:
-                self._place(self.marks[kind], attempt, *_columns([(step, time, 0.0) for step, time, _ in found]))
+                self._place(
+                    self.marks[kind], attempt, *_columns([(step, time, 0.0) for step, time, _ in found])
+                )
         if finite := [row for row in rows if row[2] - row[2] == 0]:
             self._place(self.branches, attempt, *_columns(finite))
 
@@ -116,7 +121,11 @@ class Curve:
             if number == len(own):
                 own.append(Branch(attempt=attempt, points=SortedPoints()))
                 branches.append(own[number])
-            rows = [row for row, to in zip(zip(steps, times, values, strict=True), chosen, strict=True) if to == number]
+            rows = [
+                row
+                for row, to in zip(zip(steps, times, values, strict=True), chosen, strict=True)
+                if to == number
+            ]
             if rows:
                 own[number].points.extend(*_columns(rows))
 

@@ -33,7 +33,7 @@ class ReducedPoints:
     Attributes:
         xs: The step or time of each point.
         ys: The value of each point.
-        mean_xs: Where each mean stands: the points themselves if all are there, else the middles of pixel columns.
+        mean_xs: The position of each mean: that of a point if all are there, else the middle of a pixel column.
         means: The mean value at each place of `mean_xs`, for smoothing.
         num_points: The number of points in the window.
     """
@@ -53,14 +53,16 @@ def column_edges(window: Window) -> list[float]:
     return [window.low, *(min(max(edge, window.low), window.high) for edge in inner), window.high]
 
 
-def reduce_points(points: SortedPoints, window: Window, start: int = 0, stop: int | None = None) -> ReducedPoints:
+def reduce_points(
+    points: SortedPoints, window: Window, start: int = 0, stop: int | None = None
+) -> ReducedPoints:
     """Return the points that a picture of a window needs.
 
-    Those are all points if there are at most two a column, else the lowest and the highest of each column. The nearest
-    points on the left and right of the window are included, so that the line leaves the picture where it should.
+    Those are all points if there are at most two a column, else the lowest and the highest of each column. The points
+    next to the window on the left and right are included, so that the line leaves the picture where it should.
 
     Args:
-        points: The points.
+        points: The points to reduce.
         window: The part to show.
         start: The first point to look at, by index.
         stop: The index behind the last point to look at; None for all.
@@ -75,7 +77,9 @@ def reduce_points(points: SortedPoints, window: Window, start: int = 0, stop: in
         shown = [*before, *range(first, last), *behind]
         positions = [float(xs[index]) for index in shown]
         values = [points.values[index] for index in shown]
-        return ReducedPoints(xs=positions, ys=values, mean_xs=positions, means=values, num_points=last - first)
+        return ReducedPoints(
+            xs=positions, ys=values, mean_xs=positions, means=values, num_points=last - first
+        )
     edges = column_edges(window)
     bounds = [first, *(bisect_left(xs, edge, first, last) for edge in edges[1:-1]), last]
     shown = before

@@ -48,4 +48,6 @@ def _folders_of(root: Path) -> Iterator[Path]:
             yield Path(inside)
         depth = len(Path(inside).relative_to(root).parts)
         # Assigning to the list tells os.walk where to go on.
-        folders[:] = sorted(name for name in folders if not name.startswith(".")) if depth < _MAX_DEPTH else []
+        folders[:] = (
+            sorted(name for name in folders if not name.startswith(".")) if depth < _MAX_DEPTH else []
+        )

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
-_CHUNK_BYTES = 1 << 20  # the parser holds the interpreter for about 10 ms then, and requests are answered between
+_CHUNK_BYTES = (
+    1 << 20
+)  # the parser holds the interpreter for about 10 ms then, and requests are answered between
 _MOST_LINE_BYTES = 1 << 26
 _HEAD_BYTES = 256
 # What stands between a record and its checksum (spool/line.py).
@@ -39,7 +41,7 @@ class LogReader:
     """A reader of a log from its beginning. Not thread-safe.
 
     Args:
-        path: The log.
+        path: The file of the log.
 
     Attributes:
         offset: The number of bytes that were read.

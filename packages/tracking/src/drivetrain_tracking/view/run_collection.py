@@ -15,7 +15,7 @@ _SEARCH_SECONDS = 10.0
 
 
 class RunCollection:
-    """The runs of some folders. Use it as a context: a thread reads the logs, and looks for new ones every 10 seconds.
+    """The runs of some folders. Use it as a context: a thread reads the logs, and looks for new ones.
 
     Args:
         folders: The folders of runs.
@@ -49,7 +49,8 @@ class RunCollection:
         searched = time.monotonic()
         while not self._closing.is_set():
             # A chunk of each run in turn: a short run is shown at once, beside one that takes half a minute.
-            if not any([run.advance() for run in self.runs]):
+            has_more = [run.advance() for run in self.runs]
+            if not any(has_more):
                 self._closing.wait(_POLL_SECONDS)
             if time.monotonic() - searched > _SEARCH_SECONDS:
                 self._search()

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.records import flat_values
@@ -22,11 +22,11 @@ Rows = dict[str, tuple[list[int], list[float], list[float]]]
 
 @dataclass(slots=True, kw_only=True)
 class RunFacts:
-    """What a log tells of its run besides curves.
+    """The facts that a log tells of its run, besides curves.
 
     Attributes:
         run_name: The name of the run.
-        config: The configuration.
+        config: The configuration of the newest start.
         plan: The effective plan.
         info: Commit, versions, hardware, command.
         start_time: The time of the first record, in seconds since the epoch; None before.
@@ -65,12 +65,12 @@ class RunIndex:
 
     Attributes:
         place: The place of the log.
-        lock: What a reader of the other attributes holds.
-        facts: What is known of the run.
+        lock: The lock that a reader of the other attributes holds.
+        facts: The facts that are known of the run.
         curves: The curves by metric, in the order of their first value.
-        generation: One more each time that another log takes the place of the old one.
-        version: One more with each change.
-        problem: Why the log cannot be read at present; empty if it can.
+        generation: A number, one more each time that another log takes the place of the old one.
+        version: A number, one more with each change.
+        problem: The reason why the log cannot be read at present; empty if it can.
         read_bytes: The number of bytes that were read.
         size_bytes: The size of the log.
     """
@@ -181,7 +181,9 @@ class RunIndex:
     def _take_others(self, record: dict[str, Any], step: int, time: float, by_name: Rows) -> None:
         """Add the values of a line that are not plain floats: nested ones, integers, strings that stand for NaN."""
         others = {
-            name: value for name, value in record.items() if name not in _OWN_NAMES and type(value) is not float
+            name: value
+            for name, value in record.items()
+            if name not in _OWN_NAMES and type(value) is not float
         }
         for name, value in flat_values(others).items():
             number = _number_of(value)
@@ -219,7 +221,7 @@ class RunIndex:
             facts.is_finished = True
 
 
-def _is_time(time: Any) -> bool:
+def _is_time(time: object) -> TypeGuard[float]:
     return isinstance(time, (int, float)) and abs(time) < _MOST_SECONDS  # false for NaN too
 
 
@@ -228,7 +230,7 @@ def _is_step(step: object) -> bool:
 
 
 def _number_of(value: object) -> float | None:
-    """Return a value as a number, or None if it is none: the strings that stand for NaN and infinities are numbers."""
+    """Return a value as a number, or None if it is none; strings that stand for NaN and infinities are numbers."""
     if isinstance(value, (int, float)):
         try:
             return float(value)

@@ -19,7 +19,13 @@ from drivetrain_tracking.view.answers import (
     describe_run,
 )
 from drivetrain_tracking.view.media import DOWNLOAD, content_type_of, find_medium_file
-from drivetrain_tracking.view.request import Asked, BadRequestError, read_curve_question, read_index, read_query
+from drivetrain_tracking.view.request import (
+    Asked,
+    BadRequestError,
+    read_curve_question,
+    read_index,
+    read_query,
+)
 from drivetrain_tracking.view.run_collection import RunCollection
 from drivetrain_tracking.view.run_index import RunIndex
 
@@ -44,8 +50,8 @@ _HEADERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a request is answered with.
+class HTTPAnswer:
+    """The answer to a request.
 
     Attributes:
         status: The HTTP status.
@@ -97,7 +103,7 @@ class ViewServer(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = HOST, self.server_address[1]
 
-    def answer(self, target: str) -> Answer:
+    def answer(self, target: str) -> HTTPAnswer:
         """Return the answer to a GET of a target, such as "/api/runs"."""
         url = urlsplit(target)
         if (found := self.page.get(url.path)) is not None:
@@ -131,13 +137,17 @@ class _Handler(BaseHTTPRequestHandler):
     server: ViewServer  # pyright: ignore[reportIncompatibleVariableOverride] no other server makes one
 
     def do_GET(self) -> None:
-        """Answer a request that names this server; a page elsewhere whose name leads here (DNS rebinding) does not."""
+        """Answer a request that names this server, unlike one by a foreign name that leads here (DNS rebinding)."""
         if self.headers.get("Host") not in self.server.allowed_hosts:
-            self._send(_answer_json({"error": "open this page at the address that was printed"}, HTTPStatus.FORBIDDEN))
+            self._send(
+                _answer_json(
+                    {"error": "open this page at the address that was printed"}, HTTPStatus.FORBIDDEN
+                )
+            )
             return
         self._send(self.server.answer(self.path))
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: HTTPAnswer) -> None:
         self.send_response(answer.status)
         for name, value in {**_HEADERS, "Content-Type": answer.content_type}.items():
             self.send_header(name, value)
@@ -158,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             size_bytes -= len(part)
         self.close_connection = self.close_connection or size_bytes > 0
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the base class's name
+    def log_message(self, format: str, *args: Any) -> None:
         """Log requests for those who debug the page, rather than print them."""
         logger.debug(format, *args)
 
@@ -180,7 +190,7 @@ def _run_of(runs: Sequence[RunIndex], asked: Asked, name: str) -> RunIndex:
     return runs[index]
 
 
-def _answer_medium(run: RunIndex, index: int) -> Answer:
+def _answer_medium(run: RunIndex, index: int) -> HTTPAnswer:
     """Return the file of a medium, which only its number names."""
     with run.lock:
         media = run.facts.media
@@ -193,13 +203,15 @@ def _answer_medium(run: RunIndex, index: int) -> Answer:
         file = path.open("rb")
     except OSError as error:
         return _answer_json({"error": f"the file cannot be read: {error.strerror}"}, HTTPStatus.NOT_FOUND)
-    return Answer(status=HTTPStatus.OK, content_type=content_type_of(path), body=file, size_bytes=size_bytes)
+    return HTTPAnswer(
+        status=HTTPStatus.OK, content_type=content_type_of(path), body=file, size_bytes=size_bytes
+    )
 
 
-def _answer_json(value: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Answer:
+def _answer_json(value: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> HTTPAnswer:
     # Strict: a NaN that slipped through would end in an error of the browser's parser.
     return _answer_bytes(json.dumps(value, allow_nan=False).encode(), "application/json", status)
 
 
-def _answer_bytes(body: bytes, content_type: str, status: HTTPStatus = HTTPStatus.OK) -> Answer:
-    return Answer(status=status, content_type=content_type, body=body, size_bytes=len(body))
+def _answer_bytes(body: bytes, content_type: str, status: HTTPStatus = HTTPStatus.OK) -> HTTPAnswer:
+    return HTTPAnswer(status=status, content_type=content_type, body=body, size_bytes=len(body))

@@ -44,12 +44,12 @@ class SortedPoints:
         return bisect_left(self.positions(axis), position)
 
     def extend(self, steps: Sequence[int], times: Sequence[float], values: Sequence[float]) -> None:
-        """Append points.
+        """Append points behind the last one.
 
         Args:
-            steps: Their steps, none less than the one before, nor than the last there is.
-            times: Their times. One that is less than the one before, where a clock was set back, becomes equal to it.
-            values: Their values, all finite.
+            steps: The steps, none less than the one before, nor than the last there is.
+            times: The times. One that is less than the one before, where a clock was set back, becomes equal to it.
+            values: The values, all finite.
         """
         self.steps.extend(steps)
         last = self.times[-1] if self.times else times[0]
