@@ -29,7 +29,7 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> No
     )
     assert process.stdout is not None
     said = process.stdout.readline()
-    found = re.fullmatch(r"1 runs? at (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", said)
+    found = re.fullmatch(r"1 run at (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", said)
     assert found, said
     with urllib.request.urlopen(found[1], timeout=30) as response:
         assert response.status == 200

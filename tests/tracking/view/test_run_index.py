@@ -129,6 +129,11 @@ def test_a_log_that_is_replaced_begins_anew(tmp_path: Path) -> None:
 
 
 def test_media_are_kept_in_order_and_those_of_another_shape_passed_over(tmp_path: Path) -> None:
-    media = {"sample": {"kind": "image", "file": "media/1.png"}, "odd": 3, "unknown": {"kind": "scent"}}
+    media = {
+        "sample": {"kind": "image", "file": "media/1.png"},
+        "odd": 3,
+        "unknown": {"kind": "scent"},
+        "list": {"kind": []},
+    }
     index = read_whole(write_log(tmp_path, value_lines([4], media=media)))
     assert [(one.name, one.step, one.file) for one in index.facts.media] == [("sample", 4, "media/1.png")]

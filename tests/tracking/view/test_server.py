@@ -1,5 +1,7 @@
 import http.client
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -192,6 +194,29 @@ def test_media_are_served_by_number_from_the_runs_folder_alone(tmp_path: Path) -
             "attachment",
         )
         assert get(server, "/media?run=0&medium=3")[0] == 404
+
+
+def test_a_configuration_with_an_infinity_is_answered_as_json_that_browsers_parse(tmp_path: Path) -> None:
+    config = b'{"event": "start", "time": 1.0, "run": "a", "config": {"most": 1e999, "least": NaN}}\n'
+    (tmp_path / "log.jsonl").write_bytes(config)
+    with served(tmp_path) as server:
+        read_runs(server)
+        assert ask(server, "/api/details?run=0")["config"] == {"most": "Infinity", "least": "NaN"}
+
+
+def test_a_dropped_connection_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(tmp_path, [start_line(), *value_lines(range(5000))])
+    with served(tmp_path) as server:
+        read_runs(server)
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", server.server_port)) as dropped:
+                dropped.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                target = "/api/curves?metric=loss&run=0&axis=step&columns=4000"
+                dropped.sendall(
+                    f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode() * 9
+                )
+        assert get(server, "/")[0] == 200
+    assert capsys.readouterr().err == ""
 
 
 def test_differences_of_configuration_and_plan_are_answered(tmp_path: Path) -> None:

@@ -62,8 +62,9 @@ def run(arguments: ViewArguments) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
+    counted = f"{len(collection.runs)} run{'' if len(collection.runs) == 1 else 's'}"
     with server, collection:
-        sys.stdout.write(f"{len(collection.runs)} runs at {server.address} (Ctrl-C ends it)\n")
+        sys.stdout.write(f"{counted} at {server.address} (Ctrl-C ends it)\n")
         sys.stdout.flush()
         try:
             server.serve_forever()

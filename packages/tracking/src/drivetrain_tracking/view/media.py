@@ -56,7 +56,7 @@ def read_media(entries: object, step: int | None, time: float) -> list[LoggedMed
     return [
         LoggedMedium(
             name=name,
-            kind=entry["kind"],
+            kind=kind,
             step=step,
             time=time,
             file=entry["file"] if isinstance(entry.get("file"), str) else None,
@@ -64,7 +64,7 @@ def read_media(entries: object, step: int | None, time: float) -> list[LoggedMed
             caption=str(entry.get("caption", "")),
         )
         for name, entry in cast("dict[str, Any]", entries).items()
-        if isinstance(entry, dict) and entry.get("kind") in _KINDS
+        if isinstance(entry, dict) and isinstance(kind := entry.get("kind"), str) and kind in _KINDS
     ]
 
 

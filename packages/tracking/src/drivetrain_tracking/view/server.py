@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -102,6 +103,13 @@ class ViewServer(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = HOST, self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over connections that a browser drops when its page is closed; other errors are printed."""
+        if isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            logger.debug("a browser dropped its connection", exc_info=True)
+        else:
+            super().handle_error(request, client_address)
 
     def answer(self, target: str) -> HTTPAnswer:
         """Return the answer to a GET of a target, such as "/api/runs"."""
@@ -209,8 +217,11 @@ def _answer_medium(run: RunIndex, index: int) -> HTTPAnswer:
 
 
 def _answer_json(value: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> HTTPAnswer:
-    # Strict: a NaN that slipped through would end in an error of the browser's parser.
-    return _answer_bytes(json.dumps(value, allow_nan=False).encode(), "application/json", status)
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:  # a configuration with an infinity, which browsers do not parse: it becomes a string
+        text = json.dumps(json.loads(json.dumps(value), parse_constant=str))
+    return _answer_bytes(text.encode(), "application/json", status)
 
 
 def _answer_bytes(body: bytes, content_type: str, status: HTTPStatus = HTTPStatus.OK) -> HTTPAnswer:
