@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from browser import Browser, find_browser, open_browser
+from drivetrain_tracking.spool.line import encode
 from drivetrain_tracking.view.run_collection import RunCollection
 from drivetrain_tracking.view.server import ViewServer
 from logged_runs import BEGAN, start_line, value_lines, write_log
@@ -250,6 +252,30 @@ def test_the_pages_arithmetic(browser: Browser, tmp_path: Path, expression: str,
         assert browser.evaluate(expression) == (
             pytest.approx(value) if isinstance(value, list) and not isinstance(value[0], str) else value
         )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_million_points_are_shown_while_they_are_read_and_zoomed(browser: Browser, tmp_path: Path) -> None:
+    last = 10_000_000 - 1
+    with (tmp_path / "log.jsonl").open("wb") as file:
+        for step in range(last + 1):
+            value = 1000.0 if step == 7_654_321 else step % 97 / 97
+            file.write(encode({"step": step, "time": BEGAN + step, "loss": value}))
+    with served(tmp_path) as address:
+        browser.open(address)
+        browser.wait_for("document.getElementById('status').textContent.includes('reading')")
+        browser.wait_for("document.querySelectorAll('canvas[aria-label]').length === 1")
+        ends = time.monotonic() + 600
+        while browser.evaluate("document.body.dataset.state") != "ready":
+            assert time.monotonic() < ends
+            time.sleep(0.5)
+        said = browser.wait_for(f"{LABELS}[0].includes('step 9999999,') && {LABELS}[0]")
+        assert "values from -50 to 1050" in said, f"the one high value among ten million is shown: {said}"
+        left, top, width, _ = canvas_box(browser)
+        for kind, at in (("mousePressed", 0.2), ("mouseMoved", 0.3), ("mouseReleased", 0.3)):
+            browser.mouse(kind, left + at * width, top + 60)
+        browser.wait_for(f"!{LABELS}[0].includes('values from -50')")
 
 
 def test_no_request_leaves_the_loopback(tmp_path: Path) -> None:

@@ -63,5 +63,6 @@ export function formatSeconds(seconds) {
 
 export function formatPosition(axis, x) {
   if (axis === "time") return new Date(x * 1000).toLocaleString();
-  return axis === "relative" ? formatSeconds(x) : `step ${formatNumber(x)}`;
+  if (axis === "relative") return formatSeconds(x);
+  return `step ${Math.abs(x) < 100 ? formatNumber(x) : Math.round(x)}`; // whole steps: 9,999,999 is not 1e7
 }
