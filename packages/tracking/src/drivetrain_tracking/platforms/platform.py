@@ -72,7 +72,9 @@ class Platform(ABC):
             TrackerStateError: It is not started.
         """
         if not self._is_started:
-            raise TrackerStateError(f"{self.name}: a value before start(): call start(run_name, config) first")
+            raise TrackerStateError(
+                f"{self.name}: a value before start(): call start(run_name, config) first"
+            )
         self.write_records(records)
 
     def finish(self) -> None:

@@ -66,7 +66,9 @@ class TensorBoardTracker(Platform):
         return {event.wall_time for file in files for event in loader.EventFileLoader(str(file)).Load()}
 
     def _add(self, attempt: int, *, wall_time: float, values: list[Any]) -> None:
-        event = load_library(f"{_FORMAT}.event_pb2", extra=self.name).Event(wall_time=wall_time, step=self._step)
+        event = load_library(f"{_FORMAT}.event_pb2", extra=self.name).Event(
+            wall_time=wall_time, step=self._step
+        )
         event.summary.value.extend(values)
         if attempt not in self._writers:
             library = load_library("tensorboard.summary.writer.event_file_writer", extra=self.name)
