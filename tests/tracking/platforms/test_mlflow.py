@@ -22,6 +22,8 @@ pytest.importorskip("sqlalchemy")
 
 pytestmark = [
     pytest.mark.usefixtures("loopback_only"),
+    # mlflow 3.17's own use of SQLAlchemy 2.1
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
     # SQLAlchemy's pool is collected after its last connection, by the interpreter and not by mlflow
     pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning"),
 ]
