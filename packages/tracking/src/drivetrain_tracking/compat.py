@@ -11,6 +11,9 @@ WANDB_FLUSH_SETTING = "x_transaction_log_flush_interval"
 # comet_ml 3.58: the file in an offline experiment's `tmpdir` to which it flushes each message as a line of JSON.
 COMET_MESSAGES = "messages.json"
 
+# clearml 2.1: the file of an offline session that holds its scalars, plots and samples, a list of JSON on each line.
+CLEARML_EVENTS = "metrics.jsonl"
+
 
 def wandb_row(message: bytes) -> dict[str, str] | None:
     """Return a row of the history as JSON by name, from a message of a `.wandb` file; None for other messages."""
@@ -42,3 +45,15 @@ def write_comet_head(folder: Path, *, key: str, project: str | None, workspace: 
         resume_strategy="create" if is_new else "get",
         user_provided_experiment_key=True,
     )
+
+
+def use_clearml_threads() -> None:
+    """Let ClearML report from a thread of this process: its forked process writes every 5 s, whatever one flushes."""
+    load_library("clearml", extra="clearml").Task._report_subprocess_enabled = False
+
+
+def clearml_has_key() -> bool:
+    """Return whether ClearML's environment or configuration file holds an access key."""
+    given = load_library("clearml.backend_api.session.defs", extra="clearml").ENV_ACCESS_KEY.get()
+    config: Any = load_library("clearml.config", extra="clearml").config_obj
+    return bool(given or config.get("api.credentials.access_key", None))
