@@ -2,7 +2,7 @@ import json
 import math
 import random
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,19 +16,27 @@ from platform_media import sample_media
 
 clearml = pytest.importorskip("clearml")
 
-pytestmark = pytest.mark.usefixtures("loopback_only")
+pytestmark = [
+    pytest.mark.usefixtures("loopback_only"),
+    # the reader of configuration files that clearml 2.1 brings calls pyparsing 3 by its old names
+    pytest.mark.filterwarnings("ignore:'.*' .*deprecated.* use '.*':DeprecationWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """ClearML keeps sessions in a folder of the test, and no access key is configured."""
     for name in ("CLEARML_API_ACCESS_KEY", "TRAINS_API_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
     monkeypatch.setenv("CLEARML_LOG_LEVEL", "ERROR")
-    yield
-    clearml.Task.set_offline(False)
+    for name in (
+        "CLEARML_OFFLINE_MODE",
+        "CLEARML_PROC_MASTER_ID",
+    ):  # ClearML sets them, monkeypatch takes them back
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 def events_of(tmp_path: Path, sessions: Sequence[str]) -> list[dict]:
@@ -92,7 +100,9 @@ def test_values_that_are_not_finite_are_marked_and_texts_are_in_the_console(tmp_
     tracker.record_plan({"backend": "ddp"})
     tracker.finish()
     (session,) = sessions_of(tmp_path)
-    scalars = {(event["metric"], event["variant"]): event["value"] for event in events_of(tmp_path, [session])}
+    scalars = {
+        (event["metric"], event["variant"]): event["value"] for event in events_of(tmp_path, [session])
+    }
     assert scalars == {
         ("loss", "loss is NaN (attempt 2)"): 1,
         ("grad", "norm is -Infinity (attempt 2)"): 1,
@@ -141,7 +151,11 @@ def test_a_task_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> N
     live.get_logger().report_scalar("mine", "mine", 1, iteration=8)
     live.close()
     events = events_of(tmp_path, [live.id])
-    assert [(event["metric"], event["iter"]) for event in events] == [("loss", 7), ("drivetrain", 7), ("mine", 8)]
+    assert [(event["metric"], event["iter"]) for event in events] == [
+        ("loss", 7),
+        ("drivetrain", 7),
+        ("mine", 8),
+    ]
 
 
 def check_killed_writers(tmp_path: Path, **rounds: int) -> None:

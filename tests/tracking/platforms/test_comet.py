@@ -4,7 +4,7 @@ import random
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,10 @@ pytestmark = pytest.mark.usefixtures("loopback_only")
 
 
 @pytest.fixture(autouse=True)
-def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No API key is configured."""
     monkeypatch.delenv("COMET_API_KEY", raising=False)
     monkeypatch.setenv("COMET_CONFIG", str(tmp_path / "none.config"))
-    yield
 
 
 def messages(directory: Path) -> list[dict]:
@@ -74,7 +73,10 @@ class Contract(PlatformContract):
 
 def test_the_checks_of_records_and_their_values(tmp_path: Path) -> None:
     contract = Contract()
-    for check in (contract.check_values_are_there_before_the_end, contract.check_it_tells_which_records_it_holds):
+    for check in (
+        contract.check_values_are_there_before_the_end,
+        contract.check_it_tells_which_records_it_holds,
+    ):
         (tmp_path / check.__name__).mkdir()
         check(tmp_path / check.__name__)
 
@@ -92,13 +94,25 @@ def test_a_record_keeps_its_time_nan_infinities_and_texts(tmp_path: Path) -> Non
     tracker.record_plan({"backend": "ddp"})
     tracker.finish()
     told = messages(tmp_path)
-    metrics = {m["payload"]["metric"]["metricName"]: m["payload"]["metric"] for m in told if m["type"] == "metric_msg"}
+    metrics = {
+        m["payload"]["metric"]["metricName"]: m["payload"]["metric"]
+        for m in told
+        if m["type"] == "metric_msg"
+    }
     assert metrics["drivetrain/time"]["metricValue"] == 1_700_000_000.2512345
     assert metrics["attempt-2/loss"]["metricValue"] == "NaN"
-    assert metrics["attempt-2/up"] == {**metrics["attempt-2/loss"], "metricName": "attempt-2/up", "metricValue": "Infinity"}
+    assert metrics["attempt-2/up"] == {
+        **metrics["attempt-2/loss"],
+        "metricName": "attempt-2/up",
+        "metricValue": "Infinity",
+    }
     others = {m["payload"]["key"]: m["payload"]["value"] for m in told if m["type"] == "log_other"}
     assert (others["phase"], others["Name"]) == ("end", "first")
-    parameters = {m["payload"]["param"]["paramName"]: m["payload"]["param"]["paramValue"] for m in told if m["type"] == "parameter_msg"}
+    parameters = {
+        m["payload"]["param"]["paramName"]: m["payload"]["param"]["paramValue"]
+        for m in told
+        if m["type"] == "parameter_msg"
+    }
     assert parameters["lr|head"] == 0.1
     assert not tempfile.gettempdir().startswith(str(tmp_path))
 
@@ -126,7 +140,9 @@ def test_each_kind_of_medium_is_comets_own(tmp_path: Path) -> None:
 
 
 def test_an_experiment_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> None:
-    live = comet_ml.OfflineExperiment(offline_directory=str(tmp_path / "comet"), log_code=False, log_env_details=False)
+    live = comet_ml.OfflineExperiment(
+        offline_directory=str(tmp_path / "comet"), log_code=False, log_env_details=False
+    )
     tracker = CometTracker.of(live)
     tracker.start("ignored", {"lr": 0.1})
     tracker.log({"loss": 0.5}, step=7)

@@ -189,7 +189,9 @@ def test_every_name_becomes_one_that_mlflow_takes(name: str) -> None:
 
 def check_killed_writers(directory: Path, store: str, experiment: str, **rounds: int) -> None:
     options = {"tracking_uri": store, "experiment": experiment}
-    MLflowTracker(directory / "other").start("tables", {}, tracking_uri=store)  # makes the tables, which takes seconds
+    MLflowTracker(directory / "other").start(
+        "tables", {}, tracking_uri=store
+    )  # makes the tables, which takes seconds
     kill_writers(MLflowTracker, "mlflow", directory, options=options, **rounds)
     client, run = only_run(store, experiment)
     assert list(read_rows(client, run).values()) == [
@@ -203,4 +205,6 @@ def test_killed_writers_lose_nothing_that_they_wrote(tmp_path: Path, store: str)
 
 @pytest.mark.slow
 def test_twenty_killed_writers_lose_nothing_that_they_wrote(tmp_path: Path, store: str) -> None:
-    check_killed_writers(tmp_path, store, "twenty", num_rounds=20, num_records=200, seed=random.randrange(2**31))
+    check_killed_writers(
+        tmp_path, store, "twenty", num_rounds=20, num_records=200, seed=random.randrange(2**31)
+    )

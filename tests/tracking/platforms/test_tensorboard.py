@@ -20,7 +20,9 @@ class Contract(PlatformContract):
         for file in sorted(directory.glob("tensorboard/**/events.*")):
             for event in events.EventFileLoader(str(file)).Load():
                 if event.wall_time and event.summary.value:
-                    found.append((event.wall_time, event.step, {v.tag: _content(v) for v in event.summary.value}))
+                    found.append(
+                        (event.wall_time, event.step, {v.tag: _content(v) for v in event.summary.value})
+                    )
         return [(step, values) for _, step, values in sorted(found, key=lambda one: one[0])]
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:

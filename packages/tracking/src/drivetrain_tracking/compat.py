@@ -23,7 +23,9 @@ def wandb_row(message: bytes) -> dict[str, str] | None:
     return {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
 
 
-def write_comet_head(folder: Path, *, key: str, project: str | None, workspace: str | None, is_new: bool) -> None:
+def write_comet_head(
+    folder: Path, *, key: str, project: str | None, workspace: str | None, is_new: bool
+) -> None:
     """Write the file that Comet adds to an offline experiment when it ends, for one whose process was killed.
 
     Args:

@@ -149,7 +149,9 @@ class ClearMLTracker(Platform):
             task_name=run_name,
             tags=list(self._options.tags),
             reuse_last_task_id=known[-1] if known and mode == "online" else False,
-            continue_last_task=0 if known and mode == "online" else False,  # steps are counted from 0, not the last
+            continue_last_task=0
+            if known and mode == "online"
+            else False,  # steps are counted from 0, not the last
             auto_connect_arg_parser=False,
             auto_connect_frameworks={"detect_repository": False},
             auto_resource_monitoring=False,

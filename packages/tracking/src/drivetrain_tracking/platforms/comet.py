@@ -153,7 +153,12 @@ class CometTracker(Platform):
         given, known = self._options, self.run_id(run_name)
         key = known or comet.generate_guid()
         self.remember_run_id(run_name, key)
-        common = {"project_name": given.project, "workspace": given.workspace, "experiment_key": key, **_QUIET}
+        common = {
+            "project_name": given.project,
+            "workspace": given.workspace,
+            "experiment_key": key,
+            **_QUIET,
+        }
         api_key = comet.get_config("comet.api_key")
         if given.mode == "online" or (given.mode is None and api_key):
             return comet.ExistingExperiment(**common) if known else comet.Experiment(**common)
@@ -194,7 +199,9 @@ class CometTracker(Platform):
         deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
         while last_time not in self._file.times():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"comet: no message reached {self._experiment.tmpdir} in {_LONGEST_WAIT_SECONDS:g} s")
+                raise TimeoutError(
+                    f"comet: no message reached {self._experiment.tmpdir} in {_LONGEST_WAIT_SECONDS:g} s"
+                )
             time.sleep(_PAUSE_SECONDS)
 
     def _log_medium(self, name: str, medium: StoredMedium, step: int | None) -> None:

@@ -47,7 +47,9 @@ class MessageFile:
         return list(held_times(whole.splitlines()))
 
 
-def close_killed(folder: Path, archive: Path, *, project: str | None, workspace: str | None, is_new: bool) -> None:
+def close_killed(
+    folder: Path, archive: Path, *, project: str | None, workspace: str | None, is_new: bool
+) -> None:
     """Make the archive of an experiment whose process was killed, and remove its folder.
 
     Values after the last whole record are left out: whoever continues the run writes that record again.
@@ -70,7 +72,9 @@ def close_killed(folder: Path, archive: Path, *, project: str | None, workspace:
 def _whole_records(data: bytes) -> list[bytes]:
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     last = max((number for number, line in enumerate(lines) if _time_of(line) is not None), default=-1)
-    rest = [line for line in lines[last + 1 :] if json.loads(line)["type"] not in ("metric_msg", "file_upload")]
+    rest = [
+        line for line in lines[last + 1 :] if json.loads(line)["type"] not in ("metric_msg", "file_upload")
+    ]
     return lines[: last + 1] + rest
 
 

@@ -131,7 +131,9 @@ class MLflowTracker(Platform):
 
     def _open_own(self, mlflow: Any, run_name: str) -> None:
         folder, artifacts = self.directory / self.name, None
-        uri = self._options.tracking_uri or (mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None)
+        uri = self._options.tracking_uri or (
+            mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+        )
         if uri is None:
             folder.mkdir(exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
