@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from drivetrain_tracking.records import LoggedRecord
@@ -110,6 +111,6 @@ def kill_writers(
     assert told, f"the rounds failed:\n{done.stdout}{done.stderr}"
     rounds = json.loads(told[0].removeprefix("ROUNDS "))
     print("held at the start, written, exit status:", rounds)
-    for (_, written, _), (held, _, _) in zip(rounds, rounds[1:], strict=False):
+    for (_, written, _), (held, _, _) in pairwise(rounds):
         assert held >= written, f"{written} records were written, the next writer found {held}"
     assert rounds[-1][1:] == [num_records, 0], f"the last writer ended with {rounds[-1]}\n{done.stderr}"

@@ -6,9 +6,13 @@ from hypothesis import strategies as st
 
 from drivetrain_tracking.spool.line import decode, encode
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+)
 RECORDS = st.dictionaries(
-    st.text(), st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)), min_size=1
+    st.text(),
+    st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)),
+    min_size=1,
 )
 
 
@@ -22,7 +26,9 @@ def test_a_record_comes_back_and_is_one_line_of_json(record: dict[str, object]) 
 
 
 @given(RECORDS, st.data())
-def test_a_line_with_another_byte_or_a_missing_part_is_told(record: dict[str, object], data: st.DataObject) -> None:
+def test_a_line_with_another_byte_or_a_missing_part_is_told(
+    record: dict[str, object], data: st.DataObject
+) -> None:
     line = encode(record)
     at = data.draw(st.integers(0, len(line) - 1))
     other = data.draw(st.integers(0, 255).filter(lambda byte: byte != line[at]))

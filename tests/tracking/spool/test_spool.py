@@ -66,7 +66,9 @@ def test_lines_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
 def test_a_trainer_that_is_killed_loses_nothing_that_was_logged(tmp_path: Path, num_rounds: int) -> None:
     for number in range(num_rounds):
         path = tmp_path / f"{number}.jsonl"
-        trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(path)], stdout=subprocess.PIPE, text=True)
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, str(path)], stdout=subprocess.PIPE, text=True
+        )
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "0\n"
         time.sleep(0.002 * (number % 20))

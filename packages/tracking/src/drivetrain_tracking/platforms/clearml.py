@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -187,7 +188,7 @@ class ClearMLTracker(Platform):
             logger.report_table(**place, table_plot=[content["columns"], *content["rows"]])
         elif medium.kind == "histogram":
             edges = content["edges"]
-            labels = [f"{low:g} to {high:g}" for low, high in zip(edges, edges[1:], strict=False)]
+            labels = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
             logger.report_histogram(**place, values=content["counts"], xlabels=labels)
         elif medium.kind == "text":
             logger.report_text(f"{name}: {content}", print_console=False)

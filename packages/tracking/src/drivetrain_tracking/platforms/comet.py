@@ -3,9 +3,8 @@
 import json
 import logging
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,16 +220,12 @@ class CometTracker(Platform):
             at.log_asset(path, file_name=name, step=step)
 
 
-_lock = threading.Lock()
-
-
 @contextmanager
-def _temporary_files_in(folder: Path) -> Iterator[None]:
+def _temporary_files_in(folder: Path) -> Generator[None]:
     """Make Python's temporary files in a folder: Comet keeps an experiment in one until it ends, and asks nobody."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock:
-        before, tempfile.tempdir = tempfile.tempdir, str(folder)
-        try:
-            yield
-        finally:
-            tempfile.tempdir = before
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
