@@ -83,7 +83,7 @@ class ClearMLTracker(Platform):
         Args:
             run_name: The name of the task.
             config: The configuration of the run.
-            project: The project.
+            project: The name of the project.
             tags: Labels of the task.
             mode: "online" or "offline"; if None, online where ClearML's environment or file holds an access key.
         """

@@ -52,7 +52,7 @@ class CometTracker(Platform):
     """A tracker that writes an experiment of Comet.
 
     Numbers and booleans are metrics, NaN and infinities too; a string is one of Comet's "others", which hold the last
-    value; None is left to the log. A step that is missing is the last one. `drivetrain/time` holds each record's time.
+    value; None is left to the log. A step that is missing is the last one. `drivetrain/time` holds a record's time.
     Values that a resumed run logs again are named `attempt-2/NAME`.
 
     Offline, `write` returns once all is in the experiment's file of messages, which a kill does not change. A stopped

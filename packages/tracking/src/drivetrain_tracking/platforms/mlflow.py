@@ -36,8 +36,8 @@ class _Options:
 class MLflowTracker(Platform):
     """A tracker that writes a run of MLflow through its client.
 
-    Numbers and booleans are metrics, a string is a tag that holds its last value, None is left to the log. A step that
-    is missing is 0. NaN is kept; a store in SQL makes the largest number of an infinity, so that the metric
+    Numbers and booleans are metrics, a string is a tag that holds its last value, None is left to the log. A step
+    that is missing is 0. NaN is kept; a store in SQL makes the largest number of an infinity, so that the metric
     `drivetrain/infinite` counts them. `drivetrain/time` holds each record's time. MLflow keeps all values of a step;
     those that a resumed run logs again have `drivetrain/attempt` at the same time.
 
