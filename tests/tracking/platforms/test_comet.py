@@ -16,7 +16,10 @@ from killed_writers import kill_writers, numbered_records
 from loopback_only import loopback_only  # noqa: F401 a fixture
 from platform_media import sample_media
 
-comet_ml = pytest.importorskip("comet_ml")
+with pytest.MonkeyPatch.context() as patch:
+    # Else the import makes experiments of what other tests of this process log to MLflow.
+    patch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
+    comet_ml = pytest.importorskip("comet_ml")
 offline = pytest.importorskip("comet_ml.offline")
 
 pytestmark = pytest.mark.usefixtures("loopback_only")

@@ -38,6 +38,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/store.db"
 
 
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """MLflow keeps artifacts of a store that names no place for them in `mlruns` of the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 class Contract(PlatformContract):
     """Each directory is an experiment of one store."""
 
