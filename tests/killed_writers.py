@@ -99,12 +99,13 @@ def kill_writers(
         seed: Chooses the points.
     """
     given = [tracker.__module__, tracker.__qualname__, library, str(directory), dict(options or {})]
+    environment = {name: value for name, value in os.environ.items() if name not in _LEFT_BEHIND}
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER, json.dumps([*given, num_rounds, num_records, seed])],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent,
-        env={name: value for name, value in os.environ.items() if name not in _LEFT_BEHIND},
+        cwd=directory,
+        env=environment | {"PYTHONPATH": str(Path(__file__).parent)},
         timeout=150,
     )
     told = [line for line in done.stdout.splitlines() if line.startswith("ROUNDS ")]
