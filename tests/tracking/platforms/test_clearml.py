@@ -28,6 +28,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """ClearML keeps sessions in a folder of the test, and no access key is configured."""
     for name in ("CLEARML_API_ACCESS_KEY", "TRAINS_API_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where it remembers the last task
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
     monkeypatch.setenv("CLEARML_LOG_LEVEL", "ERROR")
