@@ -256,7 +256,9 @@ def test_the_pages_arithmetic(browser: Browser, tmp_path: Path, expression: str,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_million_points_are_shown_while_they_are_read_and_zoomed(browser: Browser, tmp_path: Path) -> None:
+def test_ten_million_points_are_shown_while_they_are_read_and_zoomed(
+    browser: Browser, tmp_path: Path
+) -> None:
     last = 10_000_000 - 1
     with (tmp_path / "log.jsonl").open("wb") as file:
         for step in range(last + 1):

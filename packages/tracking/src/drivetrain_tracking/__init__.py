@@ -32,11 +32,15 @@ if TYPE_CHECKING:
     from drivetrain_tracking.plain import plain_config as plain_config
     from drivetrain_tracking.plain import plain_values as plain_values
     from drivetrain_tracking.platforms.aim import AimTracker as AimTracker
+    from drivetrain_tracking.platforms.clearml import ClearMLTracker as ClearMLTracker
+    from drivetrain_tracking.platforms.comet import CometTracker as CometTracker
     from drivetrain_tracking.platforms.dvclive import DVCLiveTracker as DVCLiveTracker
+    from drivetrain_tracking.platforms.mlflow import MLflowTracker as MLflowTracker
     from drivetrain_tracking.platforms.platform import Platform as Platform
     from drivetrain_tracking.platforms.swanlab import SwanLabTracker as SwanLabTracker
     from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker as TensorBoardTracker
     from drivetrain_tracking.platforms.trackio import TrackioTracker as TrackioTracker
+    from drivetrain_tracking.platforms.wandb import WandbTracker as WandbTracker
     from drivetrain_tracking.protocol import InfoTracker as InfoTracker
     from drivetrain_tracking.protocol import Metrics as Metrics
     from drivetrain_tracking.protocol import PlanTracker as PlanTracker
@@ -52,6 +56,10 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
+    "ClearMLTracker": "platforms.clearml",
+    "CometTracker": "platforms.comet",
+    "MLflowTracker": "platforms.mlflow",
+    "WandbTracker": "platforms.wandb",
     "Artifact": "media.data",
     "Audio": "media.sound",
     "DeliveryFileError": "errors",
