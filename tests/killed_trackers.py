@@ -18,7 +18,7 @@ _LEFT_BEHIND = ("WANDB_SERVICE", "CLEARML_PROC_MASTER_ID", "TRAINS_PROC_MASTER_I
 
 _DRIVER = """
 import importlib, json, os, random, signal, sys, time
-from killed_writers import numbered_records
+from killed_trackers import numbered_records
 
 module, name, library, directory, options, num_rounds, num_records, seed = json.loads(sys.argv[1])
 kind = getattr(importlib.import_module(module), name)

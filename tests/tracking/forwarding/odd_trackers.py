@@ -55,3 +55,14 @@ class CrashingTracker(FileTracker):
             crashed.touch()
             os.kill(os.getpid(), signal.SIGSEGV)
         super().log(values, step=step)
+
+
+class JoiningTracker(FileTracker):
+    """Tells whether its process inherits the variable by which its library would join another's run."""
+
+    name = "joining"
+    joining_variables = ("JOINS_A_RUN",)
+
+    def start(self, run_name: str, config: Mapping[str, object], *, tag: str = "") -> None:
+        super().start(run_name, config, tag=tag)
+        self._write(f"JOINS_A_RUN is {os.environ.get('JOINS_A_RUN')}")

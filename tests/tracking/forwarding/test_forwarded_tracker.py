@@ -155,3 +155,13 @@ def test_it_is_started_once(tmp_path: Path) -> None:
         tracker.start("run", {})
     log.finish()
     tracker.finish()
+
+
+def test_the_process_beside_does_not_join_a_run_of_the_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOINS_A_RUN", "1234")
+    trackers = group(tmp_path, "JoiningTracker")
+    trackers.start("bytes")
+    trackers.finish()
+    assert lines(tmp_path / "joining.txt") == ["start bytes", "JOINS_A_RUN is None", "finish"]

@@ -27,6 +27,8 @@ class Platform(ABC):
         name: The name of the tracker and of the extra that installs its library.
         library: The top module of the library.
         on_all_ranks: Always False: only rank 0 writes.
+        joining_variables: Environment variables by which a child process would join a run of its parent's; the
+            process that writes to the platform gets none of them.
         media_kinds: The kinds of media that the platform takes; others stay in files beside the log.
         directory: The folder that the platform may write to.
 
@@ -37,6 +39,7 @@ class Platform(ABC):
     name: ClassVar[str]
     library: ClassVar[str]
     on_all_ranks: ClassVar[bool] = False
+    joining_variables: ClassVar[tuple[str, ...]] = ()
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset()
 
     def __init__(self, directory: Path | str) -> None:

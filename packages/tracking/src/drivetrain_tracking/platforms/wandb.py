@@ -47,6 +47,7 @@ class WandbTracker(Platform):
 
     name = "wandb"
     library = "wandb"
+    joining_variables = ("WANDB_SERVICE",)
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
         {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
     )
