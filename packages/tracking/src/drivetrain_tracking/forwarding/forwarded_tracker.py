@@ -63,6 +63,7 @@ class ForwardedTracker:
             tracker=self._made_by,
             platform=self.name,
             seconds_after_end=self._settings.drain_seconds,
+            left_out=getattr(self.platform, "joining_variables", ()),
             import_path=[path for path in sys.path if path] if ":" in self._made_by else (),
         )
         self._writer = WriterProcess(command, parent=os.getpid())

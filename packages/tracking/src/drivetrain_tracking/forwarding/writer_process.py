@@ -31,6 +31,7 @@ class WriterCommand:
         platform: The tracker's own name, which its files beside the log have.
         seconds_after_end: How long it tries a failing platform again once this process is gone.
         import_path: Folders to import the tracker from.
+        left_out: Environment variables that the writer does not inherit.
     """
 
     log: Path
@@ -38,11 +39,14 @@ class WriterCommand:
     platform: str
     seconds_after_end: float
     import_path: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
     def arguments(self, parent: int) -> list[str]:
         """Return the command line of a writer that belongs to the process `parent`."""
         paths = [part for path in self.import_path for part in ("--import-path", path)]
+        without = ["env", *(part for name in self.left_out for part in ("-u", name))] if self.left_out else []
         return [
+            *without,
             *(sys.executable, "-m", "drivetrain_tracking.forwarding", str(self.log), self.tracker),
             *("--parent", str(parent), "--seconds-after-end", str(self.seconds_after_end)),
             *paths,

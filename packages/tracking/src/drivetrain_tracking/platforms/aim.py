@@ -27,6 +27,7 @@ class AimTracker(Platform):
     """
 
     name = "aim"
+    library = "aim"
     media_kinds = frozenset({"image", "figure", "audio", "histogram", "text", "artifact"})
 
     def __init__(self, directory: Path | str) -> None:

@@ -45,6 +45,8 @@ class ClearMLTracker(Platform):
     """
 
     name = "clearml"
+    library = "clearml"
+    joining_variables = ("CLEARML_PROC_MASTER_ID",)
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
         {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
     )

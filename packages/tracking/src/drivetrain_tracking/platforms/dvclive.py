@@ -29,6 +29,7 @@ class DVCLiveTracker(Platform):
     """
 
     name = "dvclive"
+    library = "dvclive"
     media_kinds = frozenset({"image", "figure", "histogram"})
 
     def __init__(self, directory: Path | str) -> None:

@@ -30,6 +30,7 @@ class SwanLabTracker(Platform):
     """
 
     name = "swanlab"
+    library = "swanlab"
     media_kinds = frozenset({"image", "figure", "video", "table", "histogram", "text", "artifact"})
 
     def __init__(self, directory: Path | str) -> None:

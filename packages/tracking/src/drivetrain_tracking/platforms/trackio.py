@@ -30,6 +30,7 @@ class TrackioTracker(Platform):
     """
 
     name = "trackio"
+    library = "trackio"
     media_kinds = frozenset({"image", "figure", "audio", "video", "table", "histogram", "text", "artifact"})
 
     def __init__(self, directory: Path | str) -> None:
